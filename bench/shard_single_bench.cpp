@@ -18,8 +18,6 @@
 
 #include "penstock/mesh_groups.h"
 #include "penstock/world.h"
-#include "penstock/models/transformer/initialize.h"
-#include "penstock/models/transformer/loss.h"
 #include "penstock/transformer.h"
 #include "penstock/optimizer.h"
 #include "penstock/fully_shard.h"
@@ -45,7 +43,7 @@ class Trained {
       const comm::MeshGroups mesh(world, init_device_mesh(device.is_cuda() ? "cuda" : "cpu", {1}, {"dp"}, 0, 1));
       ShardOptions how;
       how.mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat, .output_dtype = {}};
-      for (models::Block block : model_->blocks()) fully_shard(*block, mesh, how);
+      for (const auto& block : model_->blocks()) fully_shard(*block, mesh, how);
       fully_shard(*model_, mesh, how);
     }
     std::vector<optim::NamedParameter> parameters;

@@ -29,7 +29,10 @@
 #include "penstock/base/env.h"
 #include "penstock/base/files.h"
 #include "penstock/comm/launch/launcher.h"
-#include "penstock/trainer.h"
+#include "penstock/train/job/job.h"
+#include "penstock/train/job/open_data.h"
+#include "penstock/train_config.h"
+#include "penstock/world.h"
 
 namespace {
 

@@ -12,8 +12,6 @@
 
 #include "examples/failure.h"
 #include "penstock/world.h"
-#include "penstock/models/transformer/initialize.h"
-#include "penstock/models/transformer/loss.h"
 #include "penstock/transformer.h"
 #include "penstock/optimizer.h"
 #include "penstock/clip_gradients.h"

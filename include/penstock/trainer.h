@@ -1,63 +1,69 @@
-// The loop of a run: steps, validation, checkpoints, traces, and an orderly end.
+// Trains a model as configured: steps, validation, checkpoints, traces, and an orderly end.
 //
-//   Trainer trainer(world, config, folder, {&progress, &metrics});
-//   trainer.run();
+//   train::ConfigSources sources{.arguments = {"--pp", "2", "--steps", "1000"}};
+//   train::TrainConfig config = train::load_config(sources).config;
+//   train::Trainer trainer(world, config, "runs/first");
+//   train::RunEnd end = trainer.run();
 //
-// Everything of a run is in its folder: config.toml (resolved), data/ (token shards), checkpoints/, metrics.jsonl, traces/, report.html.
-// Making a trainer may be refused: sizes that do not fit the checkpoint, damage, other data. Until every rank has built its model and
-// loaded the checkpoint nothing in the folder changes (TrainerOptions::accepted); token shards that were made for a start that is refused are removed.
-//
-// A checkpoint that cannot be written does not end the run as long as there is an older one (checkpoint.on_failure): the error is logged when it
-// happens, and the next try follows with the next checkpoint and at the end. A run whose last checkpoint never got to the disk ends as
-// RunEnd::NotSaved.
-//
-// SIGTERM, SIGINT (request_stop) and the time limit end the run after the step that all ranks then agree on, with a checkpoint. A run
-// continues from its newest sound checkpoint, whichever layout wrote it, and reaches the losses that it would have reached.
-// Thread rule: one thread. [collective] over the world.
+// The run folder contains data/ (token shards), checkpoints/ and traces/. A run continues from the newest
+// valid checkpoint in it, whichever layout wrote it, and reaches the losses that it would have reached
+// without the interruption.
 #pragma once
 
-#include <atomic>
 #include <filesystem>
 #include <functional>
 #include <memory>
 #include <vector>
 
-#include "penstock/checkpoint/files/output_file.h"
-#include "penstock/world.h"
+#include "penstock/observer.h"
 #include "penstock/train_config.h"
-#include "penstock/train/job/job.h"
-#include "penstock/train/report/observer.h"
+#include "penstock/world.h"
 
 namespace penstock::train {
 
-// The data of a configuration: shards that are there, else made from the sources into `folder`/data by rank 0 while the others wait.
-// [collective] Throws ConfigError on all ranks.
-TrainingData open_data(const comm::World& world, const TrainConfig& config, const std::filesystem::path& folder);
-
-// Ends the runs of this process after their current step. Safe in a signal handler.
+// Ends the runs of this process after their current step, with a checkpoint. Calling it on one rank is
+// enough. Safe in a signal handler; Penstock installs none in a Trainer.
 void request_stop() noexcept;
+// Returns whether request_stop() was called in this process.
 bool stop_requested() noexcept;
 
+// Options of a Trainer that are not part of the configuration.
 struct TrainerOptions {
-  // Called on rank 0 when the start is accepted by all ranks, before anything in the folder changes. What it throws refuses the start on all ranks.
+  // Called on rank 0 when all ranks accept the start, before anything in the folder changes. An exception
+  // refuses the start on all ranks.
   std::function<void()> accepted;
-  checkpoint::WriteFault write_fault;  // for tests of full disks
 };
 
+// One run. All functions but description() are collective over the world. Thread safety: one thread.
 class Trainer {
  public:
+  // Opens the data, builds the model, and loads the checkpoint to continue from, if any (checkpoint.resume).
   // Observers are used on rank 0; they must outlive the trainer.
-  Trainer(const comm::World& world, const TrainConfig& config, std::filesystem::path folder, std::vector<Observer*> observers = {}, TrainerOptions options = {});
+  //
+  // Throws on all ranks if the start is refused: ConfigError for a layout that does not fit the world, the
+  // model or the data, CheckpointError for damaged checkpoints. The folder is then unchanged; token shards
+  // that were made for this start are removed.
+  Trainer(const comm::World& world, const TrainConfig& config, std::filesystem::path folder,
+          std::vector<Observer*> observers = {}, TrainerOptions options = {});
+  // Abandons a checkpoint that is still being written, which happens only after an exception of run().
   ~Trainer();
 
-  // To the last step, or to an earlier end that was asked for. The same on every rank where it is NotSaved.
+  // Trains to the last step, or until the run is asked to end: by request_stop() or the time limit, after a
+  // step that all ranks agree on, with a checkpoint.
+  //
+  // A checkpoint that cannot be written does not end the run if there is an older one
+  // (checkpoint.on_failure): the error is logged, and the next attempt is made at the next checkpoint and at
+  // the end. If the last checkpoint cannot be written, the result is RunEnd::NotSaved on every rank.
+  // Throws NotFiniteError if a loss or gradient becomes NaN or infinite, and CommError if a rank is lost.
   RunEnd run();
 
-  TrainingJob& job();
+  // Returns what is known before the first step. The same values that observers receive.
   const RunDescription& description() const;
 
  private:
+  friend struct TrainerAccess;
   struct Impl;
+  explicit Trainer(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;
 };
 

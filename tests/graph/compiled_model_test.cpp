@@ -4,7 +4,6 @@
 
 #include "penstock/compile.h"
 #include "penstock/graph/run/compiled_module_internals.h"
-#include "penstock/models/transformer/loss.h"
 #include "penstock/transformer.h"
 #include "tests/models/small_model.h"
 

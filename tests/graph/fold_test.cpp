@@ -18,7 +18,6 @@
 #include "penstock/graph/tools/fold.h"
 #include "penstock/graph/ir/functionalize.h"
 #include "penstock/graph/run/module_state.h"
-#include "penstock/models/transformer/loss.h"
 #include "penstock/transformer.h"
 #include "tests/has_text.h"
 

@@ -8,8 +8,6 @@
 
 #include "penstock/compile.h"
 #include "penstock/graph/run/compiled_module_internals.h"
-#include "penstock/models/transformer/initialize.h"
-#include "penstock/models/transformer/loss.h"
 #include "penstock/transformer.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/torch/compat/device_memory.h"

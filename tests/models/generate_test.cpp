@@ -1,4 +1,4 @@
-#include "penstock/generate.h"
+#include "penstock/transformer.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -10,6 +10,7 @@
 
 #include "penstock/errors.h"
 #include "penstock/models/blocks/kv_cache.h"
+#include "penstock/models/transformer/transformer_access.h"
 #include "tests/has_text.h"
 #include "tests/models/small_model.h"
 #include "tests/throws.h"
@@ -38,7 +39,7 @@ TEST(KvCache, CachedLogitsAreTheUncachedOnes) {
         cache.clear();
         std::int64_t at = 0;
         for (const std::int64_t count : steps) {
-          const at::Tensor logits = model->forward_cached(tokens.narrow(1, at, count), cache);
+          const at::Tensor logits = TransformerAccess::forward_cached(*model, tokens.narrow(1, at, count), cache);
           EXPECT_FALSE(logits.requires_grad());
           EXPECT_LT(difference(logits, expected.narrow(1, at, count)), tolerance(dtype, expected)) << "at " << at << ", key heads " << key_heads;
           at += count;
@@ -54,7 +55,7 @@ TEST(KvCache, StagesEachWithItsOwn) {
   KvCache all(options, 12), a(options, 12), b(options, 12);
   const at::Tensor tokens = tokens_for(options, 2, 6);
   for (std::int64_t i = 0; i < 6; i += 3)
-    EXPECT_TRUE(at::equal(second->forward_cached(first->forward_cached(tokens.narrow(1, i, 3), a), b), whole->forward_cached(tokens.narrow(1, i, 3), all)));
+    EXPECT_TRUE(at::equal(TransformerAccess::forward_cached(*second, TransformerAccess::forward_cached(*first, tokens.narrow(1, i, 3), a), b), TransformerAccess::forward_cached(*whole, tokens.narrow(1, i, 3), all)));
 }
 
 TEST(KvCache, Limits) {
@@ -63,12 +64,12 @@ TEST(KvCache, Limits) {
   EXPECT_THROW(KvCache(options, 0), ValueError);
   EXPECT_THROW(KvCache(options, 13), ValueError);
   KvCache cache(options, 4);
-  model->forward_cached(tokens_for(options, 2, 3), cache);
-  EXPECT_TRUE(has_text(message_of<ValueError>([&] { model->forward_cached(tokens_for(options, 2, 2), cache); }), "larger capacity"));
+  TransformerAccess::forward_cached(*model, tokens_for(options, 2, 3), cache);
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] { TransformerAccess::forward_cached(*model, tokens_for(options, 2, 2), cache); }), "larger capacity"));
   EXPECT_EQ(cache.length(), 3);
-  EXPECT_TRUE(has_text(message_of<ValueError>([&] { model->forward_cached(tokens_for(options, 3, 1), cache); }), "clear()"));
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] { TransformerAccess::forward_cached(*model, tokens_for(options, 3, 1), cache); }), "clear()"));
   cache.clear();
-  EXPECT_EQ(model->forward_cached(tokens_for(options, 3, 1), cache).size(0), 3);
+  EXPECT_EQ(TransformerAccess::forward_cached(*model, tokens_for(options, 3, 1), cache).size(0), 3);
 }
 
 TEST(Generate, GreedyIsTheArgmaxOfEachStep) {

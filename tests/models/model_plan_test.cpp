@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "penstock/errors.h"
-#include "penstock/models/plan/options.h"
+#include "penstock/transformer_options.h"
 #include "penstock/models/plan/pattern.h"
-#include "penstock/models/plan/stage_parts.h"
+#include "penstock/model_partition.h"
 #include "penstock/partition.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"

@@ -8,7 +8,6 @@
 #include <string>
 #include <vector>
 
-#include "penstock/models/transformer/initialize.h"
 #include "penstock/transformer.h"
 
 namespace penstock::models::test {

@@ -12,8 +12,7 @@
 #include <vector>
 
 #include "penstock/errors.h"
-#include "penstock/models/transformer/initialize.h"
-#include "penstock/models/transformer/loss.h"
+#include "penstock/models/blocks/rotary.h"
 #include "penstock/fake.h"
 #include "penstock/torch/kernels/fused_attention.h"
 #include "penstock/random.h"

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "penstock/errors.h"
-#include "penstock/models/plan/options.h"
+#include "penstock/transformer_options.h"
 #include "penstock/train/job/model_stages.h"
 #include "penstock/train/data/token_shard_writer.h"
 #include "tests/has_text.h"

@@ -16,6 +16,7 @@
 #include "penstock/checkpoint/files/folder.h"
 #include "penstock/world.h"
 #include "penstock/train/report/metrics_file.h"
+#include "penstock/train/job/trainer_access.h"
 #include "penstock/trainer.h"
 #include "tests/has_text.h"
 #include "tests/train/folder_state.h"
@@ -59,9 +60,7 @@ Result run(const ScratchFolder& folder, TrainConfig config, std::int64_t steps, 
   Result result;
   result.ends.resize(2);
   comm::run_ranks(2, 120s, [&](comm::World& world) {
-    TrainerOptions options;
-    options.write_fault = fault;
-    Trainer trainer(world, config, folder / "run", {&result.told}, options);
+    Trainer trainer = TrainerAccess::with_write_fault(world, config, folder / "run", {&result.told}, fault);
     result.ends.at(static_cast<std::size_t>(world.rank())) = trainer.run();
   });
   return result;
@@ -93,13 +92,12 @@ TEST(FailedCheckpoint, AnnouncedOnlyWhenItIsOnTheDisk) {
   looks.seen = &on_disk;
   looks.at = folder / "run/checkpoints";
   comm::run_ranks(2, 120s, [&](comm::World& world) {
-    TrainerOptions options;
-    // Slower than the steps.
-    options.write_fault = [](const std::filesystem::path&, std::uint64_t, std::uint64_t) {
+    // Slower than the steps are.
+    const auto slow = [](const std::filesystem::path&, std::uint64_t, std::uint64_t) {
       std::this_thread::sleep_for(5ms);
       return 0;
     };
-    Trainer trainer(world, config, folder / "run", {&looks, &told}, options);
+    Trainer trainer = TrainerAccess::with_write_fault(world, config, folder / "run", {&looks, &told}, slow);
     EXPECT_EQ(trainer.run(), RunEnd::Finished);
   });
   EXPECT_EQ(on_disk, (std::vector<bool>{true, true}));

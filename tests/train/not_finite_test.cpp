@@ -1,5 +1,5 @@
-// NaN and infinities stop a run, and the message names their origin, the same on every rank.
-#include "penstock/train/report/not_finite.h"
+// NaN and infinities stop a run, and the message says where they began: the same on every rank.
+#include "penstock/observer.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -18,6 +18,7 @@
 #include "penstock/checkpoint/files/reader.h"
 #include "penstock/train/job/find_not_finite.h"
 #include "penstock/train/job/job.h"
+#include "penstock/train/job/trainer_access.h"
 #include "penstock/trainer.h"
 #include "tests/has_text.h"
 #include "tests/train/scratch_folder.h"
@@ -189,8 +190,8 @@ TEST(NotFinite, TheLastCheckpointStays) {
   config.data.sources = {(scratch / "text").string()};
   comm::run_ranks(2, 60s, [&](comm::World& world) {
     Trainer trainer(world, config, scratch / "run");
-    trainer.job().set_gradient_hook([&](const std::vector<optim::NamedParameter>& parameters) {
-      if (trainer.job().steps_done() == 2) parameters.front().tensor.grad().fill_(kNan);
+    TrainerAccess::job(trainer).set_gradient_hook([&](const std::vector<optim::NamedParameter>& parameters) {
+      if (TrainerAccess::job(trainer).steps_done() == 2) parameters.front().tensor.grad().fill_(kNan);
     });
     EXPECT_THROW(trainer.run(), NotFiniteError);
   });

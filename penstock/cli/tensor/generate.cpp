@@ -19,7 +19,7 @@
 #include "penstock/cli/common/commands.h"
 #include "penstock/cli/common/number_options.h"
 #include "penstock/cli/tensor/use_available_cores.h"
-#include "penstock/generate.h"
+#include "penstock/transformer.h"
 #include "penstock/train/data/byte_tokenizer.h"
 #include "penstock/train/job/configured_data.h"
 #include "penstock/train/job/load_model.h"

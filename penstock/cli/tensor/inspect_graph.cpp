@@ -20,7 +20,6 @@
 #include "penstock/graph/tools/graph_report.h"
 #include "penstock/graph/run/module_state.h"
 #include "penstock/graph/partition/partition.h"
-#include "penstock/models/transformer/loss.h"
 #include "penstock/transformer.h"
 #include "penstock/train/job/host_check.h"
 #include "penstock/train/job/model_stages.h"

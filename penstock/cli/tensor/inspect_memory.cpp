@@ -28,7 +28,7 @@
 #include "penstock/train/plan/dry_run.h"
 #include "penstock/train/job/host_check.h"
 #include "penstock/train/plan/measure_memory.h"
-#include "penstock/trainer.h"
+#include "penstock/train/job/open_data.h"
 
 namespace penstock::cli {
 

@@ -23,7 +23,7 @@
 #include "penstock/world.h"
 #include "penstock/train/job/host_check.h"
 #include "penstock/train/job/parity.h"
-#include "penstock/trainer.h"
+#include "penstock/train/job/open_data.h"
 
 namespace penstock::cli {
 

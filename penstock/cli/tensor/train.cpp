@@ -39,7 +39,7 @@
 #include "penstock/train/plan/dry_run.h"
 #include "penstock/train/job/host_check.h"
 #include "penstock/train/job/job.h"
-#include "penstock/train/report/not_finite.h"
+#include "penstock/observer.h"
 #include "penstock/train/report/metrics_file.h"
 #include "penstock/train/report/progress.h"
 #include "penstock/train/report/report_page.h"

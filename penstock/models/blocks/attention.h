@@ -13,7 +13,7 @@
 #include <cstdint>
 
 #include "penstock/models/blocks/kv_cache.h"
-#include "penstock/models/plan/options.h"
+#include "penstock/transformer_options.h"
 #include "penstock/torch/kernels/fused_attention.h"
 
 namespace penstock::models {

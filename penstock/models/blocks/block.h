@@ -9,7 +9,7 @@
 #include "penstock/models/blocks/attention.h"
 #include "penstock/models/blocks/feed_forward.h"
 #include "penstock/models/blocks/norm.h"
-#include "penstock/models/plan/options.h"
+#include "penstock/transformer_options.h"
 
 namespace penstock::models {
 

@@ -5,7 +5,7 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/pimpl.h>
 
-#include "penstock/models/plan/options.h"
+#include "penstock/transformer_options.h"
 
 namespace penstock::models {
 

@@ -3,8 +3,8 @@
 // width * 2 numbers per block.
 //
 //   KvCache cache(options, 256);
-//   auto logits = model->forward_cached(prompt, cache);          // [batch, prompt length, vocabulary]
-//   logits = model->forward_cached(next_token, cache);           // [batch, 1, vocabulary]
+//   auto logits = TransformerAccess::forward_cached(*model, prompt, cache);  // [batch, prompt length, vocabulary]
+//   logits = TransformerAccess::forward_cached(*model, next_token, cache);   // [batch, 1, vocabulary]
 //
 // Grouped queries store only their key heads; under tensor parallelism a rank stores its own. No gradients.
 // Thread safety: one thread.
@@ -16,7 +16,7 @@
 #include <map>
 #include <utility>
 
-#include "penstock/models/plan/options.h"
+#include "penstock/transformer_options.h"
 
 namespace penstock::models {
 

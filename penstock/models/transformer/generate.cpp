@@ -1,4 +1,4 @@
-#include "penstock/generate.h"
+#include "penstock/transformer.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
@@ -10,6 +10,7 @@
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
+#include "penstock/models/transformer/transformer_access.h"
 
 namespace penstock::models {
 namespace {
@@ -74,7 +75,7 @@ at::Tensor generate(TransformerStageImpl& model, const at::Tensor& prompt, const
     if (position > context) cache.reset();
     const std::int64_t known = cache ? cache->length() : std::max<std::int64_t>(position - context, 0);
     const at::Tensor fresh = tokens.narrow(1, known, position - known);
-    const at::Tensor logits = cache ? model.forward_cached(fresh, *cache) : model.forward(fresh);
+    const at::Tensor logits = cache ? TransformerAccess::forward_cached(model, fresh, *cache) : model.forward(fresh);
     at::Tensor next = sample(logits.select(1, logits.size(1) - 1), {how.temperature, how.top_k}, {.seed = how.seed, .step = position, .purpose = kSampling});
     if (how.stop_token) {
       next = next.masked_fill(ended, *how.stop_token);

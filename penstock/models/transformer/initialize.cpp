@@ -1,4 +1,4 @@
-#include "penstock/models/transformer/initialize.h"
+#include "penstock/transformer.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>

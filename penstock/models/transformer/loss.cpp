@@ -1,4 +1,4 @@
-#include "penstock/models/transformer/loss.h"
+#include "penstock/transformer.h"
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>

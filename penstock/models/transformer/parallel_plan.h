@@ -1,7 +1,4 @@
-// Tensor parallelism of the transformer: how each parameter is split.
-//
-//   parallelize_transformer(*stage, mesh);                                      // a mesh of one axis: plain inputs
-//   parallelize_transformer(*stage, mesh, "tp");                                // one axis of several: distributed inputs
+// Tensor parallelism of the transformer: how parallelize_transformer (transformer.h) splits each parameter.
 //
 // Column parallel (outputs split): query, key, value, gate, up, head. Row parallel (inputs split, results
 // summed): output, down. The embedding is split by vocabulary, like the head, so a tied weight has one
@@ -15,7 +12,6 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/mesh_groups.h"
 #include "penstock/tensor_parallel.h"
 #include "penstock/transformer.h"
 
@@ -30,8 +26,5 @@ ParallelPlan tensor_parallel_plan(const TransformerOptions& options, const Stage
 
 // Throws ConfigError if heads or key_value_heads is not a multiple of `size`.
 void check_tensor_parallel(const TransformerOptions& options, int size);
-
-// [collective] Checks the options, splits parameters by the plan and replicates the rest.
-void parallelize_transformer(TransformerStageImpl& stage, const comm::MeshGroups& mesh, const std::string& axis = {});
 
 }  // namespace penstock::models

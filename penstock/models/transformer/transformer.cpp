@@ -13,7 +13,11 @@
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
+#include "penstock/models/blocks/block.h"
 #include "penstock/models/blocks/local_region.h"
+#include "penstock/models/blocks/norm.h"
+#include "penstock/models/blocks/rotary.h"
+#include "penstock/models/transformer/transformer_access.h"
 #include "penstock/forward_scope.h"
 #include "penstock/random.h"
 
@@ -43,77 +47,110 @@ at::Tensor local_rows(const at::Tensor& tensor) { return is_dtensor(tensor) ? to
 
 }  // namespace
 
-TransformerStageImpl::TransformerStageImpl(const TransformerOptions& options, const StagePart& part)
-    : options_(options.resolved()), part_(part), rotary_(options_.head_width(), options_.context, options_.rope_theta) {
-  check_part(options_, part_);
-  if (part_.has_embed() || (part_.has_head() && options_.tie_head))
-    embed = register_module("embed", torch::nn::Embedding(torch::nn::EmbeddingOptions(options_.vocabulary, options_.width)));
-  auto numbered = register_module("blocks", std::make_shared<NumberedBlocks>());
-  for (std::int64_t number = part_.first_block; number < part_.end_block; ++number) {
-    blocks_.emplace_back(options_, number);
-    numbered->add(blocks_.back());
+// Modules are registered with the stage, in the order of the model; here are the handles to call them.
+struct TransformerStageImpl::Impl {
+  Impl(TransformerStageImpl& the_stage, const TransformerOptions& the_options, const StagePart& the_part)
+      : stage(the_stage), options(the_options.resolved()), part(the_part), rotary(options.head_width(), options.context, options.rope_theta) {
+    check_part(options, part);
   }
-  if (!part_.has_head()) return;
-  norm = register_module("norm", RmsNorm(options_.width, options_.norm_epsilon));
-  if (!options_.tie_head)
-    head = register_module("head", torch::nn::Linear(torch::nn::LinearOptions(options_.width, options_.vocabulary).bias(false)));
+
+  void register_modules();
+  // `before`: number of tokens in the cache.
+  void check_input(const at::Tensor& x, std::int64_t before) const;
+  // Rotary turns of `length` tokens after `before` others, on the device of `rows`.
+  at::Tensor turns_of(const at::Tensor& rows, std::int64_t before, std::int64_t length);
+  at::Tensor run(const at::Tensor& input, const AttentionContext& context);
+
+  TransformerStageImpl& stage;
+  TransformerOptions options;
+  StagePart part;
+  std::vector<Block> blocks;
+  RmsNorm norm{nullptr};  // at the last stage
+  Rotary rotary;
+  at::Tensor tied_head;   // after separate_head
+};
+
+void TransformerStageImpl::Impl::register_modules() {
+  if (part.has_embed() || (part.has_head() && options.tie_head))
+    stage.embed = stage.register_module("embed", torch::nn::Embedding(torch::nn::EmbeddingOptions(options.vocabulary, options.width)));
+  auto numbered = stage.register_module("blocks", std::make_shared<NumberedBlocks>());
+  for (std::int64_t number = part.first_block; number < part.end_block; ++number) {
+    blocks.emplace_back(options, number);
+    numbered->add(blocks.back());
+  }
+  if (!part.has_head()) return;
+  norm = stage.register_module("norm", RmsNorm(options.width, options.norm_epsilon));
+  if (!options.tie_head)
+    stage.head = stage.register_module("head", torch::nn::Linear(torch::nn::LinearOptions(options.width, options.vocabulary).bias(false)));
 }
 
-const at::Tensor& TransformerStageImpl::head_weight() const {
-  if (!part_.has_head()) throw StateError(fmt::format("stage {} of {} has no head; use the last stage", part_.index, part_.count));
-  if (!options_.tie_head) return head->weight;
-  return tied_head_.defined() ? tied_head_ : embed->weight;
-}
-
-void TransformerStageImpl::separate_head() {
-  if (!is_whole() || !options_.tie_head || tied_head_.defined())
-    throw StateError(fmt::format("separate_head: stage {} of {} does not have both uses of a tied weight, or they are already separate", part_.index, part_.count));
-  tied_head_ = register_parameter(kTiedHead, embed->weight.detach(), embed->weight.requires_grad());
-}
-
-void TransformerStageImpl::check_input(const at::Tensor& x, std::int64_t before) const {
-  const std::string where = fmt::format("TransformerStage {} of {}: input", part_.index, part_.count);
-  if (!x.defined()) throw ValueError(describe(where, "no tensor", part_.has_embed() ? "tokens [batch, length]" : "hidden states [batch, length, width]"));
+void TransformerStageImpl::Impl::check_input(const at::Tensor& x, std::int64_t before) const {
+  const std::string where = fmt::format("TransformerStage {} of {}: input", part.index, part.count);
+  if (!x.defined()) throw ValueError(describe(where, "no tensor", part.has_embed() ? "tokens [batch, length]" : "hidden states [batch, length, width]"));
   const std::string actual = fmt::format("{} [{}]", c10::toString(x.scalar_type()), fmt::join(x.sizes(), ", "));
-  if (part_.has_embed()) {
+  if (part.has_embed()) {
     if (x.dim() != 2 || (x.scalar_type() != at::kLong && x.scalar_type() != at::kInt)) throw ValueError(describe(where, actual, "tokens [batch, length], Long or Int"));
-  } else if (x.dim() != 3 || x.size(2) != options_.width || !x.is_floating_point()) {
-    throw ValueError(describe(where, actual, fmt::format("hidden states [batch, length, {}]", options_.width)));
+  } else if (x.dim() != 3 || x.size(2) != options.width || !x.is_floating_point()) {
+    throw ValueError(describe(where, actual, fmt::format("hidden states [batch, length, {}]", options.width)));
   }
-  if (before + x.size(1) > options_.context)
-    throw ValueError(describe(where, fmt::format("{} tokens", before + x.size(1)), fmt::format("at most model.context, {}", options_.context),
+  if (before + x.size(1) > options.context)
+    throw ValueError(describe(where, fmt::format("{} tokens", before + x.size(1)), fmt::format("at most model.context, {}", options.context),
                               "shorten the sequences or set model.context higher"));
 }
 
-at::Tensor TransformerStageImpl::turns_of(const at::Tensor& rows, std::int64_t before, std::int64_t length) {
+at::Tensor TransformerStageImpl::Impl::turns_of(const at::Tensor& rows, std::int64_t before, std::int64_t length) {
   // Tokens do not have the dtype of the model; the embedding does.
-  const at::Tensor like = part_.has_embed() ? rows.new_empty({0}, rows.options().dtype(embed->weight.scalar_type())) : rows;
-  return rotary_.turns(before, length, like);
+  const at::Tensor like = part.has_embed() ? rows.new_empty({0}, rows.options().dtype(stage.embed->weight.scalar_type())) : rows;
+  return rotary.turns(before, length, like);
 }
 
-at::Tensor TransformerStageImpl::run(const at::Tensor& input, const AttentionContext& context) {
-  const ForwardScope scope(*this);
+at::Tensor TransformerStageImpl::Impl::run(const at::Tensor& input, const AttentionContext& context) {
+  const ForwardScope scope(stage);
   at::Tensor x = scope.input(input);
-  if (part_.has_embed()) {
+  if (part.has_embed()) {
     static const std::int64_t kPlace = layer_from_name("embed");
-    x = drop(looked_up(embed->weight, x), options_.dropout, kPlace, is_training());
+    x = drop(looked_up(stage.embed->weight, x), options.dropout, kPlace, stage.is_training());
   }
-  for (Block& block : blocks_) x = block->forward(x, context);
-  if (!part_.has_head()) return scope.output(x);
+  for (Block& block : blocks) x = block->forward(x, context);
+  if (!part.has_head()) return scope.output(x);
   x = norm->forward(x);
-  const at::Tensor& weight = head_weight();
+  const at::Tensor& weight = stage.head_weight();
   const LocalRegion region(x, weight, Rows::BatchAndLength);
-  return scope.output(region.leave_split(at::linear(region.enter(x), region.weight(weight)), options_.vocabulary));
+  return scope.output(region.leave_split(at::linear(region.enter(x), region.weight(weight)), options.vocabulary));
+}
+
+TransformerStageImpl::TransformerStageImpl(const TransformerOptions& options) : TransformerStageImpl(options, whole_model(options)) {}
+
+TransformerStageImpl::TransformerStageImpl(const TransformerOptions& options, const StagePart& part) : impl_(std::make_unique<Impl>(*this, options, part)) {
+  impl_->register_modules();
+}
+
+TransformerStageImpl::~TransformerStageImpl() = default;
+
+const TransformerOptions& TransformerStageImpl::options() const { return impl_->options; }
+const StagePart& TransformerStageImpl::part() const { return impl_->part; }
+
+std::vector<std::shared_ptr<torch::nn::Module>> TransformerStageImpl::blocks() const {
+  std::vector<std::shared_ptr<torch::nn::Module>> modules;
+  for (const Block& block : impl_->blocks) modules.push_back(block.ptr());
+  return modules;
+}
+
+const at::Tensor& TransformerStageImpl::head_weight() const {
+  if (!part().has_head()) throw StateError(fmt::format("stage {} of {} has no head; use the last stage", part().index, part().count));
+  if (!options().tie_head) return head->weight;
+  return impl_->tied_head.defined() ? impl_->tied_head : embed->weight;
 }
 
 at::Tensor TransformerStageImpl::forward(at::Tensor x, at::Tensor documents) {
-  check_input(x, 0);
+  impl_->check_input(x, 0);
   const std::int64_t length = x.size(1);
   if (documents.defined() && (documents.dim() != 2 || documents.size(1) != length || documents.is_floating_point()))
     throw ValueError(describe("documents", fmt::format("{} [{}]", c10::toString(documents.scalar_type()), fmt::join(documents.sizes(), ", ")),
                               fmt::format("integers [batch, {}], one for each token", length)));
   const at::Tensor local = local_rows(x);
-  return run(x, {turns_of(local, 0, length), documents.defined() ? AttentionMask::within_documents(local_rows(documents)) : AttentionMask::causal(length, length, local)});
+  return impl_->run(x, {impl_->turns_of(local, 0, length),
+                        documents.defined() ? AttentionMask::within_documents(local_rows(documents)) : AttentionMask::causal(length, length, local)});
 }
 
 at::Tensor TransformerStageImpl::forward_with(at::Tensor x, const Tree& keywords) {
@@ -127,14 +164,22 @@ at::Tensor TransformerStageImpl::forward_with(at::Tensor x, const Tree& keywords
   return forward(std::move(x), std::move(documents));
 }
 
-at::Tensor TransformerStageImpl::forward_cached(at::Tensor x, KvCache& cache) {
+at::Tensor TransformerAccess::forward_cached(TransformerStageImpl& stage, const at::Tensor& x, KvCache& cache) {
+  TransformerStageImpl::Impl& impl = *stage.impl_;
   const c10::AutoGradMode no_grad(false);
-  check_input(x, cache.length());
+  impl.check_input(x, cache.length());
   const std::int64_t added = x.size(1);
   const at::Tensor local = local_rows(x);
-  const at::Tensor result = run(x, {turns_of(local, cache.length(), added), AttentionMask::causal(added, cache.length() + added, local), &cache});
+  const at::Tensor result = impl.run(x, {impl.turns_of(local, cache.length(), added), AttentionMask::causal(added, cache.length() + added, local), &cache});
   cache.advance(added);
   return result;
+}
+
+void TransformerAccess::separate_head(TransformerStageImpl& stage) {
+  TransformerStageImpl::Impl& impl = *stage.impl_;
+  if (!stage.is_whole() || !impl.options.tie_head || impl.tied_head.defined())
+    throw StateError(fmt::format("separate_head: stage {} of {} does not have both uses of a tied weight, or they are already separate", impl.part.index, impl.part.count));
+  impl.tied_head = stage.register_parameter(kTiedHead, stage.embed->weight.detach(), stage.embed->weight.requires_grad());
 }
 
 }  // namespace penstock::models

@@ -1,6 +1,6 @@
 // The table of all fields of TrainConfig: their names, types, limits and help texts.
 //
-// To add a field, add a member in config.h and a line in config_fields.cpp, then regenerate the documentation
+// To add a field, add a member in penstock/train_config.h and a line in config_fields.cpp, then regenerate the documentation
 // page (PENSTOCK_UPDATE_DOCS=1 ./test -R train_config_test).
 #pragma once
 

@@ -9,7 +9,7 @@
 #include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/world.h"
-#include "penstock/models/plan/options.h"
+#include "penstock/transformer_options.h"
 #include "penstock/torch/kernels/attention_scores.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/train/job/job.h"

@@ -22,7 +22,7 @@
 #include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/comm/backend/backend.h"
 #include "penstock/comm/transport/ucx_transport.h"
-#include "penstock/models/transformer/loss.h"
+#include "penstock/transformer.h"
 #include "penstock/optimizer.h"
 #include "penstock/clip_gradients.h"
 #include "penstock/loss_scaler.h"
@@ -31,7 +31,7 @@
 #include "penstock/train/report/elapsed.h"
 #include "penstock/train/job/find_not_finite.h"
 #include "penstock/train/job/replica_gradient_sync.h"
-#include "penstock/train/report/not_finite.h"
+#include "penstock/observer.h"
 #include "penstock/train/data/prefetcher.h"
 
 namespace penstock::train {

@@ -31,7 +31,7 @@
 #include "penstock/train/job/layout.h"
 #include "penstock/train/job/model_stages.h"
 #include "penstock/train/data/sampler.h"
-#include "penstock/train/report/step_outcome.h"
+#include "penstock/observer.h"
 
 namespace penstock::train {
 

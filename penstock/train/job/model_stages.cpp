@@ -10,8 +10,9 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/models/transformer/initialize.h"
+#include "penstock/transformer.h"
 #include "penstock/models/transformer/parallel_plan.h"
+#include "penstock/models/transformer/transformer_access.h"
 #include "penstock/stage_module.h"
 #include "penstock/generators.h"
 #include "penstock/schedule_text.h"
@@ -105,7 +106,7 @@ ModelStages::ModelStages(const RankLayout& layout, const TrainConfig& config, co
   if (options_.tie_head) tie(layout, map);
   if (layout.shard_size() > 1)
     for (models::TransformerStage& module : modules_) {
-      for (models::Block block : module->blocks()) fully_shard(*block, layout.shard_mesh());
+      for (const auto& block : module->blocks()) fully_shard(*block, layout.shard_mesh());
       fully_shard(*module, layout.shard_mesh());
     }
   for (std::size_t i = 0; i < modules_.size(); ++i) {
@@ -129,7 +130,7 @@ void ModelStages::tie(const RankLayout& layout, const schedule::StageMap& map) {
     const bool sharded = layout.shard_size() > 1;
     if (first == last) {
       if (sharded) return;  // one sharded parameter for both uses: autograd adds the gradients
-      (*last)->separate_head();
+      models::TransformerAccess::separate_head(**last);
     } else if (!sharded) {
       (*last)->embed->weight.set_data(tied_.embed);
     }

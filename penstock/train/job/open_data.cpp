@@ -1,8 +1,10 @@
-// Opens the data of a run, and makes token shards first if necessary.
+#include "penstock/train/job/open_data.h"
+
 #include <fmt/format.h>
 
 #include <atomic>
 #include <chrono>
+#include <optional>
 
 #include "penstock/errors.h"
 #include "penstock/base/files.h"
@@ -12,7 +14,6 @@
 #include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/train/job/configured_data.h"
 #include "penstock/train/data/make_shards.h"
-#include "penstock/trainer.h"
 
 namespace penstock::train {
 

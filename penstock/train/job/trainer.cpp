@@ -4,6 +4,7 @@
 #include <torch/cuda.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <fstream>
 #include <optional>
@@ -18,16 +19,18 @@
 #include "penstock/checkpoint_error.h"
 #include "penstock/checkpoint/files/folder.h"
 #include "penstock/checkpoint/tensors/world_agreement.h"
-#include "penstock/models/plan/options.h"
+#include "penstock/transformer_options.h"
 #include "penstock/torch/compat/device_memory.h"
 #include "penstock/torch/compat/version.h"
 #include "penstock/train/report/elapsed.h"
 #include "penstock/train/data/make_shards.h"
+#include "penstock/train/job/job.h"
+#include "penstock/train/job/open_data.h"
 #include "penstock/train/job/peak_flops.h"
-#include "penstock/train/report/not_finite.h"
+#include "penstock/observer.h"
 #include "penstock/train/job/process_memory.h"
 #include "penstock/train/job/run_folder.h"
-#include "penstock/pipeline/report/step_trace.h"
+#include "penstock/train/job/trainer_access.h"
 
 namespace penstock::train {
 
@@ -74,7 +77,8 @@ void request_stop() noexcept { stop_flag = true; }
 bool stop_requested() noexcept { return stop_flag; }
 
 struct Trainer::Impl {
-  Impl(const comm::World& the_world, const TrainConfig& the_config, fs::path the_folder, std::vector<Observer*> the_observers, const TrainerOptions& options)
+  Impl(const comm::World& the_world, const TrainConfig& the_config, fs::path the_folder, std::vector<Observer*> the_observers, const TrainerOptions& options,
+       checkpoint::WriteFault write_fault = {})
       : world(the_world),
         config(the_config),
         folder(std::move(the_folder)),
@@ -93,7 +97,7 @@ struct Trainer::Impl {
     new_data.keep();
     writer = std::make_unique<checkpoint::CheckpointWriter>(
         world, checkpoints,
-        checkpoint::WriterOptions{.files = {.max_file_bytes = std::uint64_t{5} << 30, .block_bytes = std::uint64_t{4} << 20, .keep_last = static_cast<int>(config.checkpoint.keep), .at_phase = {}, .fault = options.write_fault}, .timeout = std::chrono::minutes(10)});
+        checkpoint::WriterOptions{.files = {.max_file_bytes = std::uint64_t{5} << 30, .block_bytes = std::uint64_t{4} << 20, .keep_last = static_cast<int>(config.checkpoint.keep), .at_phase = {}, .fault = std::move(write_fault)}, .timeout = std::chrono::minutes(10)});
     describe_run();
   }
 
@@ -315,9 +319,14 @@ struct Trainer::Impl {
 
 Trainer::Trainer(const comm::World& world, const TrainConfig& config, fs::path folder, std::vector<Observer*> observers, TrainerOptions options)
     : impl_(std::make_unique<Impl>(world, config, std::move(folder), std::move(observers), options)) {}
+Trainer::Trainer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Trainer::~Trainer() = default;
 RunEnd Trainer::run() { return impl_->run(); }
-TrainingJob& Trainer::job() { return impl_->job; }
 const RunDescription& Trainer::description() const { return impl_->description; }
+
+Trainer TrainerAccess::with_write_fault(const comm::World& world, const TrainConfig& config, fs::path folder, std::vector<Observer*> observers, checkpoint::WriteFault fault) {
+  return Trainer(std::make_unique<Trainer::Impl>(world, config, std::move(folder), std::move(observers), TrainerOptions{}, std::move(fault)));
+}
+TrainingJob& TrainerAccess::job(Trainer& trainer) { return trainer.impl_->job; }
 
 }  // namespace penstock::train

@@ -16,7 +16,7 @@
 #include "penstock/comm/launch/launch_env.h"
 #include "penstock/comm/launch/launcher.h"
 #include "penstock/world.h"
-#include "penstock/models/plan/options.h"
+#include "penstock/transformer_options.h"
 #include "penstock/draw.h"
 #include "penstock/train/job/host_check.h"
 #include "penstock/train/job/job.h"

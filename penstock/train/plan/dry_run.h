@@ -18,7 +18,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/models/plan/stage_parts.h"
+#include "penstock/model_partition.h"
 #include "penstock/simulator.h"
 #include "penstock/schedule.h"
 #include "penstock/train_config.h"

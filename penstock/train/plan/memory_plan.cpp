@@ -4,7 +4,8 @@
 #include <map>
 #include <string>
 
-#include "penstock/models/plan/options.h"
+#include "penstock/models/plan/parameter_stages.h"
+#include "penstock/transformer_options.h"
 #include "penstock/pipeline/program/program.h"
 #include "penstock/train/job/model_stages.h"
 

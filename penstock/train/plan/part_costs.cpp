@@ -14,8 +14,6 @@
 #include <vector>
 
 #include "penstock/comm/launch/launch_cores.h"
-#include "penstock/models/transformer/initialize.h"
-#include "penstock/models/transformer/loss.h"
 #include "penstock/transformer.h"
 #include "penstock/pipeline/backward/graph_node.h"
 #include "penstock/torch/dispatch/autocast_scope.h"

@@ -18,9 +18,8 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/checkpoint/files/save_stall.h"
-#include "penstock/train/report/observer.h"
-#include "penstock/train/report/step_outcome.h"
+#include "penstock/save_stall.h"
+#include "penstock/observer.h"
 
 namespace penstock::train {
 

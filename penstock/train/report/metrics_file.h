@@ -16,7 +16,7 @@
 #include <functional>
 #include <string>
 
-#include "penstock/train/report/observer.h"
+#include "penstock/observer.h"
 
 namespace penstock::train {
 

@@ -26,7 +26,7 @@
 #include <string>
 
 #include "penstock/train_config.h"
-#include "penstock/train/report/observer.h"
+#include "penstock/observer.h"
 
 namespace penstock::train {
 

@@ -1,4 +1,4 @@
-#include "penstock/models/plan/options.h"
+#include "penstock/transformer_options.h"
 
 #include <fmt/format.h>
 

@@ -16,7 +16,7 @@
 
 #include "bench/figures.h"
 #include "penstock/optimizer.h"
-#include "penstock/clip_gradients.h"
+#include "penstock/gradients.h"
 
 namespace {
 

@@ -16,7 +16,6 @@
 #include <string>
 #include <vector>
 
-#include "penstock/mesh_groups.h"
 #include "penstock/world.h"
 #include "penstock/transformer.h"
 #include "penstock/optimizer.h"

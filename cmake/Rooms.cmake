@@ -30,7 +30,7 @@ set(penstock_below OFF)
 foreach(line IN LISTS penstock_arrows)
   if(line MATCHES "^LibTorch")
     set(penstock_below ON)
-  elseif(line MATCHES "^(header|namespace) ")
+  elseif(line MATCHES "^(header|namespace|also) ")
     # for the test
   elseif(line MATCHES "^([a-z/]+) +<-(.*)$")
     set(room ${CMAKE_MATCH_1})

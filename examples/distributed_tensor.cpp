@@ -18,7 +18,7 @@ using namespace penstock;
 int main() try {
   auto world = comm::World::from_env();
   const int dp = world.size() % 2 == 0 ? 2 : 1;
-  const comm::MeshGroups mesh(world, init_device_mesh("cpu", {dp, world.size() / dp}, {"dp", "tp"}, world.rank(), world.size()));
+  const comm::MeshGroups mesh = world.mesh("cpu", {{"dp", dp}, {"tp", world.size() / dp}});
   const auto show = [&](std::string_view name, const torch::Tensor& tensor) {
     if (world.rank() == 0) fmt::print("{:<10} [{}] as {}\n", name, fmt::join(tensor.sizes(), ", "), to_string(placements_of(tensor)));
   };

@@ -10,7 +10,7 @@
 int main() try {
   using namespace penstock;
   auto world = comm::World::from_env();            // penstock launch, torchrun --no-python, mpirun or srun
-  comm::MeshGroups mesh(world, init_device_mesh("cpu", {world.size()}, {"tp"}, world.rank(), world.size()));
+  comm::MeshGroups mesh = world.mesh("cpu", {{"tp", world.size()}});
 
   torch::manual_seed(1);                           // every rank draws the same numbers
   torch::nn::Sequential mlp(torch::nn::Linear(64, 256), torch::nn::GELU(), torch::nn::Linear(256, 64));

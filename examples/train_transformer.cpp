@@ -14,7 +14,7 @@
 #include "penstock/world.h"
 #include "penstock/transformer.h"
 #include "penstock/optimizer.h"
-#include "penstock/clip_gradients.h"
+#include "penstock/gradients.h"
 #include "penstock/pipeline.h"
 
 using namespace penstock;

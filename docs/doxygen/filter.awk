@@ -3,7 +3,7 @@
 #   a comment after one, on the same line   -> ///<
 #   the head of the file                    -> its description
 # Indented lines in comments are code.
-function escaped(text) {
+function escaped_plain(text) {
   gsub(/&/, "\\&amp;", text)
   gsub(/</, "\\&lt;", text)
   gsub(/>/, "\\&gt;", text)
@@ -13,9 +13,14 @@ function escaped(text) {
   gsub(/_/, "\\_", text)
   return text
 }
-function comment(text) {
-  if (text ~ /^   /) return "/// \\verbatim\n///" text "\n/// \\endverbatim"
-  return "///" escaped(text)
+# Doxygen takes `code` and "strings" literally, so nothing is escaped there.
+function escaped(text,   out) {
+  out = ""
+  while (match(text, /`[^`]*`|"[^"]*"/)) {
+    out = out escaped_plain(substr(text, 1, RSTART - 1)) substr(text, RSTART, RLENGTH)
+    text = substr(text, RSTART + RLENGTH)
+  }
+  return out escaped_plain(text)
 }
 BEGIN { head = 1; if (FILENAME == "") name = "" }
 NR == 1 && /^\/\// { print "/// \\file"; }
@@ -26,18 +31,18 @@ head && /^#pragma once/ { head = 0; print; next }
   indent = substr($0, 1, RLENGTH - 2)
   text = substr($0, RLENGTH + 1)
   if (text ~ /^   /) {
-    if (!code) print indent "/// \\verbatim"
+    if (!code) print indent "/// \\code{.unparsed}"
     code = 1
     print indent "///" text
   } else {
-    if (code) print indent "/// \\endverbatim"
+    if (code) print indent "/// \\endcode"
     code = 0
     print indent "///" escaped(text)
   }
   next
 }
 {
-  if (code) { print "/// \\endverbatim"; code = 0 }
+  if (code) { print "/// \\endcode"; code = 0 }
   if ($0 ~ /^#include/ || $0 ~ /^}  \/\/ namespace/) { print; next }
   at = match($0, / +\/\/ /)
   if (at > 0 && $0 !~ /"[^"]*\/\/[^"]*"/) { print substr($0, 1, at - 1) "  ///< " escaped(substr($0, at + RLENGTH)); next }

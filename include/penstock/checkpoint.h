@@ -34,7 +34,7 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/checkpoint_error.h"
+#include "penstock/checkpoint_types.h"
 #include "penstock/world.h"
 
 namespace penstock::checkpoint {

@@ -1,8 +1,17 @@
-// What an action costs, in time and in memory. The one definition: the simulator, `auto`, the drawings and
-// the comparison read it from here.
+// What actions cost, in time and memory. The simulator, auto_schedule, the drawings and `penstock compare`
+// all use this model.
 //
-// Time has no unit of its own; whoever fills in the numbers chooses one (milliseconds, or "one forward = 1")
-// and reads results in the same. Memory is in bytes.
+//   plan::CostModel model;
+//   model.stages = {{.forward = 1, .backward_input = 1, .backward_weight = 0.8, .output_bytes = 8e6}};
+//   model.memory = {{.parameters = 1'000'000, .activation = 250'000}};
+//   model.latency = 0.01;
+//   model.bandwidth = 25e6;
+//   model.check(4);  // of a pipeline with 4 stages
+//
+// Time has no fixed unit: choose one for all inputs (milliseconds, or "one forward = 1"); results are in the
+// same unit. Memory is in bytes.
+//
+// Thread safety: values; concurrent reads are safe.
 #pragma once
 
 #include <cstdint>
@@ -14,88 +23,94 @@
 
 namespace penstock::plan {
 
-// Longer times are refused: sums over any schedule stay finite.
+// Greatest time that a model may have, so that sums over any schedule stay finite.
 inline constexpr double kLongestTime = 1e100;
 
-// Time of one action of a stage, for one microbatch.
+// Times and sizes of the actions of one stage.
 struct StageCost {
-  double forward = 1;
-  double backward_input = 1;
-  double backward_weight = 1;
-  // A full backward where it differs from the sum of its halves.
+  double forward = 1;          // F of one microbatch
+  double backward_input = 1;   // I of one microbatch
+  double backward_weight = 1;  // W of one microbatch
+  // B of one microbatch. Unset: backward_input + backward_weight.
   std::optional<double> backward = std::nullopt;
-  // The activation handed to the next stage; the gradient that comes back over the same border has the same
-  // size.
+  // Bytes of the activation of one microbatch sent to the next stage; the gradient that comes back has the
+  // same size.
   double output_bytes = 0;
-  // Of the stage as a whole, in schedules that say when parameters are gathered and gradients reduced.
-  double unshard = 0;
-  double reduce_grad = 0;
+  double unshard = 0;      // UNSHARD, in schedules that have it
+  double reduce_grad = 0;  // REDUCE_GRAD, in schedules that have it
 };
 
-// What a stage keeps in the memory of its rank.
+// What a stage keeps in the memory of its rank, in bytes.
 struct StageMemory {
-  std::int64_t parameters = 0;  // from the beginning to the end
-  std::int64_t unsharded = 0;   // on top of it between UNSHARD and RESHARD
-  std::int64_t gradients = 0;   // from the stage's first weight gradient to the end
+  std::int64_t parameters = 0;  // during the whole step
+  std::int64_t unsharded = 0;   // in addition, between UNSHARD and RESHARD
+  std::int64_t gradients = 0;   // from the stage's first weight gradient to the end of the step
   // Per microbatch, from the start of F to the end of B or I.
   std::int64_t activation = 0;
-  // Per microbatch, from I to the end of W: what the weight gradient still needs. Unset: as much as
-  // `activation`, that is I frees nothing.
+  // Per microbatch, from I to the end of W: what the weight gradient needs. Unset: the same as `activation`,
+  // so that I frees nothing.
   std::optional<std::int64_t> between_input_and_weight = std::nullopt;
 };
 
+// How communication and computation share a rank's time.
 enum class Communication {
-  // Transfers and collectives run beside the computation; a rank waits only for data that it needs and has
-  // not got.
+  // Transfers and collectives run in parallel to computation; a rank waits only for data that it needs.
   Overlapped,
-  // A rank stands still in every transfer: in a lowered schedule both sides until it is over, in a
-  // compute-only one the
-  // sender.
+  // Transfers and collectives block: in a lowered schedule both ranks of a transfer, in a compute-only one
+  // the sender.
   Blocking,
 };
 
+// The costs of a pipeline.
 struct CostModel {
-  // One entry per stage, or a single one that holds for all.
+  // Times of each stage, or a single entry that applies to all stages.
   std::vector<StageCost> stages = {StageCost{}};
+  // Memory of each stage, or a single entry that applies to all stages.
   std::vector<StageMemory> memory = {StageMemory{}};
-  // A transfer between two ranks takes latency + output_bytes / bandwidth. Transfers on one communicator (a
-  // direction between two ranks) share its bandwidth one after the other; their latencies overlap.
+  // A transfer between two ranks takes latency + output_bytes / bandwidth. Transfers on one communicator (one
+  // direction between two ranks) use its bandwidth one after the other; their latencies overlap.
   double latency = 0;
   double bandwidth = std::numeric_limits<double>::infinity();  // bytes per unit of time
+  // Whether communication and computation overlap.
   Communication communication = Communication::Overlapped;
-  // How much of the shorter members of an overlapped slot, such as (0F4;3B1)OVERLAP_F_B, is hidden behind the
-  // longest one. 0: they take the sum of their times; 1: the longest time.
+  // The share of the shorter members of an overlapped slot, such as (0F4;3B1)OVERLAP_F_B, that is hidden by
+  // the longest member. 0: the slot takes the sum of their times; 1: the longest of them.
   double overlap_saving = 0;
 
+  // The entry of a stage, which must exist; it is not checked.
   const StageCost& cost_of(int stage) const {
     return stages[stages.size() == 1 ? 0 : static_cast<std::size_t>(stage)];
   }
+  // The memory entry of a stage, which must exist; it is not checked.
   const StageMemory& memory_of(int stage) const {
     return memory[memory.size() == 1 ? 0 : static_cast<std::size_t>(stage)];
   }
-  // F, B, I, W, UNSHARD and REDUCE_GRAD; 0 for the others, whose time depends on both sides.
+  // Returns the time of F, B, I, W, UNSHARD or REDUCE_GRAD; 0 for transfers, which depend on both ranks, and
+  // for RESHARD.
   double time_of(schedule::ActionKind kind, int stage) const;
-  // Members of one slot that are executed together.
+  // Returns the time of a slot; overlap_saving applies to its members.
   double time_of(schedule::Slot slot) const;
-  // How long a transfer over the border behind `stage` occupies the communicator.
+  // Returns how long a transfer between `stage` and the next stage occupies the communicator.
   double occupancy(int stage) const { return cost_of(stage).output_bytes / bandwidth; }
+  // Returns how long a transfer between `stage` and the next stage takes: latency and occupancy.
   double transfer_time(int stage) const { return latency + occupancy(stage); }
 
-  // Throws ValueError for a number of entries other than 1 and `stages`, a time that is negative or above
-  // kLongestTime, a bandwidth that is not positive, a saving outside [0, 1], or negative bytes.
+  // Throws ValueError unless there are 1 or `stages` entries, all times are in [0, kLongestTime] (transfers
+  // included), the bandwidth is positive, overlap_saving is in [0, 1], and no bytes are negative.
   void check(int stages) const;
-  // The same, and that the bytes of a rank stay below 2^63 whatever its schedule does.
+  // The same; also throws ValueError if the memory of a rank could reach 2^62 bytes under some schedule of
+  // this shape.
   void check(const schedule::StageMap& stages, int microbatches) const;
 };
 
-// The model of a pipeline cut `parts` times finer: each of the stages costs, keeps and gathers 1/parts. What
-// crosses a border stays the same.
+// Returns the model of a pipeline with `parts` times as many stages: the times and the memory of every entry
+// divided by `parts`. The number of entries and the size of transfers stay the same.
 CostModel split_evenly(const CostModel& model, int parts);
 
-// How much a rank may hold at once. Empty: no limit.
+// How much a rank may hold at once; std::nullopt: no limit.
 struct MemoryLimit {
-  std::optional<int> activations;     // microbatches in flight
-  std::optional<std::int64_t> bytes;  // activations in bytes
+  std::optional<int> activations;     // maximum of RankSummary::peak_activations
+  std::optional<std::int64_t> bytes;  // maximum of RankSummary::peak_bytes
 };
 
 }  // namespace penstock::plan

@@ -1,23 +1,30 @@
-// A linear layer whose weight gradients wait until they are asked for, while all else of the backward runs as usual.
+// A linear layer whose weight gradients are computed later, on request; the rest of the backward runs as
+// usual.
 //
-//   WeightQueue queue;                                  // one for each stage and microbatch
+//   DeferredLinear layer(16, 16);       // instead of torch::nn::Linear
+//   WeightQueue queue;                  // one for each stage and microbatch
+//   at::Tensor output;
 //   {
 //     WeightQueueGuard guard(queue);
-//     y = stage->forward(x);                            // with DeferredLinear where torch::nn::Linear was
+//     output = layer->forward(x);
 //   }
-//   stage_backward(OutputEdges::of({y}), {grad}, {x});  // gradients of the inputs; those of the weights are noted
-//   queue.run();                                        // adds to the .grad() of weights and biases
+//   output.sum().backward();            // computes input gradients; weight gradients are queued
+//   queue.run();                        // adds to .grad() of weights and biases
 //
-// The opt-in way to a split backward: nothing runs twice and no graph is searched, so it costs less than stage_backward_input; but it
-// covers linear layers alone, and each must be made as one. Both go together: the first half runs the layers, their weights wait in
-// the queue.
+// Pipelines split a backward into an input half and a weight half automatically, by searching the graph.
+// These layers are an alternative that costs less: nothing runs twice and no graph is searched. It covers
+// only linear layers, which must be created as DeferredLinear. Both can be combined: the input half then runs
+// the layers, and their weights wait in the queue. PipelineRuntime provides the queues itself.
 //
-// Which queue: that of the guard around the *forward*, remembered by the graph. So it does not matter on which thread the backward
-// runs. Without a guard, and where no weight needs a gradient, a DeferredLinear is a torch::nn::Linear in every respect.
+// The queue is that of the guard around the forward; the graph remembers it, so the backward may run on any
+// thread. Without a guard, or if neither weight nor bias requires grad, a DeferredLinear behaves like a
+// torch::nn::Linear in every respect.
 //
-// Same bits as torch::nn::Linear, also when several layers of the queue share a weight. Hooks of the weights run, once, in run().
-// A weight that is also used outside of these layers gets its gradient in two additions instead of one: same value, perhaps not
-// the same last bit.
+// Gradients are bitwise equal to those of torch::nn::Linear, also if several layers of a queue share a
+// weight. Hooks of the weights run once, in run(). A weight that is also used outside of these layers gets
+// its gradient in two additions instead of one, which may round differently.
+//
+// Thread safety: run() after the backward has ended; the backward may run on a different thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -32,23 +39,31 @@
 
 namespace penstock {
 
-// The weight gradients of one microbatch that wait. Thread rule: run() when the backward is over; a backward on another thread
-// may fill it. Destroying it gives up what waits; a backward whose queue is gone throws StateError.
+// The pending weight gradients of one microbatch. Destroying a queue discards them; a backward whose queue
+// has been destroyed throws StateError.
 class WeightQueue {
  public:
+  // Creates an empty queue.
   WeightQueue();
+  // Discards what is pending.
   ~WeightQueue();
+  // Moves the queue; backwards that are still to run add to the new object. The moved-from queue is empty.
   WeightQueue(WeightQueue&&) noexcept;
+  // Discards what is pending here, then moves.
   WeightQueue& operator=(WeightQueue&&) noexcept;
 
-  std::size_t size() const;  // layers that wait
+  // Returns the number of pending layers.
+  std::size_t size() const;
+  // Returns whether nothing is pending.
   bool empty() const { return size() == 0; }
-  // Makes one of all that wait for the same weight: their rows become one matrix, and run() multiplies once. For a queue of many
-  // microbatches: fewer and larger products, and one addition to .grad(). The sum over rows is then taken in another order.
+  // Merges all pending layers with the same weight and bias: their rows become one matrix, and run()
+  // multiplies once. For a queue of several microbatches this means fewer and larger products, and one
+  // addition to .grad(). The sum over the rows is then computed in a different order.
   void join_layers();
-  // Computes all of them and leaves the queue empty; nothing to do is no error.
+  // Computes all pending gradients and leaves the queue empty. Does nothing if nothing is pending.
   void run();
 
+  // Internal.
   struct State;
 
  private:
@@ -56,34 +71,48 @@ class WeightQueue {
   std::shared_ptr<State> state_;
 };
 
-// Layers that run on this thread while it lives put their weight gradients into the queue. Guards nest; the innermost counts.
+// While it exists, layers that run on this thread put their weight gradients into the queue. Guards may be
+// nested; the innermost applies. Guards are destroyed on their own thread, innermost first.
 class WeightQueueGuard {
  public:
+  // Makes `queue` the queue of this thread.
   explicit WeightQueueGuard(WeightQueue& queue);
+  // Restores the previous queue.
   ~WeightQueueGuard();
+  // Not copyable.
   WeightQueueGuard(const WeightQueueGuard&) = delete;
+  // Not assignable.
   WeightQueueGuard& operator=(const WeightQueueGuard&) = delete;
 
  private:
   std::shared_ptr<WeightQueue::State> previous_;
 };
 
-// The function behind the layer; `bias` may be undefined. Inputs of any number of dims, features last.
+// The function that the layer calls. `input` is (..., in), `weight` (out, in), `bias` (out) or undefined;
+// returns (..., out).
 at::Tensor deferred_linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias);
 
-// Options, names and initial values of torch::nn::Linear: with the same seed both hold the same numbers.
+// The layer, used through DeferredLinear. Options, parameter names and initialization are those of
+// torch::nn::Linear: with the same seed, both have the same initial values.
 class DeferredLinearImpl : public torch::nn::Cloneable<DeferredLinearImpl> {
  public:
+  // A layer with a bias.
   DeferredLinearImpl(std::int64_t in_features, std::int64_t out_features) : DeferredLinearImpl(torch::nn::LinearOptions(in_features, out_features)) {}
+  // A layer with the given options.
   explicit DeferredLinearImpl(const torch::nn::LinearOptions& options);
 
+  // Creates and initializes the parameters.
   void reset() override;
+  // Initializes the parameters.
   void reset_parameters();
+  // Writes "penstock::DeferredLinear(in_features=..., out_features=..., bias=...)".
   void pretty_print(std::ostream& stream) const override;
+  // Returns deferred_linear(input, weight, bias).
   at::Tensor forward(const at::Tensor& input);
 
-  torch::nn::LinearOptions options;
-  at::Tensor weight, bias;  // (out, in), (out) or undefined
+  torch::nn::LinearOptions options;  // as given to the constructor
+  at::Tensor weight;                 // (out, in)
+  at::Tensor bias;                   // (out), undefined without a bias
 };
 TORCH_MODULE(DeferredLinear);
 

@@ -1,21 +1,22 @@
-// A batch becomes microbatches, and their results one batch again.
+// Splits a batch into microbatches, and merges their results into one batch.
 //
-//   Microbatches parts = split_microbatches(Tree::tuple({tokens, mask}), {}, 4);                  // both along dim 0
-//   parts = split_microbatches(Tree::tuple({x, positions}), {}, 4, {.args = Tree::tuple({chunk_dim(1), whole()})});
-//   Tree outputs = merge_microbatches(results);                                                   // joined along dim 0
+//   Microbatches parts = split_microbatches(Tree::tuple({x, y}), {}, 4);  // both along dim 0
+//   SplitSpecs specs;
+//   specs.args = Tree::tuple({chunk_dim(1), whole()});
+//   Microbatches others = split_microbatches(Tree::tuple({x, y}), {}, 4, specs);
+//   Tree merged = merge_microbatches(parts.args);                         // along dim 0
 //
-// How a leaf is split, by a tree of the same structure as the arguments, or of its upper part: what stands at a container
-// counts for all of its leaves, and None is the default.
-//   chunk_dim(d)   tensors: along dim d, as evenly as can be, the first ones larger: 10 rows in 4 are 3, 3, 2, 2
-//   whole()        the same value in every microbatch
-//   default        tensors with dims along dim 0, all else whole
+// A spec says how each leaf is split: chunk_dim(d), whole(), or None for the default, which splits tensors
+// that have dims along dim 0 and keeps everything else whole. A spec is a tree with the structure of the
+// arguments, or of their upper part: an entry in place of a container applies to all of its leaves.
 //
-// Results are joined by the same specs, and a leaf of theirs may be reduced instead:
-//   sum_reducer()            the sum over the microbatches, beginning with 0: for losses
-//   reducer(initial, f)      f(...f(f(initial, first), second)..., last)
+// Results are merged by specs of the same form, in which a leaf may also be reduced: sum_reducer(),
+// reducer(initial, f).
 //
-// There are never more microbatches than the shortest tensor that is split has rows; the result says how many there are.
-// Parts are views. Pure functions; a distributed tensor is split as the tensor it stands for.
+// There are never more microbatches than the shortest split tensor has rows; Microbatches::count() returns
+// their number. Parts are views. A distributed tensor is split like the whole tensor that it represents.
+//
+// Thread safety: pure functions.
 #pragma once
 
 #include <cstdint>
@@ -26,34 +27,46 @@
 
 namespace penstock {
 
+// Splits tensors along `dim`, as evenly as possible, larger parts first: 10 rows in 4 parts are 3, 3, 2, 2. A
+// negative dim counts from the end.
 Tree chunk_dim(std::int64_t dim);
+// Passes the same value to every microbatch.
 Tree whole();
-// Of merge_microbatches alone. `f` gets the value so far and the leaf of the next microbatch, in their order.
+// For merge_microbatches only: computes f(...f(f(initial, first), second)..., last). `f` gets the value so
+// far and the leaf of the next microbatch, in order. Throws ValueError if `f` is empty.
 Tree reducer(Tree initial, std::function<Tree(const Tree& sum, const Tree& leaf)> f);
-// Tensors of any shape that fit each other, and numbers: a float32 tensor of no dims is what it begins with, so numbers add up to one,
-// and integers to floating point.
+// For merge_microbatches only: the sum over the microbatches, for losses. Takes tensors whose shapes can be
+// broadcast, and numbers. The sum starts from a float32 zero without dims, so numbers add up to a tensor, and
+// integers to floating point. Merging throws TypeError for other leaves.
 Tree sum_reducer();
 
+// How arguments are split. None is the default everywhere.
 struct SplitSpecs {
-  Tree args;    // None: the default everywhere
-  Tree kwargs;
+  Tree args;    // spec of the positional arguments
+  Tree kwargs;  // spec of the keyword arguments
 };
 
+// The arguments of all microbatches.
 struct Microbatches {
-  std::vector<Tree> args, kwargs;  // one of each for every microbatch
+  std::vector<Tree> args;    // positional arguments of each microbatch
+  std::vector<Tree> kwargs;  // keyword arguments of each microbatch, a dictionary
+  // Returns the number of microbatches.
   std::size_t count() const { return args.size(); }
 };
 
-// `args` is a tuple or list, `kwargs` a dictionary or None. Throws ValueError for fewer than one microbatch, a spec of another
-// structure, a dim that a tensor does not have, a chunk_dim for what is no tensor, and a tensor without rows to split; each
-// names the place.
+// Splits arguments into at most `count` microbatches. `args` is a tuple or list, `kwargs` a dictionary or
+// None. Throws ValueError for a count less than 1, for other arguments, and with the path of the leaf for a
+// spec of a different structure, a dim that a tensor does not have, chunk_dim for a value that is not a
+// tensor, a reducer, and a tensor without rows.
 Microbatches split_microbatches(const Tree& args, const Tree& kwargs, int count, const SplitSpecs& specs = {});
-// Of one tree: targets, for example.
+// Splits one tree, such as the target, in the same way.
 std::vector<Tree> split_tree(const Tree& tree, int count, const Tree& spec = {});
 
-// The inverse: tensors are joined along their dim, everything else must be the same in all microbatches. By default tensors without dims
-// become one of as many elements, and values that agree are kept, where PyTorch's merge_chunks refuses both. Throws ValueError, with the place, for trees that differ in structure, for a spec that does not
-// fit, for values that differ where they should not, and for no microbatches at all.
+// Merges the results of microbatches. Tensors are concatenated along their dim; everything else must be equal
+// in all microbatches. By default, tensors without dims are stacked, and equal values are kept; PyTorch's
+// merge_chunks rejects both. Throws ValueError, with the path of the leaf, for trees of different structures,
+// a spec that does not fit, tensors whose shapes do not fit and values that differ; also if there are no
+// microbatches.
 Tree merge_microbatches(const std::vector<Tree>& microbatches, const Tree& spec = {});
 
 }  // namespace penstock

@@ -1,26 +1,30 @@
-// Modes: an object that sees every operator called in a scope, on this thread and on autograd's worker threads that work
-// for it.
+// Modes: objects that intercept every operator called in a scope, on this thread and on autograd's worker
+// threads that work for it.
 //
-//   class Counter final : public penstock::Mode {
+//   class Counter final : public Mode {
 //    public:
-//     void dispatch(const c10::OperatorHandle& op, penstock::Stack* stack) override {
+//     void dispatch(const c10::OperatorHandle& op, Stack* stack) override {
 //       ++calls[op.operator_name().name];
-//       op.callBoxed(stack);                        // go on: to the mode below, to a wrapper, to the kernel
+//       op.callBoxed(stack);                     // continues with the next mode, a wrapper or the kernel
 //     }
 //     std::map<std::string, int> calls;
-//   } counter;
+//   };
+//   Counter counter;
 //   {
-//     penstock::ModeGuard guard(counter);
-//     model->forward(input).sum().backward();       // factories and backward are seen too
+//     ModeGuard guard(counter);
+//     model->forward(x).sum().backward();        // factories and backward are intercepted too
 //   }
 //
-// A mode sees operators below autograd and autocast: in-place and view operators as they are, composite ones (`linear`,
-// `reshape`) as their parts. Its handler runs with the mode itself switched off. Modes nest: the one entered last sees an
-// operator first, and what its handler calls goes to the one before. Modes come before wrappers.
-// A handler that throws leaves every guard and every other mode as they were.
-// Lifetime: the mode must outlive its guard and every thread that was handed the state of this one (at::ThreadLocalState);
-// autograd hands it over only while backward() runs.
-// Thread rule: a mode may be entered by several threads at once and is then called by each of them.
+// A mode is called below autograd and autocast: it sees in-place and view operators as they are, and
+// composite operators (`linear`, `reshape`) as the operators they consist of. While its handler runs, the
+// mode is disabled. Modes nest: the mode entered last is called first, and operators that its handler calls
+// go to the mode entered before it. Modes take precedence over wrappers (tensor_subclass.h). If a handler
+// throws, all guards and other modes stay intact.
+//
+// A mode must outlive its guard and every thread that received the state of this thread
+// (at::ThreadLocalState); autograd passes that state on only while backward() runs.
+//
+// Thread safety: several threads may enter a mode at the same time, and each of them calls it.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -28,23 +32,29 @@
 
 #include <memory>
 
-#include "penstock/stack_tensors.h"
+#include "penstock/operator_traits.h"
 
 namespace penstock {
 
+// Base class of modes.
 class Mode {
  public:
+  // Modes may be deleted through this class.
   virtual ~Mode() = default;
-  // As Payload::dispatch: arguments on top of the stack, replaced by the results.
+  // Handles one operator. Its arguments are on top of the stack, as many as the schema has; the handler
+  // replaces them with the results.
   virtual void dispatch(const c10::OperatorHandle& op, Stack* stack) = 0;
-  // True when what is seen will be run again as it was: code that gives operators numbers of one time only must refuse.
+  // Whether the operators seen will be executed again with the same arguments. Code that passes values that
+  // are valid only once, such as random keys, must fail then. Default: false.
   virtual bool records() const { return false; }
 };
 
-// Enters a mode for a scope.
+// Enters a mode for a scope. Created and destroyed on the same thread, innermost first.
 class ModeGuard {
  public:
+  // Enters the mode.
   explicit ModeGuard(Mode& mode);
+  // Leaves the mode.
   ~ModeGuard();
   ModeGuard(const ModeGuard&) = delete;
   ModeGuard& operator=(const ModeGuard&) = delete;
@@ -54,10 +64,12 @@ class ModeGuard {
   bool included_before_;
 };
 
-// Leaves every mode for a scope; wrappers still work. For code inside a scope that must see real tensors.
+// Disables all modes for a scope, for code that needs real tensors. Wrappers still work.
 class NoModesGuard {
  public:
+  // Disables the modes.
   NoModesGuard();
+  // Enables them again.
   ~NoModesGuard();
   NoModesGuard(const NoModesGuard&) = delete;
   NoModesGuard& operator=(const NoModesGuard&) = delete;
@@ -67,14 +79,14 @@ class NoModesGuard {
   bool included_before_;
 };
 
-// The mode that would see the next operator of this thread; null outside of every mode.
+// Returns the mode that the next operator of this thread is passed to, or null if no mode is active.
 Mode* current_mode();
-// The innermost mode of type M that is on, whatever lies above it; null when there is none.
+// Returns the innermost active mode of type M, or null if there is none.
 template <class M>
 M* find_mode();
-// Whether some mode that is on records: see Mode::records.
+// Returns whether an active mode records (Mode::records).
 bool is_recording();
-// How many modes are on.
+// Returns the number of active modes.
 int mode_depth();
 
 namespace detail {

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "penstock/errors.h"
-#include "penstock/save_stall.h"
+#include "penstock/checkpoint_types.h"
 #include "penstock/train_config.h"
 
 namespace penstock::train {

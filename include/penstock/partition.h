@@ -1,45 +1,54 @@
-// Cutting a row of layers into stages: contiguous, complete, one range for each stage. Pure functions.
+// Splits a sequence of layers into stages: contiguous ranges, one per stage, that cover all layers.
 //
-//   partition_by_count(10, 4);                        // 3 3 2 2: the first stages get one more
-//   partition_at(10, {4, 8});                         // 4 4 2: where stages 1, 2, ... begin
-//   partition_by_cost({10, 10, 10, 1}, 3);            // 1 1 2: no stage costs more than 11
-//   partition_by_cost(costs, 4, {.first = embedding, .last = head});
+//   plan::partition_by_count(10, 4);              // 3 3 2 2: the first stages have one layer more
+//   plan::partition_at(10, {4, 8});               // 4 4 2: where stages 1, 2, ... begin
+//   plan::partition_by_cost({10, 10, 10, 1}, 3);  // 1 1 2: no stage costs more than 11
+//   std::vector<double> costs(24, 1.0);
+//   plan::partition_by_cost(costs, 4, {.first = 0.5, .last = 2});  // with an embedding and an output head
+//
+// Thread safety: pure functions; they may be called from any number of threads.
 #pragma once
 
 #include <vector>
 
 namespace penstock::plan {
 
-// Layers begin, begin + 1, ... end - 1.
+// The layers of one stage: begin, begin + 1, ... end - 1.
 struct LayerRange {
-  int begin = 0;
-  int end = 0;
+  int begin = 0;  // first layer
+  int end = 0;    // one past the last layer
+  // Number of layers.
   int size() const { return end - begin; }
+  // Compares both members.
   friend bool operator==(const LayerRange&, const LayerRange&) = default;
 };
 
-// Throws ValueError for fewer than one stage and for more stages than layers.
+// Splits layers evenly; if that is impossible, the first stages have one layer more. Throws ValueError for
+// fewer than one stage and for more stages than layers.
 std::vector<LayerRange> partition_by_count(int layers, int stages);
 
-// `boundaries`: the first layers of stages 1, 2, ... Throws ValueError unless they are sorted, unique and within 1 .. layers - 1.
+// Splits layers at `boundaries`, the first layers of stages 1, 2, ... Throws ValueError unless they are
+// strictly increasing and within [1, layers - 1], and for fewer than one layer.
 std::vector<LayerRange> partition_at(int layers, const std::vector<int>& boundaries);
 
-// What the first and the last stage do besides their layers.
+// What the first and the last stage compute besides their layers.
 struct PartitionEnds {
-  double first = 0;
-  double last = 0;
-  // Then a stage at an end that costs something by itself may have no layers: the output head of a large vocabulary can be as much as
-  // many layers.
+  double first = 0;  // cost of the first stage's other work, such as an embedding
+  double last = 0;   // cost of the last stage's other work, such as an output head
+  // Whether a first or last stage that has other work may have no layers: the output head of a large
+  // vocabulary can cost as much as many layers.
   bool may_be_empty = false;
 };
 
-// The split whose most expensive stage is as cheap as can be; among these the most even one (least sum of squares); among these the one
-// whose first stages are the longest. So equal costs give partition_by_count. Takes layers + stages x the places
-// where a stage can end, which are few where stages are many.
-// Throws ValueError for a negative or endless cost, fewer than one stage, and more stages than there can be.
-std::vector<LayerRange> partition_by_cost(const std::vector<double>& costs, int stages, const PartitionEnds& ends = {});
+// Returns the split whose most expensive stage is cheapest; among these, the most even one (least sum of
+// squares); among these, the one whose first stages are longest. With equal costs this is partition_by_count.
+// Throws ValueError for a cost that is negative, infinite or NaN, for fewer than one stage, and for more
+// stages than layers, not counting stages that may be empty.
+std::vector<LayerRange> partition_by_cost(const std::vector<double>& costs, int stages,
+                                          const PartitionEnds& ends = {});
 
-// Cost of the most expensive stage.
-double heaviest(const std::vector<LayerRange>& parts, const std::vector<double>& costs, const PartitionEnds& ends = {});
+// Returns the cost of the most expensive stage. `parts` must be ranges of `costs`; they are not checked.
+double heaviest(const std::vector<LayerRange>& parts, const std::vector<double>& costs,
+                const PartitionEnds& ends = {});
 
 }  // namespace penstock::plan

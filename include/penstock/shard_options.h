@@ -24,7 +24,7 @@
 #include <variant>
 #include <vector>
 
-#include "penstock/mesh_groups.h"
+#include "penstock/world.h"
 #include "penstock/placement.h"
 
 namespace penstock {

@@ -1,18 +1,21 @@
-// What a stage computes: any module or function of tensors, behind one interface.
+// What a pipeline stage computes: a module or a function of tensors.
 //
-//   StageModule a(torch::nn::Linear(16, 16));                                        // a module
-//   StageModule b(my_block);                                                         // forward(Tensor x, Tensor mask) -> tuple<Tensor, Tensor>
-//   StageModule c([=](at::Tensor x) { return head->forward(norm->forward(x)); }, {norm.ptr(), head.ptr()});   // a function and its modules
-//   StageModule d = StageModule::chain({block0, block1, block2});                    // one after the other
+//   torch::nn::Linear head(16, 4);
+//   StageModule from_module(head);
+//   StageModule from_function([head](at::Tensor x) mutable { return head->forward(x.relu()); }, {head.ptr()});
+//   StageModule chained = StageModule::chain({StageModule(block), from_function});
+//   PipelineLoss loss([](at::Tensor output, at::Tensor target) { return output.sub(target).square().mean(); });
 //
-// The arguments of `forward` are the stage's positional inputs in order: tensors, or numbers and Trees at the first stage; missing
-// trailing tensors are undefined. If its last parameter is a Tree, that one gets the keyword arguments as a dictionary. A function of
-// two Trees gets all arguments as a tuple, and the keyword arguments. A result may be whatever converts to a Tree: a tensor, a
-// std::tuple, a vector. Other forms of `forward` (overloaded, a template) are wrapped in a function.
+// The arguments of `forward` are the positional inputs of the stage, in order: tensors, and on the first
+// stage also numbers, strings and Trees. Missing trailing tensors are undefined. If the last parameter is a
+// Tree, it gets the keyword arguments as a dictionary. A function of two Trees gets all positional arguments
+// as a tuple, and the keyword arguments. The result may be anything that converts to a Tree: a tensor, a
+// std::tuple, a vector. A `forward` that is overloaded or a template is used with one tensor; wrap it in a
+// function for anything else.
 //
-// The modules say which parameters and buffers belong to the stage. A chain passes the results of one block to the next; keyword
-// arguments go to every block that takes them. The runtime may interleave the blocks of a chain with those of another one.
-// A handle: copies share the modules.
+// The modules determine which parameters and buffers belong to the stage.
+//
+// A StageModule is a handle: copies share the modules. Thread safety: that of the modules.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -115,20 +118,28 @@ concept HasOneForward = requires { &Module::forward; };
 
 }  // namespace detail
 
+// A module, a function with its modules, or a chain of these.
 class StageModule {
  public:
+  // The general form of `forward`: positional arguments as a tuple, keyword arguments as a dictionary or
+  // None.
   using Function = std::function<Tree(const Tree& args, const Tree& kwargs)>;
+  // Modules that own the parameters and buffers of the stage.
   using Modules = std::vector<std::shared_ptr<torch::nn::Module>>;
 
+  // Calls `forward` of a module.
   template <std::derived_from<torch::nn::Module> Module>
   StageModule(std::shared_ptr<Module> module) : StageModule(function_of(module), Modules{module}, takes_kwargs_of<Module>()) {}
+  // The same for a module holder.
   template <class Module>
   StageModule(const torch::nn::ModuleHolder<Module>& holder) : StageModule(holder.ptr()) {}
-  // TORCH_MODULE makes types of their own.
+  // The same for a holder that TORCH_MODULE has defined, such as torch::nn::Linear.
   template <class Holder>
     requires std::derived_from<Holder, torch::nn::ModuleHolder<typename Holder::ContainedType>>
   StageModule(const Holder& holder) : StageModule(holder.ptr()) {}
 
+  // Calls a function object whose call operator is neither overloaded nor a template. `modules` are those
+  // that it uses.
   template <class Callable>
     requires(!std::derived_from<std::decay_t<Callable>, StageModule> && requires { &std::decay_t<Callable>::operator(); })
   StageModule(Callable function, Modules modules)
@@ -137,19 +148,31 @@ class StageModule {
                     }),
                     std::move(modules), takes_kwargs_of_call<std::decay_t<Callable>>()) {}
 
+  // Returns a module that runs the blocks one after the other: the result of one becomes the arguments of the
+  // next, a tuple or list as several. Keyword arguments are passed to every block that takes them. The
+  // runtime may interleave the blocks of a chain with those of a different one. Throws ValueError if there
+  // are no blocks.
   static StageModule chain(std::vector<StageModule> blocks);
 
+  // Runs the module. Throws ValueError for more positional arguments than it takes, and for keyword arguments
+  // if it takes none.
   Tree forward(const Tree& args, const Tree& kwargs) const { return function_(args, kwargs); }
+  // Returns whether `forward` has a parameter for keyword arguments.
   bool takes_kwargs() const { return takes_kwargs_; }
 
-  // What runs one after the other; a module that is no chain is its only block.
+  // Returns the blocks of a chain; empty for a module that is not a chain.
   const std::vector<StageModule>& blocks() const { return *blocks_; }
+  // Returns the number of blocks; 1 for a module that is not a chain.
   std::size_t block_count() const { return blocks_->empty() ? 1 : blocks_->size(); }
+  // Returns a block, with an index less than block_count(); the only block of a module that is not a chain is
+  // the module itself.
   const StageModule& block(std::size_t index) const { return blocks_->empty() ? *this : (*blocks_)[index]; }
 
+  // Returns the modules as given; those of all blocks for a chain.
   const Modules& modules() const { return modules_; }
-  // Of all modules, each tensor once.
+  // Returns the parameters of all modules, each tensor once.
   std::vector<at::Tensor> parameters() const;
+  // Returns the buffers of all modules, each tensor once.
   std::vector<at::Tensor> buffers() const;
 
  private:
@@ -198,18 +221,20 @@ class StageModule {
   std::shared_ptr<const std::vector<StageModule>> blocks_;  // of a chain; else empty
 };
 
-// The loss of one microbatch: a function of the last stage's result and the target.
-//
-//   PipelineLoss mean([](at::Tensor output, at::Tensor target) { return torch::mse_loss(output, target); });
-//   PipelineLoss two([](const Tree& output, const Tree& target) { return loss_of(output[0].tensor(), output[1].tensor(), target["y"].tensor()); });
+// The loss of one microbatch: a function of the result of the last stage and the target. Both parameters may
+// be tensors, numbers, strings or Trees. It returns a tensor with one element.
 class PipelineLoss {
  public:
-  PipelineLoss() = default;  // no loss: the pipeline only runs forward
+  // No loss: the pipeline can only run forward.
+  PipelineLoss() = default;
+  // Calls a function, or a function object whose call operator is neither overloaded nor a template.
   template <class Callable>
     requires(!std::derived_from<std::decay_t<Callable>, PipelineLoss> && !std::is_null_pointer_v<Callable>)
   PipelineLoss(Callable function) : function_(wrap(std::move(function))) {}
 
+  // Returns whether there is a loss.
   explicit operator bool() const { return static_cast<bool>(function_); }
+  // Returns the loss. Throws std::bad_function_call if there is none.
   at::Tensor operator()(const Tree& output, const Tree& target) const { return function_(output, target); }
 
  private:

@@ -1,26 +1,31 @@
-// What a module may ask about the step that is running: its number, the microbatch, whether this is a trial run or a recomputation,
-// the loss scale, and the key of its random numbers.
+// What a module can find out about the step that is running: its number, the microbatch, whether this is a
+// trial run or a recomputation, the loss scale, and the keys of its random numbers.
 //
+//   at::Tensor forward_of_a_module(const at::Tensor& x) {
+//     const auto context = StepContext::current();
+//     if (context->trial) return torch::empty_like(x);
+//     return keyed_dropout(x, 0.1, context->key(layer_from_name("blocks.3.mlp"), purpose::kDropout));
+//   }
 //   StepContext step;
 //   step.seed = 42, step.step = 7, step.microbatch = 3, step.microbatches = 8;
 //   {
-//     StepGuard guard(step);                                  // the runtime, around one microbatch's forward or backward
-//     y = model->forward(x);
+//     StepGuard guard(step);             // the pipeline runtime does this around each forward and backward
+//     y = forward_of_a_module(x);
 //   }
-//   ...
-//   const auto context = StepContext::current();              // a module, in its forward
-//   if (context->trial) return zeros_like_my_output(x);
-//   y = keyed_dropout(x, 0.1, context->key(layer_from_name("blocks.3.mlp"), purpose::kDropout));
 //
-// The context is an immutable snapshot that belongs to a scope of a thread. It is not a global: threads do not see each other's. It goes
-// where LibTorch carries its thread-local state: to autograd's worker threads (they see the context of the thread that called
-// backward()), to at::launch, and to any thread that takes over an at::ThreadLocalState. It does not go into at::parallel_for.
+// A context is an immutable snapshot that belongs to a scope of a thread; threads do not see each other's
+// contexts. It propagates wherever LibTorch propagates its thread-local state: to autograd's worker threads
+// (the context of the thread that called backward()), to at::launch, and to threads that take over an
+// at::ThreadLocalState, but not into at::parallel_for.
 //
-// Recomputation: what computes a forward a second time, during a backward, keeps the snapshot of the first time and runs under
-// StepGuard(snapshot->recomputation()). Keys are the same then, so are dropout masks.
+// Code that computes a forward again during backward keeps the snapshot of the first time and runs under
+// StepGuard(snapshot->recomputation()). Keys, and with them dropout masks, are then the same.
 //
-// Thread rule: a snapshot may be read by any number of threads. A guard is made and destroyed on one thread, innermost first.
-// Held in c10::ThreadLocalDebugInfo under PRODUCER_INFO; code that uses that kind for itself cannot be used within a step.
+// The context is stored in c10::ThreadLocalDebugInfo under PRODUCER_INFO. Code that uses that kind itself
+// cannot run within a step.
+//
+// Thread safety: any number of threads may read a snapshot. A guard is created and destroyed on one thread,
+// innermost first.
 #pragma once
 
 #include <c10/util/ThreadLocalDebugInfo.h>
@@ -33,48 +38,56 @@
 
 namespace penstock {
 
-// Which rows of the whole microbatch this process works on, when data-parallel ranks share one: [first, first + count) of `global`.
+// The rows of a microbatch that this process works on, when data-parallel ranks share one: [first, first +
+// count).
 struct BatchRows {
-  std::int64_t global = 0;
-  std::int64_t first = 0;
-  std::int64_t count = 0;
+  std::int64_t global = 0;  // rows of the whole microbatch
+  std::int64_t first = 0;   // the first row of this process
+  std::int64_t count = 0;   // number of rows of this process
 
+  // Whether all members are equal.
   bool operator==(const BatchRows&) const = default;
 };
 
+// What is known about the running step.
 struct StepContext {
-  bool running = true;                      // false only in the context outside of any step
-  std::uint64_t seed = 0;                   // of the run
-  std::int64_t step = 0;                    // optimizer steps done before this one
-  std::optional<std::int64_t> microbatch;   // none: work of the whole step
-  std::int64_t microbatches = 1;            // of this step
-  std::optional<BatchRows> rows;            // none: every row of the microbatch is here
-  bool trial = false;                       // shapes are being found out or memory measured: results are thrown away
-  bool recompute = false;                   // this forward has been computed before
-  bool recorded = false;                    // the device will repeat this step without the host: there is no key for later steps
-  double loss_scale = 1.0;                  // the loss is multiplied by it before backward
+  bool running = true;                     // false outside of any step
+  std::uint64_t seed = 0;                  // of the run
+  std::int64_t step = 0;                   // number of optimizer steps before this one
+  std::optional<std::int64_t> microbatch;  // empty: work of the whole step
+  std::int64_t microbatches = 1;           // number of microbatches of this step
+  std::optional<BatchRows> rows;           // empty: this process has every row of the microbatch
+  bool trial = false;                      // shapes or memory are being measured; results are discarded
+  bool recompute = false;                  // this forward has been computed before
+  bool recorded = false;                   // the device will replay this step without the host
+  double loss_scale = 1.0;                 // the loss is multiplied by this before backward
 
-  // The context of this scope, or outside of any step one with running = false and defaults else. Never null; stays valid as long as
-  // it is held.
+  // Returns the context of this scope; outside of any step, a context with running == false and default
+  // values. Never null; valid as long as it is held. Throws StateError if other code uses PRODUCER_INFO.
   static std::shared_ptr<const StepContext> current();
 
-  // The key of random numbers of this step and microbatch at a place of the model. Throws StateError outside of any step, where
-  // every call would give the same numbers, and in a recorded one, where every replay would. Trial runs and recomputations have the keys of the real, first run.
+  // Returns the key of the random numbers of this step and microbatch for a layer and purpose. Trial runs and
+  // recomputations have the keys of the real run. Throws StateError outside of any step, where every call
+  // would return the same numbers, and in a recorded step, where every replay would.
   RandomKey key(std::int64_t layer, std::int64_t purpose) const;
 
-  // This context, as a recomputation.
+  // Returns this context with recompute == true.
   StepContext recomputation() const;
 
-  // The box of a tensor whose dim 0 is rows of the microbatch, or whole multiples of rows (rows and tokens joined): what `rows` says,
-  // and the whole tensor without it. Throws ValueError where dim 0 is no multiple of the rows here.
+  // Returns the box of a tensor whose dim 0 consists of the rows of the microbatch, or of a multiple of them
+  // (rows and tokens merged), as `rows` says; the whole tensor if `rows` is empty. Throws ValueError if dim 0
+  // is not a multiple of rows->count.
   GlobalBox box_of(at::IntArrayRef sizes) const;
 };
 
-// Makes a context current for a scope. Guards nest: the inner one counts, and the outer one is back when it ends, by an exception
-// too. Throws ValueError for a context that contradicts itself.
+// Makes a context current for a scope. Guards nest: the innermost one is current, and the previous one is
+// restored when it is destroyed.
 class StepGuard {
  public:
+  // Throws ValueError for an inconsistent context: not running, a microbatch or rows out of range, a loss
+  // scale that is not a finite number above 0.
   explicit StepGuard(StepContext context);
+  // As above, for a snapshot. Throws ValueError for a null pointer too.
   explicit StepGuard(std::shared_ptr<const StepContext> context);
   StepGuard(const StepGuard&) = delete;
   StepGuard& operator=(const StepGuard&) = delete;

@@ -1,42 +1,45 @@
-// Tensor subclasses in C++: a tensor that carries an object of yours, which then handles every operator on it.
+// Tensor subclasses in C++: a tensor that carries an object of your class, which handles every operator on
+// it.
 //
-//   class Logged final : public penstock::Payload {                 // a tensor that tells what is done to it
+//   class Logged final : public Payload {                   // prints the operators called on it
 //    public:
 //     static constexpr std::string_view kKind = "Logged";
-//     explicit Logged(at::Tensor inner) : inner(std::move(inner)) {}
+//     explicit Logged(at::Tensor tensor) : inner(std::move(tensor)) {}
 //     static at::Tensor make(const at::Tensor& inner, const at::Tensor* viewed = nullptr) {
-//       return penstock::make_wrapper_like(c10::make_intrusive<Logged>(inner), inner, viewed);
+//       return make_wrapper_like(c10::make_intrusive<Logged>(inner), inner, viewed);
 //     }
 //     std::string_view kind() const override { return kKind; }
-//     void dispatch(const c10::OperatorHandle& op, penstock::Stack* stack) override {
+//     void dispatch(const c10::OperatorHandle& op, Stack* stack) override {
 //       std::cout << op.operator_name() << "\n";
-//       penstock::WrapperCall<Logged> call(op, stack);                // takes the arguments,
-//       const penstock::Stack results = call.run([](const Logged& logged) { return logged.inner; });  // calls the operator,
-//       call.finish(results, [](const at::Tensor& inner, penstock::ResultPlace, const at::Tensor* viewed) {
-//         return make(inner, viewed);                                 // and wraps what is new; in place, the argument itself
+//       WrapperCall<Logged> call(op, stack);                        // takes the arguments from the stack
+//       const Stack results = call.run([](const Logged& logged) { return logged.inner; });
+//       call.finish(results, [](const at::Tensor& inner, ResultPlace, const at::Tensor* viewed) {
+//         return make(inner, viewed);                               // wraps the new results
 //       });
 //     }
 //     at::Tensor inner;
 //   };
-//   at::Tensor x = Logged::make(torch::ones({3}));
-//   x.set_requires_grad(true);
-//   (x * 2).sum().backward();                                         // autograd is none the wiser; x.grad() is Logged too
+//   at::Tensor logged = Logged::make(torch::ones({3}));
+//   logged.set_requires_grad(true);
+//   (logged * 2).sum().backward();                                  // logged.grad() is a Logged too
 //
-// A guide with larger examples: docs/subclasses.md.
+// docs/subclasses.md is a guide with larger examples.
 //
-// How it works. The wrapper is a TensorImpl with sizes, strides, dtype and device but no memory. Operators on it run
-// through autocast and autograd as usual and then, in place of a CPU or CUDA kernel, call `dispatch` of the payload. So
-// a payload never sees autograd: what it computes is the forward of one operator, and gradients come back as further
-// operators. Gradients, saved values, views, detached and swapped copies are wrappers too.
+// A wrapper is a tensor with sizes, strides, dtype and device, but without memory. Operators on it pass
+// through autocast and autograd as usual and then call `dispatch` of its payload instead of a CPU or CUDA
+// kernel. A payload therefore does not deal with autograd: it computes the forward of one operator, and
+// gradients arrive as further operators. Gradients, saved values, views and detached copies of a wrapper are
+// wrappers too.
 //
-// A handler gets the arguments on top of `stack` (as many as the schema has) and leaves the results in their place. It
-// must leave exactly as many as the schema returns; anything else is a TypeError that names the operator. For an in-place
-// or out= operator the result must be the argument itself. WrapperCall (penstock/torch/dispatch/wrapper_call.h) does all this for
-// payloads that hold tensors of the wrapper's shape.
+// A handler finds the arguments on top of the stack, as many as the schema has, and replaces them with the
+// results, as many as the schema returns; any other number is a TypeError that names the operator. The result
+// of an in-place or out= operator must be the argument itself. WrapperCall does all this for payloads whose
+// inner tensors have the shape of the wrapper.
 //
-// With payloads of several kinds in one call, the kind with the highest `priority` handles it, and among equals the first.
-// Wrappers nest: an inner tensor may be a wrapper.
-// Thread rule: as for tensors. `dispatch` may be called by autograd's worker threads.
+// If the arguments of a call have payloads of several kinds, the kind with the highest priority handles the
+// call; among equals, that of the first argument. Wrappers nest: an inner tensor may be a wrapper.
+//
+// Thread safety: as for tensors. `dispatch` may be called by autograd's worker threads.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -51,109 +54,128 @@
 #include <vector>
 
 #include "penstock/operator_traits.h"
-#include "penstock/stack_tensors.h"
 
 namespace penstock {
 
-// A wrapper taken apart: its inner tensors by name and everything else as a value.
 struct FlatWrapper;
 struct WrapperGeometry;
 
+// What a wrapper carries: the base class of tensor subclasses.
 class Payload : public c10::intrusive_ptr_target {
  public:
-  // The operator's arguments lie on top of the stack; their place is taken by the results.
+  // Handles one operator. Its arguments are on top of the stack; the handler replaces them with the results.
   virtual void dispatch(const c10::OperatorHandle& op, Stack* stack) = 0;
 
-  // The name of the subclass, for errors and for unflatten: unique in a process.
+  // Name of the subclass, for errors and unflatten_wrapper. Unique in a process.
   virtual std::string_view kind() const = 0;
 
-  // Who handles a call that mixes kinds: the highest.
+  // In a call with payloads of several kinds, the highest priority handles it. Default: 0.
   virtual int priority() const { return 0; }
 
-  // Inner tensors by name, and the rest as a value that compares with ==. Optional: the default throws NotImplemented.
+  // Returns the inner tensors by name. Optional; the default throws NotImplemented.
   virtual std::vector<std::pair<std::string, at::Tensor>> inner_tensors() const;
+  // Returns everything but the inner tensors as a value that can be compared with ==. Default: None.
   virtual c10::IValue context() const { return {}; }
 
-  // ---- what a captured graph asks (graph/subclass_record.h) ----
+  // ---- used by captured graphs ----
 
-  // A wrapper of this kind and context around other inner tensors, given in the order of inner_tensors(). Default: unflatten_wrapper.
+  // Returns a wrapper of this kind and context around other inner tensors, given in the order of
+  // inner_tensors(). Default: unflatten_wrapper.
   virtual at::Tensor rebuild(const std::vector<at::Tensor>& inner, const WrapperGeometry& geometry) const;
-  // The same for a gradient of such a wrapper, where that is laid out in another way.
-  virtual at::Tensor rebuild_gradient(const std::vector<at::Tensor>& inner, const WrapperGeometry& geometry) const;
-  // Whether a payload differs from this one in its inner tensors only. Default: of one class, with equal contexts.
+  // As rebuild, for a gradient of such a wrapper. Override it if gradients are laid out differently.
+  virtual at::Tensor rebuild_gradient(const std::vector<at::Tensor>& inner,
+                                      const WrapperGeometry& geometry) const;
+  // Returns whether another payload differs from this one in its inner tensors only. Default: whether it is
+  // of the same class and has an equal context.
   virtual bool same_context(const Payload& other) const;
-  // `self`, which carries this payload, with the context of another of its kind; undefined where that cannot be.
+  // Returns `self`, which carries this payload, converted to the context of `other`, a payload of the same
+  // kind. Returns an undefined tensor if that is impossible.
   virtual at::Tensor with_context_of(const at::Tensor& self, const Payload& other) const;
 
-  // For a handler that does not know `op`: a TypeError that names the operator, the subclass and the remedy.
+  // Throws a TypeError that names the operator, the subclass and the remedy, for handlers that do not support
+  // `op`.
   [[noreturn]] void refuse(const c10::OperatorHandle& op, std::string_view remedy = {}) const;
 };
 
+// Shared ownership of a payload.
 using PayloadPtr = c10::intrusive_ptr<Payload>;
 
-// What a wrapper shows to the outside.
+// The metadata that a wrapper has as a tensor.
 struct WrapperGeometry {
-  c10::SmallVector<std::int64_t, 5> sizes, strides;
-  std::int64_t storage_offset = 0;
-  at::ScalarType dtype = at::kFloat;
-  at::Device device = at::kCPU;
-  bool wrapped_number = false;  // a number that became a tensor: takes part in type promotion as a number
+  c10::SmallVector<std::int64_t, 5> sizes;    // size of each dim
+  c10::SmallVector<std::int64_t, 5> strides;  // stride of each dim
+  std::int64_t storage_offset = 0;            // in elements
+  at::ScalarType dtype = at::kFloat;          // element type
+  at::Device device = at::kCPU;               // reported device
+  bool wrapped_number = false;                // converted from a number: is promoted like a number
 
+  // Whether all members are equal.
   bool operator==(const WrapperGeometry&) const = default;
 };
 
+// Returns the geometry of any tensor.
 WrapperGeometry geometry_of(const at::Tensor& tensor);
 
-// `viewed`: the wrapper that this one is a view of, if it is. Both then share one storage object (never memory: there is
-// none), so that is_alias_of holds, and a view taken in InferenceMode is as differentiable as what it views.
-at::Tensor make_wrapper(PayloadPtr payload, const WrapperGeometry& geometry, const at::Tensor* viewed = nullptr);
-// With the geometry of `like`.
+// Returns a wrapper that carries `payload`. `viewed` is the wrapper that this one is a view of, or null. A
+// view shares the storage object of its base (which has no memory), so that is_alias_of holds, and a view
+// taken in InferenceMode is as differentiable as its base.
+at::Tensor make_wrapper(PayloadPtr payload, const WrapperGeometry& geometry,
+                        const at::Tensor* viewed = nullptr);
+// As make_wrapper, with the geometry of `like`.
 at::Tensor make_wrapper_like(PayloadPtr payload, const at::Tensor& like, const at::Tensor* viewed = nullptr);
 
-// The payload of a wrapper; null for other tensors.
+// Returns the payload of a wrapper, or null for other tensors.
 Payload* payload_of(const at::Tensor& tensor);
+// Returns whether a tensor is a wrapper.
 inline bool is_wrapper(const at::Tensor& tensor) { return payload_of(tensor) != nullptr; }
 
-// The payload when it is exactly of type P, else null. P is a final class.
+// Returns the payload if its type is exactly P, a final class; else null.
 template <class P>
 P* payload_as(const at::Tensor& tensor) {
   Payload* payload = payload_of(tensor);
   return payload && typeid(*payload) == typeid(P) ? static_cast<P*>(payload) : nullptr;
 }
 
-// After the inner tensor changed its shape in place (transpose_, resize_, set_): the wrapper follows.
+// Updates the geometry of a wrapper after its inner tensor changed its shape in place (transpose_, resize_,
+// set_).
 void sync_geometry(const at::Tensor& wrapper, const at::Tensor& inner);
-// The same for payloads whose inner tensors have another shape than the wrapper.
-void sync_geometry(const at::Tensor& wrapper, at::IntArrayRef sizes, at::IntArrayRef strides, std::int64_t storage_offset);
+// As above, for payloads whose inner tensors do not have the shape of the wrapper.
+void sync_geometry(const at::Tensor& wrapper, at::IntArrayRef sizes, at::IntArrayRef strides,
+                   std::int64_t storage_offset);
 
-// Makes `self`, through every handle to it, what `other` is: a plain tensor becomes a wrapper, a wrapper plain, memory moves
-// to another device. What at::Tensor::set_data does among tensors of one kind. So a parameter that modules and optimizers
-// hold by handle changes for all of them. requires_grad, grad and hooks of `self` stay; `self` must be a leaf or not need
-// gradients. Throws TypeError for tensors it cannot change (sparse, quantized, subclasses of TensorImpl by others).
+// Turns `self` into what `other` is, for every handle to it: a plain tensor becomes a wrapper, a wrapper a
+// plain tensor, or memory moves to another device. This is what at::Tensor::set_data does between tensors of
+// the same kind. A parameter that modules and optimizers hold by handle thus changes for all of them.
+// requires_grad, grad and hooks of `self` are kept; `self` must be a leaf or not require grad. Throws
+// TypeError for tensors that it cannot change (sparse, quantized, other subclasses of TensorImpl).
 void replace_data(const at::Tensor& self, const at::Tensor& other);
 
 // ---- flatten and unflatten ----
 
+// A wrapper as its inner tensors and everything else as values.
 struct FlatWrapper {
-  std::string kind;
-  std::vector<std::pair<std::string, at::Tensor>> tensors;
-  c10::IValue context;
-  WrapperGeometry geometry;
+  std::string kind;                                         // Payload::kind
+  std::vector<std::pair<std::string, at::Tensor>> tensors;  // Payload::inner_tensors
+  c10::IValue context;                                      // Payload::context
+  WrapperGeometry geometry;                                 // of the wrapper
 };
 
-// Throws TypeError for a tensor that is not a wrapper, NotImplemented when its payload has no inner_tensors().
+// Returns the parts of a wrapper. Throws TypeError for a tensor that is not a wrapper, NotImplemented if its
+// payload has no inner_tensors().
 FlatWrapper flatten_wrapper(const at::Tensor& wrapper);
 
-// Rebuilds a wrapper of a registered kind. The inner tensors may differ from those flattened, in number of elements too.
+// Builds a wrapper of a registered kind. The inner tensors may differ from those that were flattened, also in
+// number of elements.
 at::Tensor unflatten_wrapper(const FlatWrapper& flat);
 
+// Builds a wrapper of one kind from its parts.
 using UnflattenFunction = std::function<at::Tensor(const FlatWrapper&)>;
-// Once per kind; a second registration of a kind throws StateError.
+// Sets the function that builds wrappers of a kind. Throws StateError if the kind is already registered.
 void register_wrapper_kind(const std::string& kind, UnflattenFunction unflatten);
 
 // ---- for handlers ----
 
-// Replaces every tensor among the arguments on top of the stack.
+// Replaces every defined tensor among the arguments on top of the stack by `map(tensor)`.
 template <class Map>
 void map_arguments(const c10::OperatorHandle& op, Stack* stack, Map&& map) {
   const std::size_t count = op.schema().arguments().size();
@@ -167,10 +189,12 @@ void map_arguments(const c10::OperatorHandle& op, Stack* stack, Map&& map) {
   }
 }
 
-// Switches wrappers and modes off: a wrapper that meets an operator then is an error of the kernel it reaches. For code
-// that must reach the kernels below, like allocation inside a handler.
+// Disables wrappers and modes for a scope, for code that must reach the kernels, such as allocation inside a
+// handler. Operators must not be called on wrappers in it: they would reach a kernel that cannot handle them,
+// which is an error.
 class BelowWrappersGuard {
  public:
+  // Disables wrappers and modes until the guard is destroyed.
   BelowWrappersGuard();
 
  private:
@@ -178,43 +202,45 @@ class BelowWrappersGuard {
 };
 
 // ---- one operator call ----
-//
-// One operator call on wrappers whose inner tensors have the wrapper's shape: runs the inner calls and wraps
-// the results.
+
+// Identifies a tensor among the results of an operator.
+struct ResultPlace {
+  std::size_t result = 0;  // index of the result
+  int element = -1;        // index in the result if it is a list, else -1
+};
+
+// Returns the result tensor at a place.
+inline at::Tensor tensor_at(const Stack& results, ResultPlace place) {
+  const c10::IValue& value = results[place.result];
+  return place.element < 0 ? value.toTensor()
+                           : value.toListRef()[static_cast<std::size_t>(place.element)].toTensor();
+}
+
+namespace detail {
+[[noreturn]] void refuse_plain_write(const OperatorTraits& traits, std::size_t argument,
+                                     std::string_view kind);
+}
+
+// One operator call on wrappers whose inner tensors have the shape of the wrapper: runs the operator on the
+// inner tensors and wraps the results. P is the payload class and has a static member kKind.
 //
 //   void Two::dispatch(const c10::OperatorHandle& op, Stack* stack) {
 //     WrapperCall<Two> call(op, stack);
-//     const Stack a = call.run([](const Two& two) { return two.a; });      // the operator on the first inner tensors
-//     const Stack b = call.run([](const Two& two) { return two.b; });      // and on the second ones
+//     const Stack a = call.run([](const Two& two) { return two.a; });      // on the first inner tensors
+//     const Stack b = call.run([](const Two& two) { return two.b; });      // on the second ones
 //     call.finish(a, [&](const at::Tensor& inner, ResultPlace place, const at::Tensor* viewed) {
 //       return make_wrapper_like(c10::make_intrusive<Two>(inner, tensor_at(b, place)), inner, viewed);
 //     });
 //   }
 //
-// Results that are an argument (in-place, out=) are returned as that argument, with updated geometry; views
-// share the storage object of their base; numbers and other values are passed through. Tensors that are not
-// wrappers of P are passed to the inner calls unchanged, but writing them throws TypeError: a plain tensor
-// cannot hold what a wrapper holds.
-
-// Identifies a result, and the element if it is a list (-1 otherwise).
-struct ResultPlace {
-  std::size_t result = 0;
-  int element = -1;
-};
-
-inline at::Tensor tensor_at(const Stack& results, ResultPlace place) {
-  const c10::IValue& value = results[place.result];
-  return place.element < 0 ? value.toTensor() : value.toListRef()[static_cast<std::size_t>(place.element)].toTensor();
-}
-
-namespace detail {
-[[noreturn]] void refuse_plain_write(const OperatorTraits& traits, std::size_t argument, std::string_view kind);
-}
-
+// A result that is an argument (in-place, out=) is returned as that argument, with updated geometry. Views
+// share the storage object of their base. Numbers and other values are passed through. Tensors that are not
+// wrappers of P are passed to the inner calls unchanged; an operator that writes to one throws TypeError,
+// because a plain tensor cannot hold what a wrapper holds.
 template <class P>
 class WrapperCall {
  public:
-  // Pops the arguments off the stack.
+  // Takes the arguments from the stack.
   WrapperCall(const c10::OperatorHandle& op, Stack* stack) : op_(op), traits_(traits_of(op)), stack_(stack) {
     const auto first = stack->end() - static_cast<std::ptrdiff_t>(traits_.arguments.size());
     arguments_.assign(std::make_move_iterator(first), std::make_move_iterator(stack->end()));
@@ -222,10 +248,12 @@ class WrapperCall {
     if (traits_.mutates) check_writes();
   }
 
+  // Facts about the operator.
   const OperatorTraits& traits() const { return traits_; }
+  // The arguments of the call.
   const std::vector<c10::IValue>& arguments() const { return arguments_; }
 
-  // Calls the operator with every wrapper of P replaced by `inner(payload)`.
+  // Calls the operator with every wrapper of P replaced by `inner(payload)` and returns its results.
   template <class Inner>
   Stack run(Inner&& inner) const {
     Stack inner_stack;
@@ -240,8 +268,8 @@ class WrapperCall {
     return inner_stack;
   }
 
-  // Pushes the results: `wrap(inner, place, viewed)` returns the wrapper for a tensor in `inner_results`;
-  // `viewed` is the argument that it is a view of, or null.
+  // Pushes the results onto the stack. `wrap(inner, place, viewed)` is called for each new tensor in
+  // `inner_results` and returns its wrapper; `viewed` is the argument that it is a view of, or null.
   template <class Wrap>
   void finish(const Stack& inner_results, Wrap&& wrap) {
     for (std::size_t i = 0; i < traits_.returns.size(); ++i) {
@@ -249,7 +277,8 @@ class WrapperCall {
       const c10::IValue& value = inner_results[i];
       if (source.kind == ReturnAlias::Kind::Same) {
         const c10::IValue& argument = arguments_[static_cast<std::size_t>(source.argument)];
-        if (argument.isTensor() && value.isTensor() && value.toTensor().defined()) sync_geometry(argument.toTensor(), value.toTensor());
+        if (argument.isTensor() && value.isTensor() && value.toTensor().defined())
+          sync_geometry(argument.toTensor(), value.toTensor());
         stack_->push_back(argument);
         continue;
       }

@@ -1,18 +1,23 @@
-// The configuration of a training run: everything that `penstock train` accepts, in one value.
+// The configuration of `penstock train`: a value with all settings, loaded from a TOML file and command-line
+// arguments.
 //
 //   train::ConfigSources sources;
 //   sources.file = "train.toml";
 //   sources.arguments = {"--layout.pp", "2", "--lr", "3e-4"};
-//   const train::ResolvedConfig resolved = train::load_config(sources);
-//   std::int64_t stages = resolved.config.layout.pp;
+//   train::ResolvedConfig resolved = train::load_config(sources);
+//   std::cout << train::to_toml(resolved);                         // all values, with comments
 //
-// A value comes from the command line, else from the file, else from the preset (`model.preset`), else from
-// its default. Loading replaces zeros and empty strings that mean "choose a suitable value", and checks the
-// result: a ResolvedConfig is consistent. docs/configuration.md lists limits and choices of all fields.
-// Choices (`optimizer`, ...) are in lower case.
+// A value comes from the arguments, else from the file, else from the preset (`model.preset`), else from its
+// default. Loading then derives key_value_heads, feed_width, ranks, virtual_stages, global_batch and
+// accumulation if they are 0, a schedule that is auto, layers from a pattern, and a shorter default warm-up
+// for a short run, and checks everything: a ResolvedConfig is consistent. Other automatic values (device,
+// transport, folders) are chosen when the run starts. Settings with a fixed set of choices hold one of the
+// listed names, in lower case. docs/configuration.md lists all keys with their defaults and ranges.
 //
 // Every error is a ConfigError that says where the value came from (file and line, flag or preset) and what
-// to change. Independent of LibTorch. Thread safety: plain values and pure functions.
+// to change.
+//
+// Does not depend on LibTorch. Thread safety: plain values and pure functions.
 #pragma once
 
 #include <cstdint>
@@ -25,110 +30,154 @@
 
 namespace penstock::train {
 
-// The transformer.
+// Section [model]: the transformer.
 struct ModelConfig {
-  std::string preset = "tiny";       // a set of values that all other settings override (preset_names())
-  std::int64_t vocabulary = 257;     // number of different tokens; byte tokens need 257
-  std::int64_t width = 192;          // of the residual stream; a multiple of heads
-  std::int64_t layers = 4;           // number of blocks
-  std::int64_t heads = 6;            // attention heads
-  std::int64_t key_value_heads = 2;  // 0: as many as heads
-  std::int64_t feed_width = 512;     // 0: 8/3 of the width, rounded up to a multiple of 32
-  std::int64_t context = 256;        // tokens per sample
-  double rope_theta = 10000;         // base of the rotary position embedding
-  double norm_epsilon = 1e-5;        // of the normalization layers
-  bool tie_head = true;              // the output layer uses the weight of the embedding
-  double dropout = 0;                // probability, during training
-  std::string pattern;               // A per block, '|' between stages; empty: A for each layer
-  friend bool operator==(const ModelConfig&, const ModelConfig&) = default;  // compares all fields
+  std::string preset = "tiny";    // named set of values; all other settings override it
+  std::int64_t vocabulary = 257;  // vocabulary size; byte tokens need 257
+  std::int64_t width = 192;       // width of the residual stream; must be a multiple of heads
+  std::int64_t layers = 4;        // number of blocks in the model
+  std::int64_t heads = 6;         // number of attention heads
+  // Number of key/value heads, each shared by heads / key_value_heads query heads; 0: same as heads.
+  std::int64_t key_value_heads = 2;
+  // Inner width of the feed-forward layers; 0: 8/3 of the width, rounded up to a multiple of 32.
+  std::int64_t feed_width = 512;
+  std::int64_t context = 256;  // tokens per sample (sequence length)
+  double rope_theta = 10000;   // base of the rotary position embedding
+  double norm_epsilon = 1e-5;  // epsilon of the normalization layers
+  bool tie_head = true;        // share the embedding weight with the output layer
+  double dropout = 0;          // dropout probability during training
+  // One letter per block (A: attention), with | where a pipeline stage ends; empty: A for each layer.
+  std::string pattern;
+  // Compares all members.
+  friend bool operator==(const ModelConfig&, const ModelConfig&) = default;
 };
 
-// How the model and the batch are distributed over ranks.
+// Section [layout]: how the model and the batch are distributed over ranks.
 struct LayoutConfig {
-  std::int64_t ranks = 0;            // number of processes; 0: pp * dp * tp
-  std::int64_t pp = 2;               // pipeline-parallel ranks
-  std::int64_t virtual_stages = 0;   // per rank; 0: what the schedule requires, 2 for interleaved ones
-  std::int64_t dp = 1;               // data-parallel ranks
-  std::int64_t shard = 1;            // data-parallel ranks that share the parameters; divides dp
-  std::int64_t tp = 1;               // tensor-parallel ranks
-  std::string schedule = "auto";     // a kind (loading sets the canonical name), or the path of a CSV file
-  std::int64_t microbatches = 8;     // per run of the schedule
-  std::int64_t microbatch_size = 2;  // samples
-  std::string partition = "cost";    // what stages are balanced by: count or cost
-  std::string transport = "auto";    // between stages: auto, gloo, ucx or nccl
-  std::string device = "auto";       // auto, cpu or cuda
-  friend bool operator==(const LayoutConfig&, const LayoutConfig&) = default;  // compares all fields
+  std::int64_t ranks = 0;  // number of processes; 0: pp * dp * tp
+  std::int64_t pp = 2;     // pipeline-parallel ranks
+  // Stages per pipeline rank; 0: the number that the schedule requires, 2 for interleaved schedules.
+  std::int64_t virtual_stages = 0;
+  std::int64_t dp = 1;  // data-parallel ranks; each processes its share of every microbatch
+  // Data-parallel ranks over which parameters, gradients and optimizer state are sharded (fully_shard); 1: no
+  // sharding, dp: full sharding, in between: replicated groups of sharded ranks. Divides dp.
+  std::int64_t shard = 1;
+  std::int64_t tp = 1;  // tensor-parallel ranks; they split each layer
+  // Pipeline schedule (penstock schedule --help lists the kinds), or the path of a CSV file; auto:
+  // ZBVZeroBubble if there are enough blocks for two stages per rank, else 1F1B or Interleaved1F1B.
+  // After loading, a kind has its canonical name, also in place of auto.
+  std::string schedule = "auto";
+  std::int64_t microbatches = 8;     // microbatches per run of the schedule
+  std::int64_t microbatch_size = 2;  // samples per microbatch
+  std::string partition = "cost";    // balance stages by the number of blocks (count) or by their cost (cost)
+  // Transport for tensors between stages: auto, gloo, ucx or nccl; auto: nccl for cuda, ucx within one
+  // machine if available, else gloo. nccl works with cuda only, gloo and ucx with the CPU only.
+  std::string transport = "auto";
+  // Device that the model runs on: auto, cpu or cuda; auto: cuda if there is a GPU for each rank, else cpu.
+  std::string device = "auto";
+  // Compares all members.
+  friend bool operator==(const LayoutConfig&, const LayoutConfig&) = default;
 };
 
-// Steps, optimizer, precision, validation.
+// Section [training]: steps, optimizer, precision, validation.
 struct TrainingConfig {
-  std::int64_t steps = 120;           // of the whole run
-  std::int64_t global_batch = 0;      // samples; 0: dp * microbatches * microbatch_size * accumulation
-  std::int64_t accumulation = 0;      // schedule runs per step; 0: what global_batch needs, else 1
-  std::string optimizer = "adamw";    // adamw or sgd
-  double lr = 2e-3;                   // peak learning rate
-  std::int64_t warmup_steps = 20;     // steps in which the learning rate rises from 0 to lr
-  std::string decay = "cosine";       // after the warm-up: cosine, linear or constant
-  double min_lr_ratio = 0.1;          // final learning rate as a fraction of lr
-  double weight_decay = 0.1;          // decoupled
-  std::vector<double> betas = {0.9, 0.95};  // AdamW: decay rates of the two running averages
-  double epsilon = 1e-8;              // AdamW: added to the denominator
-  double momentum = 0.9;              // SGD
-  double clip_norm = 1;               // maximum norm of all gradients; 0: no clipping
-  std::string precision = "fp32";     // of computation: fp32, bf16 or fp16; parameters stay in fp32
-  double loss_scale = 0;              // fp16 only; 0: found and adapted while training
-  std::int64_t seed = 1;              // of initial parameters, dropout and data order
-  std::int64_t validate_every = 40;   // steps; 0: never
+  std::int64_t steps = 120;  // total optimizer steps of the run
+  // Samples per step over all ranks; 0: dp * microbatches * microbatch_size * accumulation.
+  std::int64_t global_batch = 0;
+  // Runs of the schedule per step, whose gradients are accumulated; 0: derived from global_batch, else 1.
+  std::int64_t accumulation = 0;
+  std::string optimizer = "adamw";  // adamw or sgd
+  double lr = 2e-3;                 // peak learning rate
+  std::int64_t warmup_steps = 20;   // steps over which the learning rate increases from 0 to lr
+  std::string decay = "cosine";     // learning rate decay after the warm-up: cosine, linear or constant
+  double min_lr_ratio = 0.1;        // final learning rate as a fraction of lr
+  double weight_decay = 0.1;        // decoupled weight decay
+  // AdamW decay rates of the running averages of gradients and squared gradients.
+  std::vector<double> betas = {0.9, 0.95};
+  double epsilon = 1e-8;              // added to AdamW's denominator
+  double momentum = 0.9;              // SGD momentum
+  double clip_norm = 1;               // maximum norm of all gradients together; 0: no clipping
+  std::string precision = "fp32";     // compute precision: fp32, bf16 or fp16; parameters stay in fp32
+  double loss_scale = 0;              // loss scale for fp16; 0: dynamic
+  std::int64_t seed = 1;              // seed for initial parameters, dropout and data order
+  std::int64_t validate_every = 40;   // steps between validations; 0: no validation
   std::int64_t validate_batches = 4;  // global batches per validation
-  double time_limit_s = 0;            // seconds after which the run saves and ends; 0: no limit
-  friend bool operator==(const TrainingConfig&, const TrainingConfig&) = default;  // compares all fields
+  double time_limit_s = 0;            // seconds after which the run saves a checkpoint and ends; 0: no limit
+  // Compares all members.
+  friend bool operator==(const TrainingConfig&, const TrainingConfig&) = default;
 };
 
-// Training data.
+// Section [data]: training data.
 struct DataConfig {
-  std::vector<std::string> sources;    // files, folders, patterns; empty, no shards: C++ headers
-  std::string shards;                  // folder of token shards, instead of sources
-  std::string format = "auto";         // of the sources: auto, text or uint16
-  std::int64_t end_of_document = -1;   // token of token files; -1: that of their format, if it has one
-  std::vector<std::string> extensions;  // use only files with these; empty: all
-  double validation_fraction = 0.05;   // share of the text held out for validation
-  std::int64_t cap_bytes = 16 << 20;   // maximum of text; 0: no limit, the default if sources are given
-  bool document_mask = true;           // tokens attend only to their own document
-  bool skip_bad_files = false;         // skip unreadable, empty and binary files instead of failing
-  friend bool operator==(const DataConfig&, const DataConfig&) = default;  // compares all fields
+  // Files, folders and patterns (*.txt) of text or token files; empty and no shards: the C++ headers of this
+  // machine.
+  std::vector<std::string> sources;
+  std::string shards;  // folder of token shards (made by penstock data make), instead of sources
+  // Format of the sources: auto, text or uint16; auto: token files if they begin with an llm.c header, else
+  // text; uint16: 16-bit tokens without a header (nanoGPT).
+  std::string format = "auto";
+  // Token that separates documents in token files; -1: 50256 (GPT-2) or 128000 (Llama 3) according to the
+  // llm.c header, none without a header.
+  std::int64_t end_of_document = -1;
+  // Use only files with these extensions; empty: all files of the given sources, C++ files for the default
+  // sources.
+  std::vector<std::string> extensions;
+  // Fraction of the text held out for validation: whole files, or the end of each file if there are few.
+  double validation_fraction = 0.05;
+  std::int64_t cap_bytes = 16 << 20;  // maximum bytes of text; 0: no limit, the default if sources are given
+  // Mask attention between documents; false: tokens also attend to earlier documents of the sample, which is
+  // faster on GPUs.
+  bool document_mask = true;
+  bool skip_bad_files = false;  // skip unreadable, empty and binary files instead of failing
+  // Compares all members.
+  friend bool operator==(const DataConfig&, const DataConfig&) = default;
 };
 
-// Saving checkpoints, and what a run starts from.
+// Section [checkpoint]: saving checkpoints, and what a run starts from.
 struct CheckpointConfig {
-  std::string folder;               // empty: "checkpoints" in the run folder
-  std::int64_t every = 100;         // steps; 0: only at the end
-  std::int64_t keep = 3;            // number of checkpoints
-  std::string resume = "auto";      // auto, never, or the path of a checkpoint
-  bool fallback = true;             // use the previous checkpoint if the newest is damaged
-  std::string on_failure = "auto";  // if one cannot be written: auto, continue or stop
-  friend bool operator==(const CheckpointConfig&, const CheckpointConfig&) = default;  // compares all fields
+  std::string folder;        // folder for checkpoints; empty: checkpoints/ in the run folder
+  std::int64_t every = 100;  // steps between checkpoints; 0: only at the end
+  std::int64_t keep = 3;     // number of checkpoints to keep
+  // What a new run starts from; auto: the newest checkpoint in its folder, if any; never: no checkpoint; or
+  // the path of a checkpoint. A run that has checkpoints always continues from its newest one.
+  std::string resume = "auto";
+  bool fallback = true;  // use the previous checkpoint if the newest is damaged
+  // What to do if a checkpoint cannot be written: auto, continue or stop; auto: continue and retry if there
+  // is an older checkpoint, else stop.
+  std::string on_failure = "auto";
+  // Compares all members.
+  friend bool operator==(const CheckpointConfig&, const CheckpointConfig&) = default;
 };
 
-// Output of the run.
+// Section [output]: output of the run.
 struct OutputConfig {
-  std::string run_folder;                       // empty: a new one under runs/
-  std::int64_t metrics_every = 1;               // steps between records in metrics.jsonl
+  std::string run_folder;                        // folder for all output; empty: a new folder under runs/
+  std::int64_t metrics_every = 1;                // steps between records in metrics.jsonl
   std::vector<std::int64_t> trace_steps = {10};  // steps to record a timeline of
-  std::string progress = "auto";                // auto, bar, lines or none
-  std::string sample_prompt = "#include <";     // of the text sample at the end
-  std::int64_t sample_tokens = 200;             // in the sample; 0: no sample
-  friend bool operator==(const OutputConfig&, const OutputConfig&) = default;  // compares all fields
+  // Progress display: auto, bar, lines or none; auto: a bar on a terminal, else lines.
+  std::string progress = "auto";
+  // Prompt of the text sample at the end of the run; at least one byte.
+  std::string sample_prompt = "#include <";
+  std::int64_t sample_tokens = 200;  // tokens in the sample; 0: no sample
+  // Compares all members.
+  friend bool operator==(const OutputConfig&, const OutputConfig&) = default;
 };
 
-// Timeouts of the ranks that `penstock train` starts, in seconds.
+// Section [launch]: timeouts of the ranks that penstock train starts.
 struct LaunchConfig {
-  double grace_s = 5;        // for the other ranks to exit after one has failed
-  double stop_grace_s = 60;  // for all ranks to save and exit after SIGTERM or Ctrl-C
-  double timeout_s = 0;      // of rendezvous and each operation; 0: PENSTOCK_TIMEOUT_S, else 300
-  friend bool operator==(const LaunchConfig&, const LaunchConfig&) = default;  // compares all fields
+  // Seconds that the other ranks have to exit after one has failed, before they are stopped.
+  double grace_s = 5;
+  // Seconds that the ranks have after SIGTERM or Ctrl-C to finish the step and save a checkpoint, before they
+  // are killed.
+  double stop_grace_s = 60;
+  // Seconds that a rank waits for the others in rendezvous and in each operation before it fails; 0:
+  // PENSTOCK_TIMEOUT_S, else 300.
+  double timeout_s = 0;
+  // Compares all members.
+  friend bool operator==(const LaunchConfig&, const LaunchConfig&) = default;
 };
 
-// A whole configuration.
+// All settings, by section.
 struct TrainConfig {
   ModelConfig model;            // section [model]
   LayoutConfig layout;          // section [layout]
@@ -137,44 +186,47 @@ struct TrainConfig {
   CheckpointConfig checkpoint;  // section [checkpoint]
   OutputConfig output;          // section [output]
   LaunchConfig launch;          // section [launch]
-  friend bool operator==(const TrainConfig&, const TrainConfig&) = default;  // compares all fields
+  // Compares all sections.
+  friend bool operator==(const TrainConfig&, const TrainConfig&) = default;
 };
 
-// A configuration that is complete and checked.
+// A complete and consistent configuration.
 struct ResolvedConfig {
-  TrainConfig config;  // with derived values filled in
-  // Where values came from: "layout.pp" -> "train.toml:7", "--pp", "preset small" or "derived". Fields that
-  // have their defaults are not listed.
+  TrainConfig config;  // the values
+  // Where each value came from: "layout.pp" -> "train.toml:7", "--pp", "preset small" or "derived". Values
+  // that are still the default have no entry.
   std::map<std::string, std::string> origins;
 };
 
-// Where a configuration is read from.
+// Where load_config reads values.
 struct ConfigSources {
-  std::optional<std::filesystem::path> file;  // TOML
+  std::optional<std::filesystem::path> file;  // TOML file; none: no file
   // "--section.key value", "--section.key=value", or "--key value" if only one section has the key; '-' and
-  // '_' are equivalent in names. Lists take several values, or one with commas; a flag alone is true.
-  // Anything else is an error.
+  // '_' are equivalent in names, and "--data" is short for "--data.sources". Lists take several values, or
+  // one with commas; a flag without a value is true. Each key may be given once. Anything else is an error.
   std::vector<std::string> arguments;
 };
 
-// Reads, completes and checks a configuration. Throws ConfigError.
+// Loads a configuration. Throws ConfigError for a file that cannot be read, malformed text, an unknown key, a
+// value out of range and values that contradict each other.
 ResolvedConfig load_config(const ConfigSources& sources);
-// The same from TOML text; `name` stands for the file in messages.
+// Loads a configuration from TOML text; messages use `name` as the name of the file. Throws ConfigError like
+// load_config.
 ResolvedConfig parse_config(std::string_view toml, std::string_view name,
                             const std::vector<std::string>& arguments = {});
 
-// Returns the configuration as TOML with comments: meaning, allowed values, and the origin of each value.
-// Parsing it returns the same configuration.
+// Returns the whole configuration as TOML, with comments: meaning, allowed values, and where each value came
+// from. Loading it results in the same configuration.
 std::string to_toml(const ResolvedConfig& resolved);
-// Returns the contents of docs/configuration.md.
+// Returns the text of docs/configuration.md.
 std::string configuration_page();
 
-// Returns all keys by section with their defaults and meanings, for the help of commands.
+// Returns all keys by section, with their defaults and meanings, for the help of commands.
 std::string configuration_help();
-// Returns all keys: "model.preset", ...
+// Returns all keys, "model.preset" and so on.
 std::vector<std::string> config_keys();
 
-// Returns the values that model.preset accepts.
+// Returns the names of the presets.
 std::vector<std::string> preset_names();
 
 }  // namespace penstock::train

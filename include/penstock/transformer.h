@@ -30,11 +30,10 @@
 #include <string>
 #include <vector>
 
-#include "penstock/mesh_groups.h"
-#include "penstock/model_partition.h"
+#include "penstock/world.h"
+#include "penstock/transformer_options.h"
 #include "penstock/pytree.h"
 #include "penstock/random.h"
-#include "penstock/transformer_options.h"
 
 namespace penstock::models {
 

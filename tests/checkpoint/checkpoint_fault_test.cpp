@@ -11,7 +11,7 @@
 #include <csignal>
 #include <cstdio>
 
-#include "penstock/checkpoint_error.h"
+#include "penstock/checkpoint_types.h"
 #include "tests/checkpoint/file_ranks.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"

@@ -14,7 +14,7 @@
 
 #include "penstock/errors.h"
 #include "penstock/checkpoint/files/blocks.h"
-#include "penstock/checkpoint_error.h"
+#include "penstock/checkpoint_types.h"
 #include "tests/checkpoint/file_ranks.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"

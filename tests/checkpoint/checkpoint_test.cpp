@@ -8,7 +8,7 @@
 #include <set>
 
 #include "penstock/errors.h"
-#include "penstock/checkpoint_error.h"
+#include "penstock/checkpoint_types.h"
 #include "penstock/checkpoint/tensors/load.h"
 #include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/checkpoint/tensors/writer.h"

@@ -12,7 +12,7 @@
 #include <random>
 
 #include "penstock/errors.h"
-#include "penstock/checkpoint_error.h"
+#include "penstock/checkpoint_types.h"
 #include "penstock/checkpoint/files/safetensors_file.h"
 #include "tests/checkpoint/file_ranks.h"
 #include "tests/has_text.h"

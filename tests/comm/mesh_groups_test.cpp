@@ -1,5 +1,5 @@
 // Groups along the axes of a mesh, over thread worlds: the order of requests must not matter.
-#include "penstock/mesh_groups.h"
+#include "penstock/world.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -257,6 +257,22 @@ TEST(MeshGroups, FakeWorlds) {
   at::Tensor tensor = at::ones({4});
   groups.group("dp").all_reduce(tensor).wait();
   EXPECT_THROW(world.group_of({1, 2}), ValueError);
+}
+
+TEST(MeshGroups, MeshOfAWorld) {
+  run_ranks(4, 60s, [](World& world) {
+    const MeshGroups groups = world.mesh("cpu", {{"dp", 2}, {"tp", 2}});
+    EXPECT_EQ(groups, MeshGroups(world, mesh_of(world, {2, 2}, {"dp", "tp"})));
+    EXPECT_EQ(groups.group("tp").ranks(), (world.rank() < 2 ? Ranks{0, 1} : Ranks{2, 3}));
+    EXPECT_EQ(groups.group("dp").ranks(), (world.rank() % 2 == 0 ? Ranks{0, 2} : Ranks{1, 3}));
+    expect_sum(groups.group("tp"));
+    expect_sum(groups.group("dp"));
+    EXPECT_EQ(world.mesh("cpu", {{"dp", world.size()}}).group("dp").name(), world.group().name());
+  });
+  const World world = World::fake(1, 4);
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] { world.mesh("cpu", {{"dp", 4}, {"tp", 2}}); }), "4 x 2, 8 ranks"));
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] { world.mesh("cpu", {{"dp", 1}, {"tp", 2}}); }), "all 4 ranks of the world"));
+  EXPECT_THROW(world.mesh("cpu", {{"dp", 2}, {"dp", 2}}), ValueError);
 }
 
 TEST(MeshGroups, NamesOfLists) {

@@ -13,9 +13,8 @@
 
 #include "penstock/base/env.h"
 #include "penstock/errors.h"
-#include "penstock/mesh_groups.h"
-#include "penstock/comm/group/self_test.h"
 #include "penstock/world.h"
+#include "penstock/comm/group/self_test.h"
 #include "penstock/dtensor.h"
 #include "penstock/tensor_parallel.h"
 #include "penstock/pipeline.h"

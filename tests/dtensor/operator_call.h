@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/stack_tensors.h"
+#include "penstock/operator_traits.h"
 #include "tests/dtensor/rule_checker.h"
 
 namespace penstock::test {

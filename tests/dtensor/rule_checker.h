@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/mesh_groups.h"
+#include "penstock/world.h"
 #include "penstock/dtensor.h"
 
 namespace penstock::test {

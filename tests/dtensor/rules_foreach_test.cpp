@@ -8,7 +8,7 @@
 
 #include "penstock/errors.h"
 #include "penstock/dtensor/tensor/sharding_rule.h"
-#include "penstock/stack_tensors.h"
+#include "penstock/operator_traits.h"
 #include "tests/dtensor/rule_checker.h"
 
 namespace penstock::test {

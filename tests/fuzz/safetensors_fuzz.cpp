@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/checkpoint_error.h"
+#include "penstock/checkpoint_types.h"
 #include "penstock/checkpoint/files/index.h"
 #include "penstock/checkpoint/files/safetensors.h"
 

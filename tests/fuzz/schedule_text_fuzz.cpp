@@ -11,7 +11,7 @@
 #include "penstock/errors.h"
 #include "penstock/schedule/check/dry_run.h"
 #include "penstock/lower.h"
-#include "penstock/schedule_text.h"
+#include "penstock/schedule.h"
 #include "penstock/validate.h"
 
 namespace {

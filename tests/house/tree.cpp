@@ -76,6 +76,8 @@ Arrows parse_arrows(std::string_view text) {
       arrows.owner[arrow] = room;
     } else if (first == "namespace" && !arrow.empty()) {
       for (std::string folder; words >> folder;) arrows.namespace_of[folder] = arrow;
+    } else if (first == "also" && !arrow.empty()) {
+      for (std::string room; words >> room && room != "#";) arrows.also[room].insert(arrow);
     } else {
       throw std::runtime_error("cannot read: " + line);
     }

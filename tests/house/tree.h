@@ -27,6 +27,7 @@ struct Arrows {
   std::set<std::string> with_libtorch;                  // rooms below the line "LibTorch"
   std::map<std::string, std::string> owner;             // public header -> room whose sources implement it
   std::map<std::string, std::string> namespace_of;      // folder -> its namespace
+  std::map<std::string, std::set<std::string>> also;    // room -> further namespaces that its files may open
 
   // Rooms that `room` may include: itself, what it names, and what those may include.
   std::set<std::string> reachable(const std::string& room) const;

@@ -8,7 +8,6 @@
 #include "penstock/errors.h"
 #include "penstock/transformer_options.h"
 #include "penstock/models/plan/pattern.h"
-#include "penstock/model_partition.h"
 #include "penstock/partition.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"

@@ -9,11 +9,10 @@
 #include <vector>
 
 #include "penstock/errors.h"
-#include "penstock/mesh_groups.h"
 #include "penstock/world.h"
 #include "penstock/dtensor.h"
 #include "penstock/optimizer.h"
-#include "penstock/loss_scaler.h"
+#include "penstock/gradients.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 

@@ -10,8 +10,7 @@
 #include <vector>
 
 #include "penstock/optimizer.h"
-#include "penstock/clip_gradients.h"
-#include "penstock/loss_scaler.h"
+#include "penstock/gradients.h"
 
 namespace penstock::optim {
 namespace optim_gpu_test {

@@ -7,7 +7,7 @@
 #include <set>
 
 #include "penstock/errors.h"
-#include "penstock/mesh_groups.h"
+#include "penstock/world.h"
 #include "penstock/dtensor.h"
 #include "penstock/pipeline/runtime/channel_groups.h"
 #include "penstock/torch/tree/dense_layout.h"

@@ -18,7 +18,7 @@
 #include "penstock/pipeline/program/executor.h"
 #include "penstock/generators.h"
 #include "penstock/lower.h"
-#include "penstock/schedule_text.h"
+#include "penstock/schedule.h"
 #include "penstock/validate.h"
 #include "tests/has_text.h"
 

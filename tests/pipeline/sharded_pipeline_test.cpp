@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "penstock/dtensor.h"
-#include "penstock/clip_gradients.h"
+#include "penstock/gradients.h"
 #include "penstock/optimizer.h"
 #include "penstock/pipeline.h"
 #include "penstock/fully_shard.h"

@@ -9,7 +9,7 @@
 #include <set>
 
 #include "penstock/errors.h"
-#include "penstock/mesh_groups.h"
+#include "penstock/world.h"
 #include "penstock/dtensor.h"
 #include "penstock/pipeline/backward/copy_gradients.h"
 #include "penstock/pipeline/stage/gradient_sync.h"

@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "penstock/lower.h"
-#include "penstock/schedule_text.h"
+#include "penstock/schedule.h"
 #include "penstock/validate.h"
 #include "tests/plan/shapes.h"
 

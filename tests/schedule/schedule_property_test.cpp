@@ -10,7 +10,7 @@
 #include "penstock/schedule/check/dry_run.h"
 #include "penstock/generators.h"
 #include "penstock/lower.h"
-#include "penstock/schedule_text.h"
+#include "penstock/schedule.h"
 #include "penstock/validate.h"
 #include "penstock/schedule/generate/virtual_pipeline.h"
 

@@ -5,7 +5,7 @@
 #include "penstock/errors.h"
 #include "penstock/generators.h"
 #include "penstock/lower.h"
-#include "penstock/schedule_text.h"
+#include "penstock/schedule.h"
 #include "penstock/schedule/generate/virtual_pipeline.h"
 #include "tests/throws.h"
 

@@ -11,7 +11,6 @@
 #include "penstock/shard/state/shard_state.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
-#include "penstock/forward_scope.h"
 #include "tests/has_text.h"
 #include "tests/shard/sharded_training.h"
 #include "tests/throws.h"

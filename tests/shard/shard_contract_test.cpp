@@ -5,7 +5,6 @@
 
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
-#include "penstock/forward_scope.h"
 #include "penstock/fully_shard.h"
 #include "penstock/shard/state/shard_state.h"
 #include "tests/has_text.h"

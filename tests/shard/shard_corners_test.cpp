@@ -11,7 +11,6 @@
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/tensor_parallel.h"
-#include "penstock/forward_scope.h"
 #include "penstock/fully_shard.h"
 #include "penstock/shard/state/shard_state.h"
 #include "penstock/shard_options.h"

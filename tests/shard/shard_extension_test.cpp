@@ -8,7 +8,6 @@
 #include "penstock/comm/record/recorder.h"
 #include "penstock/dtensor.h"
 #include "penstock/shard/pieces/encoded_parameter.h"
-#include "penstock/forward_scope.h"
 #include "penstock/fully_shard.h"
 #include "penstock/shard/state/shard_info.h"
 #include "penstock/shard/state/shard_state.h"

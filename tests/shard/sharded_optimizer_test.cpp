@@ -12,7 +12,7 @@
 #include "penstock/checkpoint/tensors/writer.h"
 #include "penstock/dtensor.h"
 #include "penstock/optimizer.h"
-#include "penstock/clip_gradients.h"
+#include "penstock/gradients.h"
 #include "penstock/fully_shard.h"
 #include "tests/checkpoint/file_ranks.h"
 #include "tests/shard/sharded_training.h"

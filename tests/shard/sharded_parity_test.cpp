@@ -10,7 +10,7 @@
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/tensor_parallel.h"
-#include "penstock/clip_gradients.h"
+#include "penstock/gradients.h"
 #include "penstock/optimizer.h"
 #include "penstock/fully_shard.h"
 #include "tests/has_text.h"

@@ -8,7 +8,6 @@
 #include <set>
 #include <thread>
 
-#include "penstock/deferred_init.h"
 #include "penstock/fake.h"
 #include "penstock/tensor_subclass.h"
 #include "tests/torch/module_zoo.h"

@@ -14,7 +14,7 @@
 #include "penstock/base/files.h"
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/checkpoint_error.h"
+#include "penstock/checkpoint_types.h"
 #include "penstock/checkpoint/files/output_file.h"
 
 namespace penstock::checkpoint {

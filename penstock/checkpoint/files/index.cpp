@@ -11,7 +11,7 @@
 
 #include "penstock/base/checksum.h"
 #include "penstock/base/exception_text.h"
-#include "penstock/checkpoint_error.h"
+#include "penstock/checkpoint_types.h"
 
 namespace penstock::checkpoint {
 

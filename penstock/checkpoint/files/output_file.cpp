@@ -10,7 +10,7 @@
 #include <system_error>
 #include <utility>
 
-#include "penstock/checkpoint_error.h"
+#include "penstock/checkpoint_types.h"
 
 namespace penstock::checkpoint {
 

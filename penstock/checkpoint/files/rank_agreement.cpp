@@ -11,7 +11,7 @@
 #include "penstock/errors.h"
 #include "penstock/base/exception_text.h"
 #include "penstock/base/text.h"
-#include "penstock/checkpoint_error.h"
+#include "penstock/checkpoint_types.h"
 #include "penstock/comm/message/message.h"
 
 namespace penstock::checkpoint {

@@ -13,7 +13,7 @@
 #include "penstock/base/checksum.h"
 #include "penstock/base/log.h"
 #include "penstock/checkpoint/files/blocks.h"
-#include "penstock/checkpoint_error.h"
+#include "penstock/checkpoint_types.h"
 #include "penstock/checkpoint/files/output_file.h"
 #include "penstock/comm/message/message.h"
 

@@ -13,7 +13,7 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/checkpoint_error.h"
+#include "penstock/checkpoint_types.h"
 
 namespace penstock::checkpoint {
 

@@ -2,7 +2,7 @@
 
 #include <fmt/format.h>
 
-#include "penstock/checkpoint_error.h"
+#include "penstock/checkpoint_types.h"
 
 namespace penstock::checkpoint {
 

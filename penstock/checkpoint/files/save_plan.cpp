@@ -12,7 +12,7 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/checkpoint_error.h"
+#include "penstock/checkpoint_types.h"
 #include "penstock/comm/message/message.h"
 
 // In the namespace of the struct, where argument-dependent lookup finds them.

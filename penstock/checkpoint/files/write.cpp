@@ -19,7 +19,7 @@
 #include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/checkpoint/files/blocks.h"
-#include "penstock/checkpoint_error.h"
+#include "penstock/checkpoint_types.h"
 #include "penstock/checkpoint/files/folder.h"
 #include "penstock/checkpoint/files/index.h"
 #include "penstock/comm/message/message.h"

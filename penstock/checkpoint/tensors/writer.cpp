@@ -16,7 +16,7 @@
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/log.h"
-#include "penstock/checkpoint_error.h"
+#include "penstock/checkpoint_types.h"
 #include "penstock/checkpoint/files/folder.h"
 #include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/torch/compat/streams.h"

@@ -27,7 +27,7 @@
 #include <vector>
 
 #include "penstock/checkpoint.h"
-#include "penstock/save_stall.h"
+#include "penstock/checkpoint_types.h"
 #include "penstock/checkpoint/files/write.h"
 #include "penstock/checkpoint/tensors/tensor_part.h"
 #include "penstock/world.h"

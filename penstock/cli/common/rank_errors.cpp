@@ -16,7 +16,7 @@
 #include "penstock/base/number.h"
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"
-#include "penstock/checkpoint_error.h"
+#include "penstock/checkpoint_types.h"
 #include "penstock/comm/launch/launch_env.h"
 
 namespace penstock::cli {

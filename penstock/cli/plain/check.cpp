@@ -10,7 +10,7 @@
 #include "penstock/base/quote.h"
 #include "penstock/cli/common/commands.h"
 #include "penstock/cli/plain/schedule_flags.h"
-#include "penstock/schedule_text.h"
+#include "penstock/schedule.h"
 #include "penstock/validate.h"
 
 namespace penstock::cli {

@@ -13,7 +13,7 @@
 #include "penstock/draw.h"
 #include "penstock/simulator.h"
 #include "penstock/lower.h"
-#include "penstock/schedule_text.h"
+#include "penstock/schedule.h"
 #include "penstock/validate.h"
 
 namespace penstock::cli {

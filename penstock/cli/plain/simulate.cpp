@@ -11,7 +11,7 @@
 #include "penstock/cli/plain/schedule_flags.h"
 #include "penstock/plan/simulate/simulation_report.h"
 #include "penstock/lower.h"
-#include "penstock/schedule_text.h"
+#include "penstock/schedule.h"
 #include "penstock/validate.h"
 
 namespace penstock::cli {

@@ -23,7 +23,7 @@
 #include "penstock/base/files.h"
 #include "penstock/base/log.h"
 #include "penstock/base/printable.h"
-#include "penstock/checkpoint_error.h"
+#include "penstock/checkpoint_types.h"
 #include "penstock/cli/common/command_line.h"
 #include "penstock/cli/common/commands.h"
 #include "penstock/cli/common/number_options.h"

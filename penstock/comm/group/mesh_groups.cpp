@@ -1,10 +1,14 @@
-#include "penstock/mesh_groups.h"
+#include "penstock/world.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <mutex>
 #include <optional>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
@@ -94,5 +98,20 @@ Group MeshGroups::group_of(const DeviceMesh& part) const {
 }
 
 MeshGroups MeshGroups::with_mesh(const DeviceMesh& mesh) const { return {state_->world, mesh}; }
+
+MeshGroups World::mesh(const std::string& device_type, const std::vector<std::pair<std::string, std::int64_t>>& axes) const {
+  std::vector<std::string> names;
+  std::vector<std::int64_t> sizes;
+  for (const auto& [name, axis_size] : axes) {
+    names.push_back(name);
+    sizes.push_back(axis_size);
+  }
+  DeviceMesh device_mesh = init_device_mesh(device_type, sizes, names, rank(), size());  // throws if the mesh is too large
+  if (device_mesh.size() < size())
+    throw ValueError(describe("mesh of a world", fmt::format("{}, {} ranks", fmt::join(sizes, " x "), device_mesh.size()),
+                              fmt::format("all {} ranks of the world", size()),
+                              "enlarge an axis, start fewer ranks, or use init_device_mesh for a mesh of some of the ranks"));
+  return {*this, std::move(device_mesh)};
+}
 
 }  // namespace penstock::comm

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "penstock/mesh_groups.h"
+#include "penstock/world.h"
 
 namespace penstock::detail {
 

@@ -8,7 +8,7 @@
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
-#include "penstock/stack_tensors.h"
+#include "penstock/operator_traits.h"
 
 namespace penstock::detail {
 

@@ -9,7 +9,7 @@
 #include <string_view>
 #include <utility>
 
-#include "penstock/mesh_groups.h"
+#include "penstock/world.h"
 #include "penstock/dtensor/tensor/local_transfer.h"
 #include "penstock/dtensor/tensor/spec.h"
 #include "penstock/tensor_subclass.h"

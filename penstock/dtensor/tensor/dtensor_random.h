@@ -33,7 +33,7 @@
 
 #include <cstdint>
 
-#include "penstock/mesh_groups.h"
+#include "penstock/world.h"
 #include "penstock/random.h"
 
 namespace penstock {

@@ -19,7 +19,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
-#include "penstock/mesh_groups.h"
+#include "penstock/world.h"
 #include "penstock/torch/tree/tensor_meta.h"
 
 namespace penstock {

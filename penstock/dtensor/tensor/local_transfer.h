@@ -19,7 +19,7 @@
 #include <memory>
 #include <vector>
 
-#include "penstock/mesh_groups.h"
+#include "penstock/world.h"
 #include "penstock/dtensor/plan/redistribute_plan.h"
 #include "penstock/dtensor/tensor/spec.h"
 #include "penstock/mesh/local_shard.h"

@@ -23,7 +23,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "penstock/mesh_groups.h"
+#include "penstock/world.h"
 #include "penstock/mesh_layout.h"
 #include "penstock/dtensor/tensor/mesh_cache.h"
 

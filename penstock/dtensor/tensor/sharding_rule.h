@@ -31,7 +31,6 @@
 
 #include "penstock/dtensor/tensor/spec.h"
 #include "penstock/operator_traits.h"
-#include "penstock/stack_tensors.h"
 
 namespace penstock {
 

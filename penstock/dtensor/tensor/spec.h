@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/mesh_groups.h"
+#include "penstock/world.h"
 #include "penstock/placement.h"
 
 namespace penstock {

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "penstock/graph/ir/graph.h"
-#include "penstock/stack_tensors.h"
+#include "penstock/operator_traits.h"
 
 namespace penstock::graph {
 

@@ -10,7 +10,7 @@
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/graph/ir/symbolic_table.h"
-#include "penstock/stack_tensors.h"
+#include "penstock/operator_traits.h"
 
 namespace penstock::graph {
 namespace {

@@ -5,7 +5,7 @@
 
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
-#include "penstock/forward_scope.h"
+#include "penstock/fully_shard.h"
 #include "penstock/random.h"
 #include "penstock/step_context.h"
 

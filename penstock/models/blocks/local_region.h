@@ -18,7 +18,7 @@
 #include <optional>
 #include <vector>
 
-#include "penstock/mesh_groups.h"
+#include "penstock/world.h"
 #include "penstock/placement.h"
 
 namespace penstock::models {

@@ -1,4 +1,4 @@
-#include "penstock/model_partition.h"
+#include "penstock/transformer_options.h"
 
 #include <fmt/format.h>
 

@@ -5,7 +5,6 @@
 #include <string>
 #include <vector>
 
-#include "penstock/model_partition.h"
 #include "penstock/transformer_options.h"
 
 namespace penstock::models {

@@ -18,7 +18,7 @@
 #include "penstock/models/blocks/norm.h"
 #include "penstock/models/blocks/rotary.h"
 #include "penstock/models/transformer/transformer_access.h"
-#include "penstock/forward_scope.h"
+#include "penstock/fully_shard.h"
 #include "penstock/random.h"
 
 namespace penstock::models {

@@ -1,4 +1,4 @@
-#include "penstock/clip_gradients.h"
+#include "penstock/gradients.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>

@@ -1,4 +1,4 @@
-#include "penstock/loss_scaler.h"
+#include "penstock/gradients.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
@@ -9,7 +9,6 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/clip_gradients.h"
 #include "penstock/optim/update/rank_reduction.h"
 #include "penstock/torch/tree/distributed_type.h"
 

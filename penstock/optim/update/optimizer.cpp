@@ -18,7 +18,7 @@
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
-#include "penstock/clip_gradients.h"
+#include "penstock/gradients.h"
 #include "penstock/torch/tree/distributed_type.h"
 
 namespace penstock::optim {

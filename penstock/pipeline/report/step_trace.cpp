@@ -15,7 +15,7 @@
 #include "penstock/errors.h"
 #include "penstock/base/exception_text.h"
 #include "penstock/base/files.h"
-#include "penstock/schedule_text.h"
+#include "penstock/schedule.h"
 
 namespace penstock {
 

@@ -4,7 +4,7 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/schedule_text.h"
+#include "penstock/schedule.h"
 
 namespace penstock {
 

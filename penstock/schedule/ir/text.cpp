@@ -1,4 +1,4 @@
-#include "penstock/schedule_text.h"
+#include "penstock/schedule.h"
 
 #include <fmt/format.h>
 

@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/mesh_groups.h"
+#include "penstock/world.h"
 #include "penstock/dtensor/tensor/spec.h"
 #include "penstock/placement.h"
 #include "penstock/shard_options.h"

@@ -1,4 +1,4 @@
-#include "penstock/forward_scope.h"
+#include "penstock/fully_shard.h"
 
 #include <ATen/ATen.h>
 

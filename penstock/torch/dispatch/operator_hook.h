@@ -22,7 +22,7 @@
 #include <functional>
 #include <string>
 
-#include "penstock/stack_tensors.h"
+#include "penstock/operator_traits.h"
 
 namespace penstock {
 

@@ -1,4 +1,4 @@
-#include "penstock/deferred_init.h"
+#include "penstock/fake.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/enum_tag.h>

@@ -6,7 +6,6 @@
 #include "penstock/operator_traits.h"
 #include "penstock/torch/fake/shape_functions.h"
 #include "penstock/torch/fake/shape_helpers.h"
-#include "penstock/stack_tensors.h"
 
 namespace penstock::detail {
 namespace {

@@ -18,7 +18,7 @@
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"
 #include "penstock/generators.h"
-#include "penstock/schedule_text.h"
+#include "penstock/schedule.h"
 #include "penstock/validate.h"
 #include "penstock/train/config/config_fields.h"
 

@@ -12,7 +12,7 @@
 
 #include <vector>
 
-#include "penstock/mesh_groups.h"
+#include "penstock/world.h"
 #include "penstock/train_config.h"
 
 namespace penstock::train {

@@ -15,7 +15,7 @@
 #include "penstock/models/transformer/transformer_access.h"
 #include "penstock/stage_module.h"
 #include "penstock/generators.h"
-#include "penstock/schedule_text.h"
+#include "penstock/schedule.h"
 #include "penstock/fully_shard.h"
 #include "penstock/shard/state/shard_info.h"
 #include "penstock/torch/dispatch/autocast_scope.h"

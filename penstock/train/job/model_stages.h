@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/model_partition.h"
+#include "penstock/transformer_options.h"
 #include "penstock/transformer.h"
 #include "penstock/optimizer.h"
 #include "penstock/stage.h"

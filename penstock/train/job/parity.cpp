@@ -16,7 +16,7 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/checkpoint_error.h"
+#include "penstock/checkpoint_types.h"
 #include "penstock/checkpoint/files/folder.h"
 #include "penstock/checkpoint/files/reader.h"
 #include "penstock/checkpoint/tensors/tensor_part.h"

@@ -10,7 +10,7 @@
 #include "penstock/errors.h"
 #include "penstock/comm/group/agreement.h"
 #include "penstock/dtensor/tensor/layout_text.h"
-#include "penstock/clip_gradients.h"
+#include "penstock/gradients.h"
 #include "penstock/torch/tree/distributed_type.h"
 
 namespace penstock::train {

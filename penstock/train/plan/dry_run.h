@@ -18,7 +18,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/model_partition.h"
+#include "penstock/transformer_options.h"
 #include "penstock/simulator.h"
 #include "penstock/schedule.h"
 #include "penstock/train_config.h"

@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "penstock/model_partition.h"
+#include "penstock/transformer_options.h"
 #include "penstock/simulator.h"
 #include "penstock/schedule.h"
 #include "penstock/train_config.h"

@@ -18,7 +18,7 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/save_stall.h"
+#include "penstock/checkpoint_types.h"
 #include "penstock/observer.h"
 
 namespace penstock::train {

@@ -11,6 +11,7 @@
 #include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
 #include "penstock/shard/pieces/piece_copy.h"
+#include "penstock/shard/state/shard_context.h"
 #include "penstock/shard/state/timed_part.h"
 #include "penstock/torch/compat/streams.h"
 

@@ -100,14 +100,21 @@ class Payload : public c10::intrusive_ptr_target {
 // Shared ownership of a payload.
 using PayloadPtr = c10::intrusive_ptr<Payload>;
 
-// The metadata that a wrapper has as a tensor.
-struct WrapperGeometry {
+// How the elements of a tensor are laid out in memory.
+struct StridedLayout {
   c10::SmallVector<std::int64_t, 5> sizes;    // size of each dim
-  c10::SmallVector<std::int64_t, 5> strides;  // stride of each dim
+  c10::SmallVector<std::int64_t, 5> strides;  // stride of each dim, in elements
   std::int64_t storage_offset = 0;            // in elements
-  at::ScalarType dtype = at::kFloat;          // element type
-  at::Device device = at::kCPU;               // reported device
-  bool wrapped_number = false;                // converted from a number: is promoted like a number
+
+  // Whether all members are equal.
+  bool operator==(const StridedLayout&) const = default;
+};
+
+// The metadata that a wrapper has as a tensor.
+struct WrapperGeometry : StridedLayout {
+  at::ScalarType dtype = at::kFloat;  // element type
+  at::Device device = at::kCPU;       // reported device
+  bool wrapped_number = false;        // converted from a number: is promoted like a number
 
   // Whether all members are equal.
   bool operator==(const WrapperGeometry&) const = default;

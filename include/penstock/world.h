@@ -101,7 +101,7 @@ class World {
   //   auto grid = world.mesh("cpu", {{"dp", 2}, {"tp", 2}});   // ranks 0 1 / 2 3
   //
   // Does not communicate. Throws ValueError if the product of the sizes is not size(), and for duplicate
-  // names. Callers include world.h.
+  // names.
   MeshGroups mesh(const std::string& device_type,
                   const std::vector<std::pair<std::string, std::int64_t>>& axes) const;
 

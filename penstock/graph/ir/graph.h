@@ -30,7 +30,7 @@
 #include <memory>
 #include <string>
 #include <vector>
-#include "penstock/compile_options.h"
+#include "penstock/tensor_subclass.h"
 
 namespace penstock::graph {
 
@@ -47,9 +47,7 @@ inline constexpr std::size_t index_of(ValueId value) { return static_cast<std::s
 inline constexpr std::size_t index_of(StorageId storage) { return static_cast<std::size_t>(storage); }
 
 // Describes a tensor without its data.
-struct Geometry {
-  c10::SmallVector<std::int64_t, 5> sizes, strides;
-  std::int64_t storage_offset = 0;
+struct Geometry : StridedLayout {
   at::ScalarType dtype = at::kFloat;
   at::Device device = at::kCPU;
   // Lazy (conj(), imag() of a conjugate): the memory holds the conjugated or negated values.

@@ -50,9 +50,9 @@ std::optional<PlainNumber> number_at(const NumberOrSize& number, const SymbolVal
 }
 
 // Evaluates a geometry for given values of all variables; sets `why` if some number has no value.
-std::optional<BoundSizes::Layout> layout_at(const SymbolicGeometry& geometry, const SymbolSet& symbols, const SymbolValues& variables,
+std::optional<StridedLayout> layout_at(const SymbolicGeometry& geometry, const SymbolSet& symbols, const SymbolValues& variables,
                                             std::string* why) {
-  BoundSizes::Layout layout;
+  StridedLayout layout;
   const auto read = [&](const std::optional<SizeExpression>& expression, std::int64_t* value) {
     const std::optional<std::int64_t> result = expression ? expression->at(variables) : std::nullopt;
     if (result)

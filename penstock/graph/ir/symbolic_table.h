@@ -59,13 +59,9 @@ std::optional<PlainNumber> number_of(const at::Tensor& tensor);
 
 // The whole table evaluated for one choice of sizes. Entries of geometries that calls do not use are empty.
 struct BoundSizes final : c10::intrusive_ptr_target {
-  struct Layout {
-    c10::SmallVector<std::int64_t, 5> sizes, strides;
-    std::int64_t storage_offset = 0;
-  };
   SymbolValues values;                 // of the symbols
   std::vector<c10::IValue> constants;
-  std::vector<Layout> layouts;
+  std::vector<StridedLayout> layouts;
   std::vector<at::Tensor> tensors;
   bool checked = false;                // these sizes need no further check (DynamicCall)
 };
@@ -91,7 +87,7 @@ struct LayoutInCall {
 };
 inline LayoutInCall layout_in_call(const Geometry& geometry, const BoundSizes* bound) {
   if (geometry.symbolic == kNotSymbolic || !bound) return {geometry.sizes, geometry.strides, geometry.storage_offset};
-  const BoundSizes::Layout& layout = bound->layouts[static_cast<std::size_t>(geometry.symbolic)];
+  const StridedLayout& layout = bound->layouts[static_cast<std::size_t>(geometry.symbolic)];
   return {layout.sizes, layout.strides, layout.storage_offset};
 }
 

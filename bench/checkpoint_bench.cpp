@@ -2,7 +2,8 @@
 // blocks its caller.
 //
 //   checkpoint_bench [MiB of tensors] [ranks] [folder]            default: 512 2 (the temporary folder)
-//   penstock launch -n 2 -- checkpoint_bench ...                  the ranks are processes, as in training; otherwise threads
+//   penstock launch -n 2 -- checkpoint_bench ...                  the ranks are processes, as in training;
+//   otherwise threads
 //
 // In every round both methods write to the same disk, one after the other, each rank its half. The ratio is
 // taken within a round, and the median is shown. Half of the tensors are sharded by rows, half by columns,
@@ -28,8 +29,8 @@
 #include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/checkpoint/tensors/writer.h"
 #include "penstock/comm/launch/launch_env.h"
-#include "penstock/world.h"
 #include "penstock/dtensor.h"
+#include "penstock/world.h"
 
 namespace {
 
@@ -41,7 +42,9 @@ using Clock = std::chrono::steady_clock;
 constexpr int kRounds = 5;
 constexpr std::int64_t kRows = 2048, kColumns = 2048;  // 16 MiB of float32
 
-double seconds(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
+double seconds(Clock::time_point begin) {
+  return std::chrono::duration<double>(Clock::now() - begin).count();
+}
 
 void write_plainly(const std::filesystem::path& path, const std::vector<TensorPart>& parts) {
   const int file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
@@ -49,7 +52,8 @@ void write_plainly(const std::filesystem::path& path, const std::vector<TensorPa
   for (const TensorPart& part : parts) {
     const auto* data = static_cast<const char*>(part.local.data_ptr());
     for (std::size_t at = 0, size = part.local.nbytes(); at < size;) {
-      const ssize_t written = ::write(file, data + at, std::min<std::size_t>(size - at, std::size_t{4} << 20));
+      const ssize_t written =
+          ::write(file, data + at, std::min<std::size_t>(size - at, std::size_t{4} << 20));
       if (written <= 0) throw std::runtime_error("cannot write " + path.string());
       at += static_cast<std::size_t>(written);
     }
@@ -64,7 +68,9 @@ int main(int argc, char** argv) {
   const std::int64_t mib = argc > 1 ? std::atoll(argv[1]) : 512;
   const bool launched = comm::launch_env().world_size > 1;
   const int ranks = launched ? comm::launch_env().world_size : argc > 2 ? std::atoi(argv[2]) : 2;
-  const std::filesystem::path folder = (argc > 3 ? std::filesystem::path(argv[3]) : std::filesystem::temp_directory_path()) / fmt::format("checkpoint_bench.{}", launched ? ::getppid() : ::getpid());
+  const std::filesystem::path folder =
+      (argc > 3 ? std::filesystem::path(argv[3]) : std::filesystem::temp_directory_path()) /
+      fmt::format("checkpoint_bench.{}", launched ? ::getppid() : ::getpid());
   const std::int64_t tensors = std::max<std::int64_t>(1, mib / 16);
   std::filesystem::create_directories(folder);
 
@@ -75,7 +81,8 @@ int main(int argc, char** argv) {
     for (std::int64_t i = 0; i < tensors; ++i) {
       const Placements placements{Shard{i % 2}};
       const auto shape = local_shape_and_offset({kRows, kColumns}, mesh.mesh(), placements).shape;
-      parts.push_back(tensor_part(fmt::format("blocks.{}.weight", i), from_local(at::randn(shape), mesh, placements)));
+      parts.push_back(
+          tensor_part(fmt::format("blocks.{}.weight", i), from_local(at::randn(shape), mesh, placements)));
     }
     for (TensorPart& part : parts) part.local = part.local.contiguous();
     CheckpointWriter writer(world, folder / "checkpoints", {.files = {.keep_last = 1}});
@@ -88,14 +95,18 @@ int main(int argc, char** argv) {
       return seconds(begin);
     };
     for (int round = 0; round <= kRounds; ++round) {
-      const double plain = timed([&] { write_plainly(folder / fmt::format("plain.{}", world.rank()), parts); });
+      const double plain =
+          timed([&] { write_plainly(folder / fmt::format("plain.{}", world.rank()), parts); });
       std::filesystem::remove(folder / fmt::format("plain.{}", world.rank()));
       SaveStall stall;
       const double ours = timed([&] {
         stall = writer.save(round, {.model = parts});
         writer.wait();
       });
-      const double load = timed([&] { load_into(agreement, open_latest(agreement, folder / "checkpoints")->checkpoint, Section::Model, parts); });
+      const double load = timed([&] {
+        load_into(agreement, open_latest(agreement, folder / "checkpoints")->checkpoint, Section::Model,
+                  parts);
+      });
       if (world.rank() != 0 || round == 0) continue;  // the first round allocates buffers
       plain_s.push_back(plain);
       ours_s.push_back(ours);
@@ -116,8 +127,10 @@ int main(int argc, char** argv) {
   const double gib = static_cast<double>(tensors) / 64;
   fmt::print("{:.2f} GiB, {} ranks, median of {} rounds\n", gib, ranks, kRounds);
   fmt::print("plain write and flush      {:6.2f} GiB/s\n", gib / median(plain_s));
-  fmt::print("checkpoint, to the end     {:6.2f} GiB/s   {:.2f} of plain\n", gib / median(ours_s), median(ratio));
-  fmt::print("save() returns after       {:6.1f} ms      (copying {:.1f} ms)\n", median(stall_s) * 1e3, median(copy_s) * 1e3);
+  fmt::print("checkpoint, to the end     {:6.2f} GiB/s   {:.2f} of plain\n", gib / median(ours_s),
+             median(ratio));
+  fmt::print("save() returns after       {:6.1f} ms      (copying {:.1f} ms)\n", median(stall_s) * 1e3,
+             median(copy_s) * 1e3);
   fmt::print("check and load             {:6.2f} GiB/s\n", gib / median(load_s));
   return 0;
 }

@@ -7,8 +7,8 @@
 // blocks. Columns show the median over the blocks; ratios are taken within each block, where other load on
 // the machine affects both sides equally, and the median is shown.
 #include <fmt/format.h>
-#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <torch/torch.h>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include <algorithm>
 #include <filesystem>
@@ -17,12 +17,12 @@
 
 #include "bench/figures.h"
 #include "penstock/base/env.h"
-#include "penstock/comm/launch/launcher.h"
-#include "penstock/comm/transport/ucx_transport.h"
-#include "penstock/comm/rendezvous/store.h"
-#include "penstock/world.h"
-#include "penstock/torch/compat/version.h"
 #include "penstock/comm/launch/launch_env.h"
+#include "penstock/comm/launch/launcher.h"
+#include "penstock/comm/rendezvous/store.h"
+#include "penstock/comm/transport/ucx_transport.h"
+#include "penstock/torch/compat/version.h"
+#include "penstock/world.h"
 
 namespace {
 
@@ -33,7 +33,9 @@ using namespace penstock::comm;
 constexpr std::chrono::milliseconds kLimit{60'000};
 constexpr int kBlocks = 21;
 
-double seconds(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
+double seconds(Clock::time_point begin) {
+  return std::chrono::duration<double>(Clock::now() - begin).count();
+}
 
 // Median over the blocks of a value per block.
 double ratio(const std::vector<double>& above, const std::vector<double>& below) {
@@ -43,33 +45,41 @@ double ratio(const std::vector<double>& above, const std::vector<double>& below)
 }
 
 std::string size_text(std::size_t bytes) {
-  return bytes >= 1 << 20 ? fmt::format("{} MB", bytes >> 20) : bytes >= 1 << 10 ? fmt::format("{} KB", bytes >> 10) : fmt::format("{} B", bytes);
+  return bytes >= 1 << 20   ? fmt::format("{} MB", bytes >> 20)
+         : bytes >= 1 << 10 ? fmt::format("{} KB", bytes >> 10)
+                            : fmt::format("{} B", bytes);
 }
 
 // One way of moving tensors between two ranks.
 struct Way {
   std::string name;
   std::function<void(const at::Tensor&)> send, recv;
-  std::function<void(const at::Tensor&, int count)> stream;  // rank 0 sends `count` transfers, rank 1 receives them
+  std::function<void(const at::Tensor&, int count)>
+      stream;  // rank 0 sends `count` transfers, rank 1 receives them
 };
 
 class Bench {
  public:
-  explicit Bench(World& world) : world_(world), store_(Store::connect(with_prefix(launch_env()), Clock::now() + std::chrono::seconds(60))) {
+  explicit Bench(World& world)
+      : world_(world),
+        store_(Store::connect(with_prefix(launch_env()), Clock::now() + std::chrono::seconds(60))) {
     // Gloo as used without Penstock: same device, same store.
     auto gloo = c10d::ProcessGroupGloo::Options::create(std::chrono::seconds(60));
     gloo->threads = 1;
     gloo->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1"));
-    direct_ = c10::make_intrusive<c10d::ProcessGroupGloo>(store_.with_prefix("direct").for_c10d(), world.rank(), world.size(), gloo);
+    direct_ = c10::make_intrusive<c10d::ProcessGroupGloo>(store_.with_prefix("direct").for_c10d(),
+                                                          world.rank(), world.size(), gloo);
     const int peer = 1 - world.rank();
     const auto start = [this](bool sends, const at::Tensor& t, int to, int tag) {
       std::vector<at::Tensor> tensors = {t};
       return sends ? direct_->send(tensors, to, tag) : direct_->recv(tensors, to, tag);
     };
-    ways_.push_back({"c10d", [=](const at::Tensor& t) { start(true, t, peer, 1)->wait(kLimit); }, [=](const at::Tensor& t) { start(false, t, peer, 1)->wait(kLimit); },
+    ways_.push_back({"c10d", [=](const at::Tensor& t) { start(true, t, peer, 1)->wait(kLimit); },
+                     [=](const at::Tensor& t) { start(false, t, peer, 1)->wait(kLimit); },
                      [=, this](const at::Tensor& t, int count) {
                        std::vector<c10::intrusive_ptr<c10d::Work>> all;
-                       for (int i = 0; i < count; ++i) all.push_back(start(world_.rank() == 0, t, 1 - world_.rank(), 100 + i));
+                       for (int i = 0; i < count; ++i)
+                         all.push_back(start(world_.rank() == 0, t, 1 - world_.rank(), 100 + i));
                        for (const auto& work : all) work->wait(kLimit);
                      }});
     add_group("penstock gloo", P2PTransport::Gloo);
@@ -77,7 +87,9 @@ class Bench {
   }
 
   void run() {
-    if (world_.rank() == 0) fmt::print("LibTorch {}, 2 ranks on one host, {} cores; medians, one-way\n\n", torch_version(), std::thread::hardware_concurrency());
+    if (world_.rank() == 0)
+      fmt::print("LibTorch {}, 2 ranks on one host, {} cores; medians, one-way\n\n", torch_version(),
+                 std::thread::hardware_concurrency());
     ping_pong();
     all_reduce();
     stream();
@@ -94,10 +106,13 @@ class Bench {
     groups_.push_back(world_.new_group({0, 1}, {.name = name, .p2p = p2p}));
     const Group group = groups_.back();
     const int peer = 1 - world_.rank();
-    ways_.push_back({name, [=](const at::Tensor& t) { group.send(t, peer); }, [=](const at::Tensor& t) { group.recv(t, peer); },
+    ways_.push_back({name, [=](const at::Tensor& t) { group.send(t, peer); },
+                     [=](const at::Tensor& t) { group.recv(t, peer); },
                      [=, this](const at::Tensor& t, int count) {
                        std::vector<Work> all;
-                       for (int i = 0; i < count; ++i) all.push_back(world_.rank() == 0 ? group.isend(t, peer, {.tag = 100 + i}) : group.irecv(t, peer, {.tag = 100 + i}));
+                       for (int i = 0; i < count; ++i)
+                         all.push_back(world_.rank() == 0 ? group.isend(t, peer, {.tag = 100 + i})
+                                                          : group.irecv(t, peer, {.tag = 100 + i}));
                        wait_all(all);
                      }});
   }
@@ -106,7 +121,8 @@ class Bench {
 
   void ping_pong() {
     row_header("ping-pong");
-    for (const std::size_t bytes : {4ul, 256ul, 4096ul, 16384ul, 65536ul, 131072ul, 262144ul, 1048576ul, 8388608ul}) {
+    for (const std::size_t bytes :
+         {4ul, 256ul, 4096ul, 16384ul, 65536ul, 131072ul, 262144ul, 1048576ul, 8388608ul}) {
       const at::Tensor tensor = at::zeros({static_cast<std::int64_t>(bytes / 4)});
       const int repeats = bytes > 500'000 ? 40 : 400;
       std::vector<std::vector<double>> times(ways_.size());
@@ -150,7 +166,8 @@ class Bench {
   }
 
   void all_reduce() {
-    if (world_.rank() == 0) fmt::print("\n{:<12}{:>16}{:>16}{:>10}\n", "all_reduce", "c10d", "penstock", "ratio");
+    if (world_.rank() == 0)
+      fmt::print("\n{:<12}{:>16}{:>16}{:>10}\n", "all_reduce", "c10d", "penstock", "ratio");
     for (const std::size_t bytes : {4ul, 4096ul, 65536ul, 262144ul, 1048576ul, 8388608ul}) {
       const at::Tensor tensor = at::zeros({static_cast<std::int64_t>(bytes / 4)});
       const int repeats = bytes > 500'000 ? 6 : 40;
@@ -171,7 +188,9 @@ class Bench {
           }
           (through ? ours : direct).push_back(median(in_block));
         }
-      if (world_.rank() == 0) fmt::print("{:<12}{:>13.1f} us{:>13.1f} us{:>10.2f}\n", size_text(bytes), median(direct), median(ours), ratio(ours, direct));
+      if (world_.rank() == 0)
+        fmt::print("{:<12}{:>13.1f} us{:>13.1f} us{:>10.2f}\n", size_text(bytes), median(direct),
+                   median(ours), ratio(ours, direct));
     }
   }
 
@@ -182,10 +201,13 @@ class Bench {
     fmt::print("{:>16}{}\n", "penstock/c10d", ways_.size() > 2 ? "        ucx/gloo" : "");
   }
 
-  void print_row(std::size_t bytes, const std::vector<std::vector<double>>& values, const char* unit, bool whole) {
+  void print_row(std::size_t bytes, const std::vector<std::vector<double>>& values, const char* unit,
+                 bool whole) {
     if (world_.rank() != 0) return;
     fmt::print("{:<12}", size_text(bytes));
-    for (const auto& column : values) fmt::print("{:>18}", whole ? fmt::format("{:.0f} {}", median(column), unit) : fmt::format("{:.1f} {}", median(column), unit));
+    for (const auto& column : values)
+      fmt::print("{:>18}", whole ? fmt::format("{:.0f} {}", median(column), unit)
+                                 : fmt::format("{:.1f} {}", median(column), unit));
     fmt::print("{:>16.2f}", ratio(values[1], values[0]));
     if (values.size() > 2) fmt::print("{:>16.2f}", ratio(values[2], values[1]));
     fmt::print("\n");

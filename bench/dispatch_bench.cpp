@@ -2,7 +2,8 @@
 // shape-only run.
 //
 //   dispatch_bench                                              the figures of this library
-//   dispatch_bench --peer "python3 bench/fake_peer.py"          also Python's FakeTensorMode on the same model
+//   dispatch_bench --peer "python3 bench/fake_peer.py"          also Python's FakeTensorMode on the same
+//   model
 //
 // The methods alternate in short blocks on one core; differences are taken within a block, where other load
 // on the machine affects both sides equally, and the median over the blocks is shown.
@@ -43,7 +44,8 @@ struct PassThrough final : Mode {
   void dispatch(const c10::OperatorHandle& op, Stack* stack) override { op.callBoxed(stack); }
 };
 
-void interception(const char* name, const std::function<void(const at::Tensor&)>& op, const at::Tensor& input) {
+void interception(const char* name, const std::function<void(const at::Tensor&)>& op,
+                  const at::Tensor& input) {
   constexpr int kCalls = 400;
   PassThrough mode;
   const at::Tensor boxed = sample::Boxed::make(input), two = sample::Two::make(input, input.clone());
@@ -60,7 +62,8 @@ void interception(const char* name, const std::function<void(const at::Tensor&)>
     over_boxed.push_back(time_calls([&] { op(boxed); }, kCalls) - eager);
     over_two.push_back(time_calls([&] { op(two); }, kCalls) - 2 * eager);
   }
-  fmt::print("{:<14} {:>9.2f} {:>14.2f} {:>18.2f} {:>18.2f}\n", name, median(plain), median(through_mode), median(over_boxed), median(over_two));
+  fmt::print("{:<14} {:>9.2f} {:>14.2f} {:>18.2f} {:>18.2f}\n", name, median(plain), median(through_mode),
+             median(over_boxed), median(over_two));
 }
 
 // The model of fake_peer.py.
@@ -75,8 +78,10 @@ struct BlockImpl : torch::nn::Module {
   }
   at::Tensor forward(at::Tensor x) {
     const auto batch = x.size(0), length = x.size(1), width = x.size(2);
-    const auto parts = qkv(ln1(x)).view({batch, length, 3, heads, width / heads}).permute({2, 0, 3, 1, 4}).unbind(0);
-    const auto weights = torch::softmax(torch::matmul(parts[0], parts[1].transpose(-2, -1)) * std::pow(width / heads, -0.5), -1);
+    const auto parts =
+        qkv(ln1(x)).view({batch, length, 3, heads, width / heads}).permute({2, 0, 3, 1, 4}).unbind(0);
+    const auto weights = torch::softmax(
+        torch::matmul(parts[0], parts[1].transpose(-2, -1)) * std::pow(width / heads, -0.5), -1);
     x = x + proj(torch::matmul(weights, parts[2]).transpose(1, 2).reshape({batch, length, width}));
     return x + fc2(torch::gelu(fc1(ln2(x))));
   }
@@ -135,7 +140,8 @@ double peer_milliseconds(const std::string& command) {
 int main(int argc, char** argv) {
   std::string peer;
   for (int i = 1; i < argc; ++i) {
-    if (std::strcmp(argv[i], "--peer") == 0 && i + 1 < argc) peer = argv[++i];
+    if (std::strcmp(argv[i], "--peer") == 0 && i + 1 < argc)
+      peer = argv[++i];
     else {
       fmt::print("usage: dispatch_bench [--peer \"python3 bench/fake_peer.py\"]\n");
       return std::strcmp(argv[i], "--help") == 0 ? 0 : 2;
@@ -146,23 +152,37 @@ int main(int argc, char** argv) {
   CPU_SET(0, &one);
   sched_setaffinity(0, sizeof one, &one);
   at::set_num_threads(1);
-  fmt::print("LibTorch {}, one core, medians of {} blocks, microseconds per operator\n", torch_version(), kBlocks);
-  fmt::print("{:<14} {:>9} {:>14} {:>18} {:>18}\n", "", "plain", "mode adds", "1-tensor adds", "2-tensor adds *");
+  fmt::print("LibTorch {}, one core, medians of {} blocks, microseconds per operator\n", torch_version(),
+             kBlocks);
+  fmt::print("{:<14} {:>9} {:>14} {:>18} {:>18}\n", "", "plain", "mode adds", "1-tensor adds",
+             "2-tensor adds *");
   {
     const at::NoGradGuard no_grad;
     const at::Tensor x = torch::ones({16, 16});
-    interception("add", [](const at::Tensor& t) { t + t; }, x);
-    interception("mul (number)", [](const at::Tensor& t) { t * 2; }, x);
-    interception("mm", [](const at::Tensor& t) { t.mm(t); }, x);
-    interception("t (view)", [](const at::Tensor& t) { t.t(); }, x);
-    interception("add_ (in pl.)", [](const at::Tensor& t) { t.add_(1); }, x);
-    interception("cat", [](const at::Tensor& t) { at::cat({t, t}); }, x);
-    interception("softmax", [](const at::Tensor& t) { t.softmax(1); }, x);
+    interception(
+        "add", [](const at::Tensor& t) { t + t; }, x);
+    interception(
+        "mul (number)", [](const at::Tensor& t) { t * 2; }, x);
+    interception(
+        "mm", [](const at::Tensor& t) { t.mm(t); }, x);
+    interception(
+        "t (view)", [](const at::Tensor& t) { t.t(); }, x);
+    interception(
+        "add_ (in pl.)", [](const at::Tensor& t) { t.add_(1); }, x);
+    interception(
+        "cat",
+        [](const at::Tensor& t) {
+          at::cat({t, t});
+        },
+        x);
+    interception(
+        "softmax", [](const at::Tensor& t) { t.softmax(1); }, x);
   }
   fmt::print("* beyond the two inner operators\n\n");
   const FakeRun run = fake_transformer();
-  fmt::print("shape-only run, 12-layer transformer, forward and backward: {:.2f} ms, {} operators, {:.2f} us each\n", run.milliseconds,
-             run.operators, run.milliseconds * 1000 / run.operators);
+  fmt::print(
+      "shape-only run, 12-layer transformer, forward and backward: {:.2f} ms, {} operators, {:.2f} us each\n",
+      run.milliseconds, run.operators, run.milliseconds * 1000 / run.operators);
   if (!peer.empty()) {
     const double theirs = peer_milliseconds(peer);
     const FakeRun again = fake_transformer();

@@ -36,7 +36,8 @@ struct Figure {
 const std::vector<std::string> kOrder{"add", "mul_scalar", "linear", "detach"};
 
 double median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2), values.end());
+  std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2),
+                   values.end());
   return values[values.size() / 2];
 }
 
@@ -65,20 +66,33 @@ std::map<std::string, Figure> run(int world_size, bool grad) {
     CPU_ZERO(&cores);
     CPU_SET(static_cast<unsigned>(world.rank()) % std::max(1u, std::thread::hardware_concurrency()), &cores);
     sched_setaffinity(0, sizeof cores, &cores);
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {world_size}, {"tp"}, world.rank(), world_size));
-    const auto spread = [&](const at::Tensor& tensor, Placement placement) { return distribute_tensor(tensor, mesh, {placement}).requires_grad_(grad); };
-    const auto local = [&](const at::Tensor& tensor) { return to_local(tensor.detach()).clone().requires_grad_(grad); };
+    const comm::MeshGroups mesh(world,
+                                init_device_mesh("cpu", {world_size}, {"tp"}, world.rank(), world_size));
+    const auto spread = [&](const at::Tensor& tensor, Placement placement) {
+      return distribute_tensor(tensor, mesh, {placement}).requires_grad_(grad);
+    };
+    const auto local = [&](const at::Tensor& tensor) {
+      return to_local(tensor.detach()).clone().requires_grad_(grad);
+    };
     const at::Tensor x = spread(at::randn({16, 16}), Shard{0}), y = spread(at::randn({16, 16}), Shard{0});
-    const at::Tensor input = spread(at::randn({16, 16}), Replicate{}), weight = spread(at::randn({16, 16}), Shard{0}), bias = spread(at::randn({16}), Shard{0});
-    const at::Tensor lx = local(x), ly = local(y), linput = local(input), lweight = local(weight), lbias = local(bias);
-    const auto add = [&](const std::string& name, const std::function<void()>& distributed, const std::function<void()>& plain) {
+    const at::Tensor input = spread(at::randn({16, 16}), Replicate{}),
+                     weight = spread(at::randn({16, 16}), Shard{0}), bias = spread(at::randn({16}), Shard{0});
+    const at::Tensor lx = local(x), ly = local(y), linput = local(input), lweight = local(weight),
+                     lbias = local(bias);
+    const auto add = [&](const std::string& name, const std::function<void()>& distributed,
+                         const std::function<void()>& plain) {
       const Figure figure = measure(distributed, plain);
       if (world.rank() == 0) figures[name] = figure;
     };
-    add("add", [&] { x + y; }, [&] { lx + ly; });
-    add("mul_scalar", [&] { x * 1.5; }, [&] { lx * 1.5; });
-    add("linear", [&] { torch::linear(input, weight, bias); }, [&] { torch::linear(linput, lweight, lbias); });
-    add("detach", [&] { x.detach(); }, [&] { lx.detach(); });
+    add(
+        "add", [&] { x + y; }, [&] { lx + ly; });
+    add(
+        "mul_scalar", [&] { x * 1.5; }, [&] { lx * 1.5; });
+    add(
+        "linear", [&] { torch::linear(input, weight, bias); },
+        [&] { torch::linear(linput, lweight, lbias); });
+    add(
+        "detach", [&] { x.detach(); }, [&] { lx.detach(); });
   });
   return figures;
 }
@@ -91,7 +105,8 @@ std::map<std::string, Figure> run_peer(const std::string& command) {
   char line[512], name[128];
   Figure figure;
   while (fgets(line, sizeof line, pipe))
-    if (std::sscanf(line, "%127s %lf %lf", name, &figure.distributed, &figure.plain) == 3) figures[name] = figure;
+    if (std::sscanf(line, "%127s %lf %lf", name, &figure.distributed, &figure.plain) == 3)
+      figures[name] = figure;
   if (pclose(pipe) != 0 || figures.empty()) throw std::runtime_error("the peer failed: " + command);
   return figures;
 }
@@ -118,12 +133,15 @@ int main(int argc, char** argv) {
   const auto ours = run(world, grad);
   std::map<std::string, Figure> theirs;
   if (!peer.empty()) theirs = run_peer(fmt::format("{} --world {}{}", peer, world, grad ? " --grad" : ""));
-  fmt::print("LibTorch {}, {} rank(s){}; microseconds per call\n", torch_version(), world, grad ? ", recording a graph" : "");
-  fmt::print("{:<12} {:>12} {:>8} {:>8}{}\n", "operator", "distributed", "plain", "over", theirs.empty() ? "" : "   peer over   ratio");
+  fmt::print("LibTorch {}, {} rank(s){}; microseconds per call\n", torch_version(), world,
+             grad ? ", recording a graph" : "");
+  fmt::print("{:<12} {:>12} {:>8} {:>8}{}\n", "operator", "distributed", "plain", "over",
+             theirs.empty() ? "" : "   peer over   ratio");
   for (const std::string& name : kOrder) {
     const Figure& figure = ours.at(name);
     fmt::print("{:<12} {:>12.2f} {:>8.2f} {:>8.2f}", name, figure.distributed, figure.plain, figure.over());
-    if (const auto found = theirs.find(name); found != theirs.end()) fmt::print("   {:>9.2f}   {:>5.2f}", found->second.over(), figure.over() / found->second.over());
+    if (const auto found = theirs.find(name); found != theirs.end())
+      fmt::print("   {:>9.2f}   {:>5.2f}", found->second.over(), figure.over() / found->second.over());
     fmt::print("\n");
   }
   return 0;

@@ -21,7 +21,9 @@ namespace penstock::bench {
 
 using Clock = std::chrono::steady_clock;
 
-inline double ms_since(Clock::time_point begin) { return std::chrono::duration<double, std::milli>(Clock::now() - begin).count(); }
+inline double ms_since(Clock::time_point begin) {
+  return std::chrono::duration<double, std::milli>(Clock::now() - begin).count();
+}
 
 inline double median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
@@ -68,7 +70,8 @@ inline std::string same_training(const Figure& ours, const Figure& theirs) {
 
 inline std::string own_path() {
   std::string self(4096, '\0');
-  self.resize(static_cast<std::size_t>(std::max<ssize_t>(0, readlink("/proc/self/exe", self.data(), self.size()))));
+  self.resize(
+      static_cast<std::size_t>(std::max<ssize_t>(0, readlink("/proc/self/exe", self.data(), self.size()))));
   return self;
 }
 
@@ -77,9 +80,11 @@ inline std::string own_path() {
 inline std::string launch_command(int world, int port, const std::string& arguments) {
   std::string command;
   for (int rank = world - 1; rank >= 0; --rank)
-    command += fmt::format("MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=17179869184 MIMALLOC_PURGE_DELAY=-1 RANK={} WORLD_SIZE={} LOCAL_RANK={} "
-                           "LOCAL_WORLD_SIZE={} MASTER_ADDR=127.0.0.1 MASTER_PORT={} '{}' {}{}",
-                           rank, world, rank, world, port, own_path(), arguments, rank > 0 ? " & " : "; wait");
+    command += fmt::format(
+        "MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=17179869184 MIMALLOC_PURGE_DELAY=-1 RANK={} "
+        "WORLD_SIZE={} LOCAL_RANK={} "
+        "LOCAL_WORLD_SIZE={} MASTER_ADDR=127.0.0.1 MASTER_PORT={} '{}' {}{}",
+        rank, world, rank, world, port, own_path(), arguments, rank > 0 ? " & " : "; wait");
   return command;
 }
 

@@ -3,18 +3,18 @@
 // with dynamic dims; optionally Python's AOT autograd.
 //
 //   graph_bench                                                  width 32
-//   graph_bench --peer "python3 bench/graph_peer.py"             compared with the peer: capture, replay, loss and gradient norm
-//   graph_bench --width 256 --layers 12 --repeats 20
-//   graph_bench --device cuda --width 768 --layers 12
+//   graph_bench --peer "python3 bench/graph_peer.py"             compared with the peer: capture, replay,
+//   loss and gradient norm graph_bench --width 256 --layers 12 --repeats 20 graph_bench --device cuda --width
+//   768 --layers 12
 //
 // "In shape" is forward and backward over fake tensors without recording; the additional cost of a capture is
 // the recording. Capture figures are the minimum of several runs for Penstock and the median for the peer;
 // steps are medians, alternating with the eager step. "peak" is the peak tensor memory of a replayed step
 // relative to an eager one. Export OMP_NUM_THREADS=1.
-#include <CLI/CLI.hpp>
 #include <fmt/format.h>
 #include <malloc.h>
 #include <torch/torch.h>
+#include <CLI/CLI.hpp>
 
 #include <algorithm>
 #include <cmath>
@@ -27,11 +27,11 @@
 #include "bench/block.h"
 #include "bench/figures.h"
 #include "penstock/compile.h"
-#include "penstock/graph/trace/fake_in_place.h"
+#include "penstock/fake.h"
 #include "penstock/graph/ir/functionalize.h"
+#include "penstock/graph/trace/fake_in_place.h"
 #include "penstock/torch/compat/cpu_memory.h"
 #include "penstock/torch/compat/device_memory.h"
-#include "penstock/fake.h"
 #include "penstock/torch/compat/version.h"
 
 namespace {
@@ -49,7 +49,8 @@ struct Config {
 struct ModelImpl : torch::nn::Module {
   ModelImpl(int width, int layers) {
     torch::manual_seed(0);
-    for (int i = 0; i < layers; ++i) blocks.push_back(register_module("block" + std::to_string(i), Block(width)));
+    for (int i = 0; i < layers; ++i)
+      blocks.push_back(register_module("block" + std::to_string(i), Block(width)));
   }
   at::Tensor forward(at::Tensor x, const at::Tensor& target) {
     for (Block& block : blocks) x = block->forward(x);
@@ -60,7 +61,8 @@ struct ModelImpl : torch::nn::Module {
 TORCH_MODULE(Model);
 
 // The minimum of several runs, in microseconds; `prepare` runs before each and is not counted.
-double least_us(int runs, const std::function<void()>& work, const std::function<void()>& prepare = [] {}) {
+double least_us(
+    int runs, const std::function<void()>& work, const std::function<void()>& prepare = [] {}) {
   double best = 1e30;
   for (int i = 0; i < runs; ++i) {
     prepare();
@@ -73,7 +75,8 @@ double least_us(int runs, const std::function<void()>& work, const std::function
 
 class Measured {
  public:
-  Measured(const Config& config, int layers) : config_(config), layers_(layers), model_(config.width, layers) {
+  Measured(const Config& config, int layers)
+      : config_(config), layers_(layers), model_(config.width, layers) {
     const at::Device device(config.device);
     model_->to(device);
     const at::Generator generator = at::detail::createCPUGenerator(1);
@@ -89,7 +92,9 @@ class Measured {
     inputs.emplace_back(target_);
     const std::size_t found = state.tensors.size();
     const Convention convention{found, state.names};
-    const Function function = [&](const Values& in) -> Values { return {model_->forward(in[found].toTensor(), in[found + 1].toTensor())}; };
+    const Function function = [&](const Values& in) -> Values {
+      return {model_->forward(in[found].toTensor(), in[found + 1].toTensor())};
+    };
 
     const double in_shape = least_us(config_.repeats, [&] {
       FakeMode mode;
@@ -99,21 +104,28 @@ class Measured {
       torch::autograd::grad({model_->forward(x, target)}, model_->parameters());
     });
     JointGraph joint;
-    const double captured_us =
-        least_us(config_.repeats, [&] { joint = *analyze_and_capture(function, inputs, convention).joint; }, [&] { joint = {}; });
+    const double captured_us = least_us(
+        config_.repeats, [&] { joint = *analyze_and_capture(function, inputs, convention).joint; },
+        [&] { joint = {}; });
     const auto nodes = static_cast<double>(joint.graph.nodes.size());
     const JointGraph captured = joint;
-    const double functional = least_us(config_.repeats, [&] {
-      joint.graph = functionalize(std::move(joint.graph), joint.forward_outputs);
-      remove_dead_nodes(joint.graph);
-    }, [&] { joint = captured; });
+    const double functional = least_us(
+        config_.repeats,
+        [&] {
+          joint.graph = functionalize(std::move(joint.graph), joint.forward_outputs);
+          remove_dead_nodes(joint.graph);
+        },
+        [&] { joint = captured; });
     Partition halves;
-    const double split = least_us(config_.repeats, [&] { halves = partition_default(joint); }, [&] { halves = {}; });
+    const double split = least_us(
+        config_.repeats, [&] { halves = partition_default(joint); }, [&] { halves = {}; });
     const double all = captured_us + functional + split;
-    fmt::print("{:3} layers, {:5} nodes, us/node: in shape {:5.2f}, recording {:5.2f}; analysis and capture {:5.2f}, functionalize {:5.2f}, "
-               "partition {:5.2f}, together {:5.2f}\n",
-               layers_, joint.graph.nodes.size(), in_shape / nodes, (captured_us - in_shape) / nodes, captured_us / nodes, functional / nodes,
-               split / nodes, all / nodes);
+    fmt::print(
+        "{:3} layers, {:5} nodes, us/node: in shape {:5.2f}, recording {:5.2f}; analysis and capture "
+        "{:5.2f}, functionalize {:5.2f}, "
+        "partition {:5.2f}, together {:5.2f}\n",
+        layers_, joint.graph.nodes.size(), in_shape / nodes, (captured_us - in_shape) / nodes,
+        captured_us / nodes, functional / nodes, split / nodes, all / nodes);
     return all;
   }
 
@@ -122,7 +134,10 @@ class Measured {
     const auto fast = compile(model_);
     const auto eager = [&] { return model_->forward(x_, target_); };
     const auto replayed = [&] { return fast->forward(x_, target_); };
-    const auto dynamic = compile(model_, {.dynamic = {.dims = {{"args[0]", 0, "B"}, {"args[0]", 1, "T"}, {"args[1]", 0, "B"}, {"args[1]", 1, "T"}}}});
+    const auto dynamic = compile(
+        model_,
+        {.dynamic = {
+             .dims = {{"args[0]", 0, "B"}, {"args[0]", 1, "T"}, {"args[1]", 0, "B"}, {"args[1]", 1, "T"}}}});
     const auto replayed_dynamic = [&] { return dynamic->forward(x_, target_); };
     const double all_sizes_ms = step(replayed_dynamic).first;
     for (int i = 0; i < 3; ++i) step(eager), step(replayed), step(replayed_dynamic);
@@ -136,17 +151,21 @@ class Measured {
       dynamic_ms.push_back(step(replayed_dynamic).first);
     }
     double norm = 0;
-    for (const at::Tensor& parameter : model_->parameters()) norm += parameter.grad().to(at::kDouble).pow(2).sum().item<double>();
+    for (const at::Tensor& parameter : model_->parameters())
+      norm += parameter.grad().to(at::kDouble).pow(2).sum().item<double>();
     figure["norm"] = std::sqrt(norm);
     figure["eager_ms"] = median(eager_ms);
     figure["step_ms"] = median(replayed_ms);
     figure["peak"] = peak_of(replayed) / peak_of(eager);
-    fmt::print("    step, width {}: eager {:.2f} ms, replayed {:.2f} ms, ratio {:.3f}, peak {:.3f}\n", config_.width, figure["eager_ms"],
-               figure["step_ms"], figure["step_ms"] / figure["eager_ms"], figure["peak"]);
+    fmt::print("    step, width {}: eager {:.2f} ms, replayed {:.2f} ms, ratio {:.3f}, peak {:.3f}\n",
+               config_.width, figure["eager_ms"], figure["step_ms"], figure["step_ms"] / figure["eager_ms"],
+               figure["peak"]);
     const auto least = [](const std::vector<double>& ms) { return *std::min_element(ms.begin(), ms.end()); };
-    fmt::print("    dynamic batch and length: replayed {:.2f} ms, ratio to fixed sizes {:.3f}, of the least {:.3f}; captured in {:.0f} ms, {} capture\n",
-               median(dynamic_ms), median(dynamic_ms) / figure["step_ms"], least(dynamic_ms) / least(replayed_ms), all_sizes_ms,
-               dynamic->captures());
+    fmt::print(
+        "    dynamic batch and length: replayed {:.2f} ms, ratio to fixed sizes {:.3f}, of the least {:.3f}; "
+        "captured in {:.0f} ms, {} capture\n",
+        median(dynamic_ms), median(dynamic_ms) / figure["step_ms"], least(dynamic_ms) / least(replayed_ms),
+        all_sizes_ms, dynamic->captures());
     return figure;
   }
 
@@ -166,7 +185,10 @@ class Measured {
     for (const at::Tensor& parameter : model_->parameters()) parameter.mutable_grad() = at::Tensor();
     const auto live = [&] { return device.is_cpu() ? cpu_memory().live : live_device_bytes(device); };
     const std::int64_t before = live();
-    if (device.is_cpu()) reset_cpu_peak(); else reset_peak_device_bytes(device);
+    if (device.is_cpu())
+      reset_cpu_peak();
+    else
+      reset_peak_device_bytes(device);
     step(call);
     return static_cast<double>((device.is_cpu() ? cpu_memory().peak : peak_device_bytes(device)) - before);
   }
@@ -203,11 +225,17 @@ int main(int argc, char** argv) {
     const double capture_us = measured.capture();
     const Figure ours = measured.steps();
     if (!config.peer.empty()) {
-      const Figure peer = read_figure(fmt::format("{} --width {} --layers {} --batch {} --steps {}", config.peer, config.width, layers, config.batch, config.steps), "capture_us");
-      fmt::print("    peer: {:.0f} nodes, {:.0f} us/node, our capture is 1/{:.0f} of its time; its replayed step is {:.3f} of its eager one, ours {:.3f} of "
-                 "its replayed one; loss and norm {}\n",
-                 peer.at("nodes"), peer.at("capture_us") / peer.at("nodes"), peer.at("capture_us") / capture_us, peer.at("step_ms") / peer.at("eager_ms"),
-                 ours.at("step_ms") / peer.at("step_ms"), same_training(ours, peer));
+      const Figure peer =
+          read_figure(fmt::format("{} --width {} --layers {} --batch {} --steps {}", config.peer,
+                                  config.width, layers, config.batch, config.steps),
+                      "capture_us");
+      fmt::print(
+          "    peer: {:.0f} nodes, {:.0f} us/node, our capture is 1/{:.0f} of its time; its replayed step is "
+          "{:.3f} of its eager one, ours {:.3f} of "
+          "its replayed one; loss and norm {}\n",
+          peer.at("nodes"), peer.at("capture_us") / peer.at("nodes"), peer.at("capture_us") / capture_us,
+          peer.at("step_ms") / peer.at("eager_ms"), ours.at("step_ms") / peer.at("step_ms"),
+          same_training(ours, peer));
     }
     std::fflush(stdout);
   }

@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "bench/figures.h"
-#include "penstock/optimizer.h"
 #include "penstock/gradients.h"
+#include "penstock/optimizer.h"
 
 namespace {
 
@@ -36,7 +36,8 @@ std::vector<NamedParameter> make(at::Device device, std::int64_t width) {
   for (int block = 0; block < 16; ++block) {
     const std::string prefix = "blocks." + std::to_string(block);
     add(prefix + ".attention_norm.weight", {width});
-    for (const char* name : {"query", "key", "value", "output"}) add(prefix + ".attention." + name + ".weight", {width, width});
+    for (const char* name : {"query", "key", "value", "output"})
+      add(prefix + ".attention." + name + ".weight", {width, width});
     add(prefix + ".feed_norm.weight", {width});
     add(prefix + ".feed.gate.weight", {3 * width, width});
     add(prefix + ".feed.up.weight", {3 * width, width});
@@ -60,7 +61,8 @@ double now_us(at::Device device) {
   return std::chrono::duration<double, std::micro>(Clock::now().time_since_epoch()).count();
 }
 
-void compare(at::Device device, const std::string& name, const std::function<void()>& ours, const std::function<void()>& theirs) {
+void compare(at::Device device, const std::string& name, const std::function<void()>& ours,
+             const std::function<void()>& theirs) {
   for (int i = 0; i < 3; ++i) ours(), theirs();
   std::vector<double> own, other, ratios;
   constexpr int kSteps = 10;
@@ -91,18 +93,23 @@ int main(int argc, char** argv) {
   const auto own = make(device, width), other = make(device, width);
   std::int64_t elements = 0;
   for (const NamedParameter& parameter : own) elements += parameter.tensor.numel();
-  std::printf("%s, %zu parameters, %.2f M elements, %d threads; us per step\n%-30s %10s %10s %7s\n", cuda ? "CUDA" : "CPU", own.size(), static_cast<double>(elements) * 1e-6, at::get_num_threads(), "",
-              "Penstock", "LibTorch", "ratio");
+  std::printf("%s, %zu parameters, %.2f M elements, %d threads; us per step\n%-30s %10s %10s %7s\n",
+              cuda ? "CUDA" : "CPU", own.size(), static_cast<double>(elements) * 1e-6, at::get_num_threads(),
+              "", "Penstock", "LibTorch", "ratio");
   torch::optim::AdamW adamw(tensors_of(other), torch::optim::AdamWOptions(1e-6));
   torch::optim::SGD sgd(tensors_of(other), torch::optim::SGDOptions(1e-6).momentum(0.9).weight_decay(0.1));
   for (const Kernels kernels : {Kernels::Auto, Kernels::Foreach}) {
     const std::string suffix = kernels == Kernels::Auto ? ", one kernel" : ", foreach";
     AdamW own_adamw(own, {.lr = 1e-6, .kernels = kernels});
-    compare(device, "AdamW" + suffix, [&] { own_adamw.step(); }, [&] { adamw.step(); });
+    compare(
+        device, "AdamW" + suffix, [&] { own_adamw.step(); }, [&] { adamw.step(); });
     SGD own_sgd(own, {.lr = 1e-6, .momentum = 0.9, .weight_decay = 0.1, .kernels = kernels});
-    compare(device, "SGD with momentum" + suffix, [&] { own_sgd.step(); }, [&] { sgd.step(); });
+    compare(
+        device, "SGD with momentum" + suffix, [&] { own_sgd.step(); }, [&] { sgd.step(); });
   }
   const std::vector<at::Tensor> gradients = tensors_of(other);
-  compare(device, "norm below the limit", [&] { clip_grad_norm(own, 1e30); }, [&] { torch::nn::utils::clip_grad_norm_(gradients, 1e30); });
+  compare(
+      device, "norm below the limit", [&] { clip_grad_norm(own, 1e30); },
+      [&] { torch::nn::utils::clip_grad_norm_(gradients, 1e30); });
   return 0;
 }

@@ -2,13 +2,14 @@
 // optionally Python.
 //
 //   pipeline_bench                                                    several schedules, d = 32 and 256
-//   pipeline_bench --peer "python3 bench/pipeline_peer.py"            compared with the peer: medians, ratios, loss and gradient norm
-//   pipeline_bench --d 256 --schedule ZBVZeroBubble --repeats 5 --p2p ucx
-//   pipeline_bench --d 256 --schedule 1F1B --trace step.json          also writes the last step, for penstock trace and Perfetto
+//   pipeline_bench --peer "python3 bench/pipeline_peer.py"            compared with the peer: medians,
+//   ratios, loss and gradient norm pipeline_bench --d 256 --schedule ZBVZeroBubble --repeats 5 --p2p ucx
+//   pipeline_bench --d 256 --schedule 1F1B --trace step.json          also writes the last step, for penstock
+//   trace and Perfetto
 //
-// --linear: "joined" computes the weight gradients of linear layers for all microbatches at once (StageOptions::join_weight_gradients),
-// "deferred" those of each microbatch in its weight pass, "plain" leaves them to autograd, "captured" replays stages as graphs
-// (graph::compile), whose backward is not split.
+// --linear: "joined" computes the weight gradients of linear layers for all microbatches at once
+// (StageOptions::join_weight_gradients), "deferred" those of each microbatch in its weight pass, "plain"
+// leaves them to autograd, "captured" replays stages as graphs (graph::compile), whose backward is not split.
 // Efficiency is the simulated time of the step, from the medians of its own actions, divided by the measured
 // time. "one process" is a plain loop over the microbatches on one core. Penstock and the peer run
 // alternately; the result is the median over the repeats of each run's median step. Export OMP_NUM_THREADS=1
@@ -30,8 +31,8 @@
 #include "penstock/deferred_linear.h"
 #include "penstock/pipeline.h"
 #include "penstock/pipeline/report/trace_comparison.h"
-#include "penstock/torch/compat/version.h"
 #include "penstock/pipeline/runtime/last_trace.h"
+#include "penstock/torch/compat/version.h"
 
 namespace {
 
@@ -48,7 +49,9 @@ struct Config {
   std::string trace;
 };
 
-at::Tensor through_deferred(torch::nn::Linear& layer, const at::Tensor& x) { return deferred_linear(x, layer->weight, layer->bias); }
+at::Tensor through_deferred(torch::nn::Linear& layer, const at::Tensor& x) {
+  return deferred_linear(x, layer->weight, layer->bias);
+}
 
 // The blocks of a stage, as one module.
 struct BlocksImpl : torch::nn::Module {
@@ -70,7 +73,8 @@ StageModule captured(std::vector<Block> blocks) {
 std::vector<Block> make_blocks(const Config& config, bool deferred) {
   torch::manual_seed(0);
   std::vector<Block> blocks;
-  for (int i = 0; i < kBlocks; ++i) blocks.emplace_back(config.d, deferred ? &through_deferred : &through_layer);
+  for (int i = 0; i < kBlocks; ++i)
+    blocks.emplace_back(config.d, deferred ? &through_deferred : &through_layer);
   return blocks;
 }
 
@@ -80,10 +84,13 @@ std::pair<at::Tensor, at::Tensor> make_batch(const Config& config) {
   return {std::move(x), torch::randn({config.mb * config.nmb, kSequence, config.d}, generator)};
 }
 
-at::Tensor loss_of(const at::Tensor& output, const at::Tensor& target) { return torch::mse_loss(output, target); }
+at::Tensor loss_of(const at::Tensor& output, const at::Tensor& target) {
+  return torch::mse_loss(output, target);
+}
 
 void say(const std::vector<double>& times, double loss, double norm, double efficiency) {
-  fmt::print("step_ms {:.3f} loss {:.6f} norm {:.6f} efficiency {:.4f}\n", median(times), loss, norm, efficiency);
+  fmt::print("step_ms {:.3f} loss {:.6f} norm {:.6f} efficiency {:.4f}\n", median(times), loss, norm,
+             efficiency);
   std::fflush(stdout);
 }
 
@@ -110,11 +117,14 @@ int run_one_process(const Config& config) {
       losses.back() = losses.back().detach();
     }
     for (const at::Tensor& parameter : parameters) parameter.mutable_grad().div_(config.nmb);
-    if (step >= kWarmup) times.push_back(std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count());
+    if (step >= kWarmup)
+      times.push_back(
+          std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count());
     loss = at::stack(losses).mean().item<double>();
   }
   double norm = 0;
-  for (const at::Tensor& parameter : parameters) norm += parameter.grad().to(at::kDouble).pow(2).sum().item<double>();
+  for (const at::Tensor& parameter : parameters)
+    norm += parameter.grad().to(at::kDouble).pow(2).sum().item<double>();
   say(times, loss, std::sqrt(norm), 1);
   return 0;
 }
@@ -127,15 +137,19 @@ int run_rank(const Config& config) {
   const int per_rank = schedule::required_stages_per_rank(kind).value_or(2);
   const int count = per_rank * world.size();
 
-  const std::vector<Block> blocks = make_blocks(config, config.linear == "joined" || config.linear == "deferred");
+  const std::vector<Block> blocks =
+      make_blocks(config, config.linear == "joined" || config.linear == "deferred");
   std::vector<PipelineStage> stages;
-  const auto mine = schedule::rank_to_stages(schedule::placement_of(kind), world.size(), count)[static_cast<std::size_t>(world.rank())];
+  const auto mine = schedule::rank_to_stages(schedule::placement_of(kind), world.size(),
+                                             count)[static_cast<std::size_t>(world.rank())];
   for (const int index : mine) {
-    const std::vector<Block> own(blocks.begin() + index * kBlocks / count, blocks.begin() + (index + 1) * kBlocks / count);
+    const std::vector<Block> own(blocks.begin() + index * kBlocks / count,
+                                 blocks.begin() + (index + 1) * kBlocks / count);
     StageOptions how;
     how.join_weight_gradients = config.linear == "joined";
     if (config.linear == "captured") {
-      const at::Tensor example = at::empty({config.mb, kSequence, config.d});  // shapes are known: no trial run
+      const at::Tensor example =
+          at::empty({config.mb, kSequence, config.d});  // shapes are known: no trial run
       how.input_args = how.output_args = std::vector<at::Tensor>{example};
       how.output_args->front() = example.clone().requires_grad_();
       if (index > 0) how.input_args = how.output_args;
@@ -145,7 +159,9 @@ int run_rank(const Config& config) {
     stages.emplace_back(StageModule::chain({own.begin(), own.end()}), index, count, at::kCPU, how);
   }
   PipelineOptions options{world};
-  options.p2p = config.p2p == "ucx" ? comm::P2PTransport::Ucx : config.p2p == "gloo" ? comm::P2PTransport::Gloo : comm::P2PTransport::Auto;
+  options.p2p = config.p2p == "ucx"    ? comm::P2PTransport::Ucx
+                : config.p2p == "gloo" ? comm::P2PTransport::Gloo
+                                       : comm::P2PTransport::Auto;
   PipelineRuntime pipeline = make_pipeline(config.schedule, stages, config.nmb, &loss_of, options);
   // After the groups are created, so that their threads stay unpinned.
   pin(world.rank());
@@ -161,27 +177,36 @@ int run_rank(const Config& config) {
     result = pipeline.step(Tree::tuple({x}), {}, target);
     world.group().barrier().wait();
     if (step < kWarmup) continue;
-    times.push_back(std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count());
-    if (const auto trace = trace_last_step(pipeline)) efficiencies.push_back(compare_with_simulation(*trace).efficiency());
+    times.push_back(
+        std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count());
+    if (const auto trace = trace_last_step(pipeline))
+      efficiencies.push_back(compare_with_simulation(*trace).efficiency());
   }
   if (!config.trace.empty()) pipeline.write_trace(config.trace);
   at::Tensor sums = at::zeros({2}, at::kDouble);
   for (const PipelineStage& stage : stages)
-    for (const at::Tensor& parameter : stage.parameters()) sums[0] += parameter.grad().to(at::kDouble).pow(2).sum();
+    for (const at::Tensor& parameter : stage.parameters())
+      sums[0] += parameter.grad().to(at::kDouble).pow(2).sum();
   if (!result.losses.empty()) sums[1] = at::stack(result.losses).mean();
   world.group().all_reduce(sums).wait();
-  if (world.rank() == 0) say(times, sums[1].item<double>(), std::sqrt(sums[0].item<double>()), median(efficiencies));
+  if (world.rank() == 0)
+    say(times, sums[1].item<double>(), std::sqrt(sums[0].item<double>()), median(efficiencies));
   return 0;
 }
 
 std::string flags(const Config& config) {
-  return fmt::format("--schedule {} --d {} --mb {} --nmb {} --steps {}", config.schedule, config.d, config.mb, config.nmb, config.steps);
+  return fmt::format("--schedule {} --d {} --mb {} --nmb {} --steps {}", config.schedule, config.d, config.mb,
+                     config.nmb, config.steps);
 }
 
 Figure run_ours(const Config& config, int port) {
   if (config.schedule == "one process")
-    return read_figure(fmt::format("'{}' --alone --d {} --mb {} --nmb {} --steps {}", own_path(), config.d, config.mb, config.nmb, config.steps));
-  return read_figure(launch_command(2, port, fmt::format("--rank {} --p2p {} --linear {}{}", flags(config), config.p2p, config.linear, config.trace.empty() ? "" : " --trace '" + config.trace + "'")));
+    return read_figure(fmt::format("'{}' --alone --d {} --mb {} --nmb {} --steps {}", own_path(), config.d,
+                                   config.mb, config.nmb, config.steps));
+  return read_figure(
+      launch_command(2, port,
+                     fmt::format("--rank {} --p2p {} --linear {}{}", flags(config), config.p2p, config.linear,
+                                 config.trace.empty() ? "" : " --trace '" + config.trace + "'")));
 }
 
 }  // namespace
@@ -191,8 +216,16 @@ int main(int argc, char** argv) {
   bool is_rank = false, alone = false, all_d = true, all_schedules = true;
   int repeats = 3;
   std::string peer;
-  const std::map<std::string, int*> numbers{{"--d", &config.d}, {"--mb", &config.mb}, {"--nmb", &config.nmb}, {"--steps", &config.steps}, {"--repeats", &repeats}};
-  const std::map<std::string, std::string*> texts{{"--schedule", &config.schedule}, {"--p2p", &config.p2p}, {"--linear", &config.linear}, {"--peer", &peer}, {"--trace", &config.trace}};
+  const std::map<std::string, int*> numbers{{"--d", &config.d},
+                                            {"--mb", &config.mb},
+                                            {"--nmb", &config.nmb},
+                                            {"--steps", &config.steps},
+                                            {"--repeats", &repeats}};
+  const std::map<std::string, std::string*> texts{{"--schedule", &config.schedule},
+                                                  {"--p2p", &config.p2p},
+                                                  {"--linear", &config.linear},
+                                                  {"--peer", &peer},
+                                                  {"--trace", &config.trace}};
   for (int i = 1; i < argc; ++i) {
     const std::string flag = argv[i];
     if (flag == "--rank") {
@@ -206,17 +239,24 @@ int main(int argc, char** argv) {
       *texts.at(flag) = argv[++i];
       if (flag == "--schedule") all_schedules = false;
     } else {
-      fmt::print("usage: pipeline_bench [--schedule NAME] [--d N] [--mb N] [--nmb N] [--steps N] [--repeats N] [--p2p auto|gloo|ucx] [--linear joined|deferred|plain|captured] [--trace FILE] [--peer \"python3 bench/pipeline_peer.py\"]\n");
+      fmt::print(
+          "usage: pipeline_bench [--schedule NAME] [--d N] [--mb N] [--nmb N] [--steps N] [--repeats N] "
+          "[--p2p auto|gloo|ucx] [--linear joined|deferred|plain|captured] [--trace FILE] [--peer \"python3 "
+          "bench/pipeline_peer.py\"]\n");
       return flag == "--help" ? 0 : 2;
     }
   }
   if (alone) return run_one_process(config);
   if (is_rank) return run_rank(config);
-  fmt::print("LibTorch {}, 2 ranks, mb {}, nmb {}, {} transfers, {} linear layers; median step in ms\n", torch_version(), config.mb, config.nmb, config.p2p, config.linear);
-  fmt::print("{:<22} {:>4} {:>9} {:>10}{}\n", "schedule", "d", "ours", "efficiency", peer.empty() ? "" : "      peer   ratio   loss and norm");
+  fmt::print("LibTorch {}, 2 ranks, mb {}, nmb {}, {} transfers, {} linear layers; median step in ms\n",
+             torch_version(), config.mb, config.nmb, config.p2p, config.linear);
+  fmt::print("{:<22} {:>4} {:>9} {:>10}{}\n", "schedule", "d", "ours", "efficiency",
+             peer.empty() ? "" : "      peer   ratio   loss and norm");
   int port = 29700 + static_cast<int>(getpid() % 200);
   for (const int d : all_d ? std::vector<int>{32, 256} : std::vector<int>{config.d}) {
-    std::vector<std::string> schedules{"one process", "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"};
+    std::vector<std::string> schedules{
+        "one process",           "GPipe",         "1F1B",     "Interleaved1F1B",
+        "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"};
     if (!all_schedules) schedules = {config.schedule};
     for (const std::string& name : schedules) {
       Config each = config;
@@ -233,7 +273,9 @@ int main(int argc, char** argv) {
         theirs.push_back(other["step_ms"]);
       }
       fmt::print("{:<22} {:>4} {:>9.2f} {:>10.3f}", name, d, median(ours), median(efficiencies));
-      if (!theirs.empty()) fmt::print(" {:>9.2f}  {:>6.3f}   {}", median(theirs), median(ours) / median(theirs), same_training(mine, other));
+      if (!theirs.empty())
+        fmt::print(" {:>9.2f}  {:>6.3f}   {}", median(theirs), median(ours) / median(theirs),
+                   same_training(mine, other));
       fmt::print("\n");
       std::fflush(stdout);
     }

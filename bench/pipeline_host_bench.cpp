@@ -1,6 +1,7 @@
 // The overhead of the runtime: all stages on one rank, with so little work that host time dominates.
 //
-//   pipeline_host_bench [--device cuda] [--device-graph]      1, 2 and 4 stages of a 64-wide layer, 16 microbatches; microseconds per (stage, microbatch)
+//   pipeline_host_bench [--device cuda] [--device-graph]      1, 2 and 4 stages of a 64-wide layer, 16
+//   microbatches; microseconds per (stage, microbatch)
 //
 // With --device-graph the steps are recorded and replayed by the device (PipelineOptions::device_graph). The
 // same work in a plain loop of microbatches in one process is subtracted; the remainder is the overhead of
@@ -32,7 +33,8 @@ double median_us(const std::function<void()>& step, const at::Device& device) {
     const auto begin = std::chrono::steady_clock::now();
     step();
     synchronize();
-    times.push_back(std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin).count());
+    times.push_back(
+        std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin).count());
   }
   std::nth_element(times.begin(), times.begin() + kSteps / 2, times.end());
   return times[kSteps / 2];
@@ -55,7 +57,8 @@ int main(int argc, char** argv) {
   }
   at::set_num_threads(1);
   comm::World world = comm::World::from_env();
-  fmt::print("LibTorch {}, {}; microseconds per (stage, microbatch)\n{:>6} {:>10} {:>10} {:>10}\n", torch_version(), device.str(), "stages", "pipeline", "plain loop", "runtime");
+  fmt::print("LibTorch {}, {}; microseconds per (stage, microbatch)\n{:>6} {:>10} {:>10} {:>10}\n",
+             torch_version(), device.str(), "stages", "pipeline", "plain loop", "runtime");
   for (const int stages : {1, 2, 4}) {
     std::vector<torch::nn::Sequential> layers;
     std::vector<PipelineStage> all;
@@ -65,24 +68,30 @@ int main(int argc, char** argv) {
       layers.push_back(layer);
       all.emplace_back(layer, i, stages, device);
     }
-    const at::Tensor x = torch::randn({kMicrobatches, kWidth}, device), target = torch::randn({kMicrobatches, kWidth}, device);
-    PipelineRuntime pipeline = make_pipeline(stages == 1 ? "1F1B" : "Interleaved1F1B", all, kMicrobatches,
-                                             [](const at::Tensor& output, const at::Tensor& wanted) { return torch::mse_loss(output, wanted); }, {.world = world, .device_graph = device_graph});
+    const at::Tensor x = torch::randn({kMicrobatches, kWidth}, device),
+                     target = torch::randn({kMicrobatches, kWidth}, device);
+    PipelineRuntime pipeline = make_pipeline(
+        stages == 1 ? "1F1B" : "Interleaved1F1B", all, kMicrobatches,
+        [](const at::Tensor& output, const at::Tensor& wanted) { return torch::mse_loss(output, wanted); },
+        {.world = world, .device_graph = device_graph});
     const auto zero = [&] {
       for (auto& layer : layers) layer->zero_grad();
     };
     const double ours = median_us([&] { zero(), pipeline.step(Tree::tuple({x}), {}, target); }, device);
-    const double plain = median_us([&] {
-      zero();
-      const auto xs = x.chunk(kMicrobatches), targets = target.chunk(kMicrobatches);
-      for (int m = 0; m < kMicrobatches; ++m) {
-        at::Tensor y = xs[static_cast<std::size_t>(m)];
-        for (auto& layer : layers) y = layer->forward(y);
-        torch::mse_loss(y, targets[static_cast<std::size_t>(m)]).backward();
-      }
-    }, device);
+    const double plain = median_us(
+        [&] {
+          zero();
+          const auto xs = x.chunk(kMicrobatches), targets = target.chunk(kMicrobatches);
+          for (int m = 0; m < kMicrobatches; ++m) {
+            at::Tensor y = xs[static_cast<std::size_t>(m)];
+            for (auto& layer : layers) y = layer->forward(y);
+            torch::mse_loss(y, targets[static_cast<std::size_t>(m)]).backward();
+          }
+        },
+        device);
     const double each = stages * kMicrobatches;
-    fmt::print("{:>6} {:>10.1f} {:>10.1f} {:>10.1f}\n", stages, ours / each, plain / each, (ours - plain) / each);
+    fmt::print("{:>6} {:>10.1f} {:>10.1f} {:>10.1f}\n", stages, ours / each, plain / each,
+               (ours - plain) / each);
   }
   return 0;
 }

@@ -5,17 +5,15 @@
 #include <ctime>
 #include <string>
 
-#include "penstock/simulator.h"
 #include "penstock/generators.h"
 #include "penstock/lower.h"
+#include "penstock/simulator.h"
 
 namespace {
 
 using namespace penstock::schedule;
 
-double processor_seconds() {
-  return static_cast<double>(std::clock()) / CLOCKS_PER_SEC;
-}
+double processor_seconds() { return static_cast<double>(std::clock()) / CLOCKS_PER_SEC; }
 
 void measure(const char* form, const PipelineShape& shape, const Schedule& schedule) {
   penstock::plan::CostModel model;

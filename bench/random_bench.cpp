@@ -40,7 +40,8 @@ struct Bench {
     return now() - start;
   }
 
-  void compare(const std::string& name, const std::function<void()>& ours, const std::function<void()>& theirs) const {
+  void compare(const std::string& name, const std::function<void()>& ours,
+               const std::function<void()>& theirs) const {
     ours();  // the first call compiles kernels
     theirs();
     std::vector<double> own, other, ratios;
@@ -58,27 +59,40 @@ struct Bench {
 
 int main(int argc, char** argv) {
   const bool cuda = argc > 1 && std::strcmp(argv[1], "cuda") == 0;
-  const Bench bench{at::Device(cuda ? at::kCUDA : at::kCPU, cuda ? 0 : -1), argc > 2 ? std::atoll(argv[2]) : (cuda ? 1LL << 27 : 1LL << 21)};
+  const Bench bench{at::Device(cuda ? at::kCUDA : at::kCPU, cuda ? 0 : -1),
+                    argc > 2 ? std::atoll(argv[2]) : (cuda ? 1LL << 27 : 1LL << 21)};
   const RandomKey key{.seed = 42, .step = 7, .layer = 3};
-  std::printf("%s, %lld elements, %d threads; ns per element\n%-28s %9s %9s %7s\n", cuda ? "CUDA" : "CPU", static_cast<long long>(bench.elements), at::get_num_threads(), "",
-              "Penstock", "LibTorch", "ratio");
+  std::printf("%s, %lld elements, %d threads; ns per element\n%-28s %9s %9s %7s\n", cuda ? "CUDA" : "CPU",
+              static_cast<long long>(bench.elements), at::get_num_threads(), "", "Penstock", "LibTorch",
+              "ratio");
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
     const std::string suffix = dtype == at::kFloat ? ", float32" : ", bfloat16";
     const auto options = at::TensorOptions(bench.device).dtype(dtype);
     at::Tensor x = at::empty({bench.elements}, options);
     const at::Tensor input = at::ones({bench.elements}, options);
-    bench.compare("uniform" + suffix, [&] { keyed_uniform_(x, key, 0, 1); }, [&] { x.uniform_(0, 1); });
-    bench.compare("normal" + suffix, [&] { keyed_normal_(x, key, 0, 1); }, [&] { x.normal_(0, 1); });
-    bench.compare("bernoulli" + suffix, [&] { keyed_bernoulli_(x, key, 0.1); }, [&] { x.bernoulli_(0.1); });
-    bench.compare("dropout" + suffix, [&] { keyed_dropout(input, 0.1, key); }, [&] { at::dropout(input, 0.1, true); });
+    bench.compare(
+        "uniform" + suffix, [&] { keyed_uniform_(x, key, 0, 1); }, [&] { x.uniform_(0, 1); });
+    bench.compare(
+        "normal" + suffix, [&] { keyed_normal_(x, key, 0, 1); }, [&] { x.normal_(0, 1); });
+    bench.compare(
+        "bernoulli" + suffix, [&] { keyed_bernoulli_(x, key, 0.1); }, [&] { x.bernoulli_(0.1); });
+    bench.compare(
+        "dropout" + suffix, [&] { keyed_dropout(input, 0.1, key); }, [&] { at::dropout(input, 0.1, true); });
     at::Tensor leaf = input.clone().requires_grad_();
     const at::Tensor gradient = at::ones_like(input);
-    bench.compare("dropout and backward" + suffix, [&] { torch::autograd::grad({keyed_dropout(leaf, 0.1, key)}, {leaf}, {gradient}); },
-                  [&] { torch::autograd::grad({at::dropout(leaf, 0.1, true)}, {leaf}, {gradient}); });
+    bench.compare(
+        "dropout and backward" + suffix,
+        [&] { torch::autograd::grad({keyed_dropout(leaf, 0.1, key)}, {leaf}, {gradient}); },
+        [&] { torch::autograd::grad({at::dropout(leaf, 0.1, true)}, {leaf}, {gradient}); });
     // A quarter of the columns of a matrix, like a tensor-parallel shard: its rows are short runs of the
     // global order.
     const std::int64_t columns = 1024, rows = bench.elements / (columns / 4);
     at::Tensor shard = at::empty({rows, columns / 4}, options);
-    bench.compare("normal, columns" + suffix, [&] { keyed_normal_(shard, key, 0, 1, {{rows, columns}, {0, columns / 4}}); }, [&] { shard.normal_(0, 1); });
+    bench.compare(
+        "normal, columns" + suffix,
+        [&] {
+          keyed_normal_(shard, key, 0, 1, {{rows, columns}, {0, columns / 4}});
+        },
+        [&] { shard.normal_(0, 1); });
   }
 }

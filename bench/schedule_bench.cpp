@@ -17,9 +17,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using namespace penstock::schedule;
 
-double processor_seconds() {
-  return static_cast<double>(std::clock()) / CLOCKS_PER_SEC;
-}
+double processor_seconds() { return static_cast<double>(std::clock()) / CLOCKS_PER_SEC; }
 
 double peak_memory_mib() {
   rusage usage{};

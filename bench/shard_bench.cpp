@@ -2,9 +2,9 @@
 // on its own core: Penstock, and optionally Python over Gloo. Penstock uses shared memory if UCX is built in;
 // set PENSTOCK_P2P=gloo to use Gloo for both.
 //
-//   shard_bench                                                  d = 32 and 256, with and without accumulation
-//   shard_bench --peer "python3 bench/shard_peer.py"             compared with the peer: medians, ratios, loss and gradient norm
-//   shard_bench --d 256 --accumulate 4 --repeats 5
+//   shard_bench                                                  d = 32 and 256, with and without
+//   accumulation shard_bench --peer "python3 bench/shard_peer.py"             compared with the peer:
+//   medians, ratios, loss and gradient norm shard_bench --d 256 --accumulate 4 --repeats 5
 //
 // A second line breaks down a step of rank 0: gather and reduce are the time to start collectives and to wait
 // for them, copies the time to copy between parameters or gradients and the buffers of collectives, compute
@@ -27,13 +27,13 @@
 #include "bench/block.h"
 #include "bench/figures.h"
 #include "penstock/base/env.h"
-#include "penstock/world.h"
 #include "penstock/comm/record/recorder.h"
 #include "penstock/comm/transport/ucx_transport.h"
 #include "penstock/dtensor.h"
-#include "penstock/optimizer.h"
 #include "penstock/fully_shard.h"
+#include "penstock/optimizer.h"
 #include "penstock/torch/compat/version.h"
+#include "penstock/world.h"
 
 namespace {
 
@@ -47,9 +47,11 @@ struct Config {
 };
 
 struct ModelImpl : torch::nn::Module {
-  explicit ModelImpl(const Config& config) : norm(register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({config.d})))) {
+  explicit ModelImpl(const Config& config)
+      : norm(register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({config.d})))) {
     torch::manual_seed(0);
-    for (int i = 0; i < config.layers; ++i) blocks.push_back(register_module("block" + std::to_string(i), Block(config.d)));
+    for (int i = 0; i < config.layers; ++i)
+      blocks.push_back(register_module("block" + std::to_string(i), Block(config.d)));
   }
   at::Tensor forward(at::Tensor x) {
     for (Block& block : blocks) x = block->forward(x);
@@ -87,7 +89,11 @@ int run_rank(const Config& config, bool sharded) {
   optim::AdamW optimizer(parameters, {.lr = 1e-4, .weight_decay = 0.01});
 
   const at::Generator generator = at::detail::createCPUGenerator(1);
-  const auto share = [&] { return torch::randn({config.batch, kSequence, config.d}, generator).chunk(kWorld)[static_cast<std::size_t>(world.rank())].chunk(config.accumulate); };
+  const auto share = [&] {
+    return torch::randn({config.batch, kSequence, config.d}, generator)
+        .chunk(kWorld)[static_cast<std::size_t>(world.rank())]
+        .chunk(config.accumulate);
+  };
   const auto xs = share(), targets = share();
   std::vector<double> times, forwards, backwards, updates;
   double loss = 0, norm = 0;
@@ -107,7 +113,9 @@ int run_rank(const Config& config, bool sharded) {
         state->set_reshard_after_backward(last);
       }
       auto now = Clock::now();
-      const at::Tensor each = torch::mse_loss(model->forward(xs[static_cast<std::size_t>(i)]), targets[static_cast<std::size_t>(i)]) / config.accumulate;
+      const at::Tensor each = torch::mse_loss(model->forward(xs[static_cast<std::size_t>(i)]),
+                                              targets[static_cast<std::size_t>(i)]) /
+                              config.accumulate;
       forward += ms_since(now);
       now = Clock::now();
       each.backward();
@@ -117,7 +125,12 @@ int run_rank(const Config& config, bool sharded) {
     if (step == 0) {
       at::Tensor first = at::zeros({2}, at::kDouble);
       first[0] = sum / kWorld;
-      for (const auto& parameter : parameters) first[1] += (is_dtensor(parameter.tensor.grad()) ? to_local(parameter.tensor.grad()) : parameter.tensor.grad()).to(at::kDouble).pow(2).sum();
+      for (const auto& parameter : parameters)
+        first[1] += (is_dtensor(parameter.tensor.grad()) ? to_local(parameter.tensor.grad())
+                                                         : parameter.tensor.grad())
+                        .to(at::kDouble)
+                        .pow(2)
+                        .sum();
       world.group().all_reduce(first).wait();
       loss = first[0].item<double>();
       norm = std::sqrt(first[1].item<double>());
@@ -134,25 +147,34 @@ int run_rank(const Config& config, bool sharded) {
     updates.push_back(update);
   }
   const ShardTimes parts = state ? state->times() : ShardTimes{};
-  const auto a_step = [&](std::chrono::nanoseconds part) { return std::chrono::duration<double, std::milli>(part).count() / config.steps; };
+  const auto a_step = [&](std::chrono::nanoseconds part) {
+    return std::chrono::duration<double, std::milli>(part).count() / config.steps;
+  };
   if (world.rank() == 0)
-    fmt::print("step_ms {:.3f} loss {:.6f} norm {:.6f} forward {:.2f} backward {:.2f} update {:.2f} gather {:.2f} reduce {:.2f} copies {:.2f} bytes {}\n", median(times), loss, norm, median(forwards),
-               median(backwards), median(updates), a_step(parts.gather), a_step(parts.reduce), a_step(parts.copy), (bytes_sent() - before) / static_cast<std::uint64_t>(config.steps));
+    fmt::print(
+        "step_ms {:.3f} loss {:.6f} norm {:.6f} forward {:.2f} backward {:.2f} update {:.2f} gather {:.2f} "
+        "reduce {:.2f} copies {:.2f} bytes {}\n",
+        median(times), loss, norm, median(forwards), median(backwards), median(updates), a_step(parts.gather),
+        a_step(parts.reduce), a_step(parts.copy),
+        (bytes_sent() - before) / static_cast<std::uint64_t>(config.steps));
   std::fflush(stdout);
   return 0;
 }
 
 std::string flags(const Config& config) {
-  return fmt::format("--d {} --layers {} --batch {} --accumulate {} --reshard {} --steps {}", config.d, config.layers, config.batch, config.accumulate, config.reshard, config.steps);
+  return fmt::format("--d {} --layers {} --batch {} --accumulate {} --reshard {} --steps {}", config.d,
+                     config.layers, config.batch, config.accumulate, config.reshard, config.steps);
 }
 
 Figure run_ours(const Config& config, int port, bool sharded) {
-  return read_figure(launch_command(kWorld, port, fmt::format("{} {}", sharded ? "--rank" : "--ideal", flags(config))));
+  return read_figure(
+      launch_command(kWorld, port, fmt::format("{} {}", sharded ? "--rank" : "--ideal", flags(config))));
 }
 
 std::string parts_of(const Figure& figure) {
   const double gather = figure.at("gather"), reduce = figure.at("reduce"), copies = figure.at("copies");
-  return fmt::format("compute {:.1f}, gather {:.1f}, reduce {:.1f}, copies {:.1f}", figure.at("step_ms") - gather - reduce - copies, gather, reduce, copies);
+  return fmt::format("compute {:.1f}, gather {:.1f}, reduce {:.1f}, copies {:.1f}",
+                     figure.at("step_ms") - gather - reduce - copies, gather, reduce, copies);
 }
 
 // Minimum bytes that the collectives of a rank transfer: whole parameters for every gather, whole gradients
@@ -170,7 +192,13 @@ int main(int argc, char** argv) {
   bool is_rank = false, is_ideal = false, all = true;
   int repeats = 3;
   std::string peer;
-  const std::map<std::string, int*> numbers{{"--d", &config.d}, {"--layers", &config.layers}, {"--batch", &config.batch}, {"--accumulate", &config.accumulate}, {"--reshard", &config.reshard}, {"--steps", &config.steps}, {"--repeats", &repeats}};
+  const std::map<std::string, int*> numbers{{"--d", &config.d},
+                                            {"--layers", &config.layers},
+                                            {"--batch", &config.batch},
+                                            {"--accumulate", &config.accumulate},
+                                            {"--reshard", &config.reshard},
+                                            {"--steps", &config.steps},
+                                            {"--repeats", &repeats}};
   for (int i = 1; i < argc; ++i) {
     const std::string flag = argv[i];
     if (flag == "--rank") {
@@ -183,12 +211,17 @@ int main(int argc, char** argv) {
     } else if (i + 1 < argc && flag == "--peer") {
       peer = argv[++i];
     } else {
-      fmt::print("usage: shard_bench [--d N] [--layers N] [--batch N] [--accumulate N] [--reshard 0|1] [--steps N] [--repeats N] [--peer \"python3 bench/shard_peer.py\"]\n");
+      fmt::print(
+          "usage: shard_bench [--d N] [--layers N] [--batch N] [--accumulate N] [--reshard 0|1] [--steps N] "
+          "[--repeats N] [--peer \"python3 bench/shard_peer.py\"]\n");
       return flag == "--help" ? 0 : 2;
     }
   }
   if (is_rank || is_ideal) return run_rank(config, is_rank);
-  fmt::print("LibTorch {}, {} ranks, {}, batch {}, {} layers; median step in ms (forward, backward, update)\n", torch_version(), kWorld, comm::ucx_available() ? env_text("PENSTOCK_P2P").value_or("ucx") : "gloo", config.batch, config.layers);
+  fmt::print(
+      "LibTorch {}, {} ranks, {}, batch {}, {} layers; median step in ms (forward, backward, update)\n",
+      torch_version(), kWorld, comm::ucx_available() ? env_text("PENSTOCK_P2P").value_or("ucx") : "gloo",
+      config.batch, config.layers);
   int port = 28700 + static_cast<int>(getpid() % 200);
   std::vector<Config> cases{config};
   if (all) {
@@ -212,12 +245,17 @@ int main(int argc, char** argv) {
       other = read_figure(fmt::format("{} {} --port {}", peer, flags(each), ++port));
       theirs.push_back(other["step_ms"]);
     }
-    fmt::print("d {:>3} accumulate {} reshard {}: ideal {:.1f}, ours {:.1f} ({:.1f}, {:.1f}, {:.1f}), {:.2f} of ideal, {:.2f} MB moved, least {:.2f}\n", each.d, each.accumulate, each.reshard, median(ideals), median(ours), mine["forward"],
-               mine["backward"], mine["update"], median(ours) / median(ideals), mine["bytes"] / 1e6, least_bytes(each) / 1e6);
+    fmt::print(
+        "d {:>3} accumulate {} reshard {}: ideal {:.1f}, ours {:.1f} ({:.1f}, {:.1f}, {:.1f}), {:.2f} of "
+        "ideal, {:.2f} MB moved, least {:.2f}\n",
+        each.d, each.accumulate, each.reshard, median(ideals), median(ours), mine["forward"],
+        mine["backward"], mine["update"], median(ours) / median(ideals), mine["bytes"] / 1e6,
+        least_bytes(each) / 1e6);
     fmt::print("      {}\n", parts_of(mine));
     if (!theirs.empty()) {
-      fmt::print("      peer {:.1f} ({:.1f}, {:.1f}, {:.1f}), ours is {:.3f} of it, loss and norm {}\n", median(theirs), other["forward"], other["backward"], other["update"], median(ours) / median(theirs),
-                 same_training(mine, other));
+      fmt::print("      peer {:.1f} ({:.1f}, {:.1f}, {:.1f}), ours is {:.3f} of it, loss and norm {}\n",
+                 median(theirs), other["forward"], other["backward"], other["update"],
+                 median(ours) / median(theirs), same_training(mine, other));
       fmt::print("      {}\n", parts_of(other));
     }
     std::fflush(stdout);

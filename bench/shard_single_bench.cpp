@@ -1,8 +1,8 @@
 // The overhead of sharding on a single rank: a transformer on one device, without and with fully_shard,
 // alternating.
 //
-//   shard_single_bench --device cuda                                     the sizes of gpt2-124m, 32 rows of 1024 tokens
-//   shard_single_bench --width 64 --layers 4 --rows 2 --length 128       a small one, on the CPU
+//   shard_single_bench --device cuda                                     the sizes of gpt2-124m, 32 rows of
+//   1024 tokens shard_single_bench --width 64 --layers 4 --rows 2 --length 128       a small one, on the CPU
 //
 // Without fully_shard: parameters in float32, autocast to bfloat16. With fully_shard: the same parameters,
 // gathered in bfloat16, gradients reduced in float32, every block its own group. Both use the same optimizer.
@@ -16,13 +16,13 @@
 #include <string>
 #include <vector>
 
-#include "penstock/world.h"
-#include "penstock/transformer.h"
-#include "penstock/optimizer.h"
 #include "penstock/fully_shard.h"
-#include "penstock/torch/dispatch/autocast_scope.h"
+#include "penstock/optimizer.h"
 #include "penstock/torch/compat/device_memory.h"
 #include "penstock/torch/compat/version.h"
+#include "penstock/torch/dispatch/autocast_scope.h"
+#include "penstock/transformer.h"
+#include "penstock/world.h"
 
 namespace {
 
@@ -35,11 +35,13 @@ struct Sizes {
 
 class Trained {
  public:
-  Trained(const Sizes& sizes, at::Device device, comm::World& world, bool sharded) : device_(device), sharded_(sharded), model_(options(sizes)) {
+  Trained(const Sizes& sizes, at::Device device, comm::World& world, bool sharded)
+      : device_(device), sharded_(sharded), model_(options(sizes)) {
     model_->to(device);
     models::initialize(*model_, {.seed = 1});
     if (sharded) {
-      const comm::MeshGroups mesh(world, init_device_mesh(device.is_cuda() ? "cuda" : "cpu", {1}, {"dp"}, 0, 1));
+      const comm::MeshGroups mesh(world,
+                                  init_device_mesh(device.is_cuda() ? "cuda" : "cpu", {1}, {"dp"}, 0, 1));
       ShardOptions how;
       how.mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat, .output_dtype = {}};
       for (const auto& block : model_->blocks()) fully_shard(*block, mesh, how);
@@ -53,7 +55,8 @@ class Trained {
   }
 
   at::Tensor step() {
-    const at::Tensor inputs = tokens_.slice(1, 0, -1).contiguous(), targets = tokens_.slice(1, 1).contiguous();
+    const at::Tensor inputs = tokens_.slice(1, 0, -1).contiguous(),
+                     targets = tokens_.slice(1, 1).contiguous();
     at::Tensor loss;
     {
       const AutocastScope scope(device_.type(), sharded_ ? std::nullopt : std::optional(at::kBFloat16));
@@ -90,8 +93,10 @@ class Trained {
 int main(int argc, char** argv) {
   Sizes sizes;
   at::Device device = at::kCPU;
-  const std::map<std::string, int*> numbers{{"--width", &sizes.width}, {"--layers", &sizes.layers}, {"--vocabulary", &sizes.vocabulary}, {"--rows", &sizes.rows},
-                                            {"--length", &sizes.length}, {"--steps", &sizes.steps}, {"--repeats", &sizes.repeats}};
+  const std::map<std::string, int*> numbers{{"--width", &sizes.width},           {"--layers", &sizes.layers},
+                                            {"--vocabulary", &sizes.vocabulary}, {"--rows", &sizes.rows},
+                                            {"--length", &sizes.length},         {"--steps", &sizes.steps},
+                                            {"--repeats", &sizes.repeats}};
   for (int i = 1; i < argc; ++i) {
     const std::string flag = argv[i];
     if (i + 1 < argc && numbers.contains(flag)) {
@@ -99,7 +104,9 @@ int main(int argc, char** argv) {
     } else if (i + 1 < argc && flag == "--device") {
       device = at::Device(argv[++i]);
     } else {
-      fmt::print("usage: shard_single_bench [--device cpu|cuda] [--width N] [--layers N] [--vocabulary N] [--rows N] [--length N] [--steps N] [--repeats N]\n");
+      fmt::print(
+          "usage: shard_single_bench [--device cpu|cuda] [--width N] [--layers N] [--vocabulary N] [--rows "
+          "N] [--length N] [--steps N] [--repeats N]\n");
       return flag == "--help" ? 0 : 2;
     }
   }
@@ -126,10 +133,12 @@ int main(int argc, char** argv) {
         std::sort(times.begin(), times.end());
         const double ms = times[times.size() / 2];
         best[sharded] = best.contains(sharded) ? std::min(best[sharded], ms) : ms;
-        fmt::print("{:<12} {:8.2f} ms per step, {:8.1f} ktok/s, loss {:.4f}, peak so far {:.2f} GiB\n", sharded ? "fully_shard" : "plain", ms, sizes.rows * sizes.length / ms, loss,
+        fmt::print("{:<12} {:8.2f} ms per step, {:8.1f} ktok/s, loss {:.4f}, peak so far {:.2f} GiB\n",
+                   sharded ? "fully_shard" : "plain", ms, sizes.rows * sizes.length / ms, loss,
                    static_cast<double>(peak_device_bytes(device)) / (1 << 30));
       }
-    fmt::print("LibTorch {}, {}: fully_shard takes {:.3f} of the time\n", torch_version(), device.str(), best[true] / best[false]);
+    fmt::print("LibTorch {}, {}: fully_shard takes {:.3f} of the time\n", torch_version(), device.str(),
+               best[true] / best[false]);
   });
   return 0;
 }

@@ -42,7 +42,9 @@ struct BlockImpl : torch::nn::Module {
   at::Tensor forward(const at::Tensor& x) {
     const auto B = x.size(0), T = x.size(1), C = x.size(2);
     const auto parts = qkv(norm1(x)).view({B, T, 3, heads, C / heads}).permute({2, 0, 3, 1, 4}).unbind(0);
-    const at::Tensor attention = at::softmax(at::matmul(parts[0], parts[1].transpose(-2, -1)) * (1 / std::sqrt(static_cast<double>(C / heads))), -1);
+    const at::Tensor attention = at::softmax(
+        at::matmul(parts[0], parts[1].transpose(-2, -1)) * (1 / std::sqrt(static_cast<double>(C / heads))),
+        -1);
     const at::Tensor y = x + proj(at::matmul(attention, parts[2]).transpose(1, 2).reshape({B, T, C}));
     return y + down(at::gelu(up(norm2(y))));
   }
@@ -67,7 +69,8 @@ void measure(std::int64_t width, int blocks, int rounds) {
   torch::nn::Sequential model;
   for (int i = 0; i < blocks; ++i) model->push_back(Block(width, 4));
   const at::Tensor value = at::randn({1, 64, width}), grad = at::randn({1, 64, width});
-  for (const at::Tensor& parameter : model->parameters()) parameter.mutable_grad() = at::zeros_like(parameter);
+  for (const at::Tensor& parameter : model->parameters())
+    parameter.mutable_grad() = at::zeros_like(parameter);
   Figures figures;
   for (int round = -3; round < rounds; ++round) {
     const auto timed = [&](std::vector<double>& into, const auto& call) {
@@ -103,9 +106,13 @@ void measure(std::int64_t width, int blocks, int rounds) {
     for (std::size_t i = 0; i < a.size(); ++i) a[i] += b[i];
     return median(std::move(a));
   };
-  const double plain = median(figures.plain), halves = sum(figures.first, figures.second), deferred = sum(figures.deferred_first, figures.deferred_second);
-  fmt::print("width {:4}  plain {:8.3f} ms   halves {:8.3f} + {:8.3f} ms  ratio {:.3f}   deferred {:8.3f} + {:8.3f} ms  ratio {:.3f}\n", width, plain,
-             median(figures.first), median(figures.second), halves / plain, median(figures.deferred_first), median(figures.deferred_second), deferred / plain);
+  const double plain = median(figures.plain), halves = sum(figures.first, figures.second),
+               deferred = sum(figures.deferred_first, figures.deferred_second);
+  fmt::print(
+      "width {:4}  plain {:8.3f} ms   halves {:8.3f} + {:8.3f} ms  ratio {:.3f}   deferred {:8.3f} + {:8.3f} "
+      "ms  ratio {:.3f}\n",
+      width, plain, median(figures.first), median(figures.second), halves / plain,
+      median(figures.deferred_first), median(figures.deferred_second), deferred / plain);
 }
 
 }  // namespace
@@ -113,9 +120,14 @@ void measure(std::int64_t width, int blocks, int rounds) {
 int main(int argc, char** argv) {
   int blocks = 8, rounds = 41;
   for (int i = 1; i + 1 < argc; i += 2) {
-    if (std::strcmp(argv[i], "--blocks") == 0) blocks = std::stoi(argv[i + 1]);
-    else if (std::strcmp(argv[i], "--rounds") == 0) rounds = std::stoi(argv[i + 1]);
-    else return fmt::print(stderr, "split_backward_bench: unknown option {}; expected --blocks or --rounds\n", argv[i]), 2;
+    if (std::strcmp(argv[i], "--blocks") == 0)
+      blocks = std::stoi(argv[i + 1]);
+    else if (std::strcmp(argv[i], "--rounds") == 0)
+      rounds = std::stoi(argv[i + 1]);
+    else
+      return fmt::print(stderr, "split_backward_bench: unknown option {}; expected --blocks or --rounds\n",
+                        argv[i]),
+             2;
   }
   at::set_num_threads(1);
   mallopt(M_MMAP_THRESHOLD, 1 << 30);

@@ -1,10 +1,11 @@
 // Training as in `penstock train`, in several layouts on one machine, run alternately: tokens per second and
 // the overhead of the trainer.
 //
-//   train_bench                                          tiny, CPU: one process on one core, one process with two threads, a pipeline of two
-//   train_bench --schedule 1F1B,ZBVZeroBubble --steps 30 a pipeline for each schedule; further flags are those of penstock train
-//   train_bench --neighbours 1                           the same next to processes that keep a core busy; nothing is pinned then
-//   train_bench --device cuda --preset gpt2-124m --microbatches 1 --microbatch_size 32
+//   train_bench                                          tiny, CPU: one process on one core, one process with
+//   two threads, a pipeline of two train_bench --schedule 1F1B,ZBVZeroBubble --steps 30 a pipeline for each
+//   schedule; further flags are those of penstock train train_bench --neighbours 1 the same next to processes
+//   that keep a core busy; nothing is pinned then train_bench --device cuda --preset gpt2-124m --microbatches
+//   1 --microbatch_size 32
 //
 // "outside" is the share of a step outside the schedule: data, sums over ranks, clipping and the optimizer.
 // On the CPU each rank of a layout has its own core. Times depend on the machine; compare ratios.
@@ -85,14 +86,16 @@ class Neighbours {
 };
 
 // One rank of a setup; rank 0 writes the results.
-int run_rank(const std::vector<std::string>& arguments, const fs::path& folder, int threads, int steps, bool pinned, const fs::path& result) {
+int run_rank(const std::vector<std::string>& arguments, const fs::path& folder, int threads, int steps,
+             bool pinned, const fs::path& result) {
   const comm::World world = comm::World::from_env();
   const train::TrainConfig config = train::parse_config("", "train_bench", arguments).config;
   train::TrainingJob job(world, config, train::open_data(world, config, folder));
   std::vector<double> totals, outside;
   double loss = 0;
   for (int step = 0; step < kWarmup + steps; ++step) {
-    if (step == kWarmup && pinned && config.layout.device == "cpu") pin(world.local_rank() * threads, threads);
+    if (step == kWarmup && pinned && config.layout.device == "cpu")
+      pin(world.local_rank() * threads, threads);
     const train::StepOutcome outcome = job.train_step();
     loss = outcome.loss;
     if (step < kWarmup) continue;
@@ -101,10 +104,14 @@ int run_rank(const std::vector<std::string>& arguments, const fs::path& folder, 
   }
   if (world.rank() != 0) return 0;
   const auto median = [](std::vector<double> values) {
-    std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2), values.end());
+    std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2),
+                     values.end());
     return values[values.size() / 2];
   };
-  std::ofstream(result) << nlohmann::json{{"step_s", median(totals)}, {"outside", median(outside)}, {"tokens", job.tokens_per_step()}, {"loss", loss}};
+  std::ofstream(result) << nlohmann::json{{"step_s", median(totals)},
+                                          {"outside", median(outside)},
+                                          {"tokens", job.tokens_per_step()},
+                                          {"loss", loss}};
   return 0;
 }
 
@@ -117,15 +124,24 @@ int main(int argc, char** argv) {
   for (int i = 1; i < argc; ++i) {
     const std::string flag = argv[i];
     const auto value = [&] { return std::string(i + 1 < argc ? argv[++i] : ""); };
-    if (flag == "--steps") steps = std::stoi(value());
-    else if (flag == "--repeats") repeats = std::stoi(value());
-    else if (flag == "--threads") threads = std::stoi(value());
-    else if (flag == "--neighbours") neighbours = std::stoi(value());
-    else if (flag == "--worker") worker = value();
-    else if (flag == "--result") result = value();
-    else if (flag == "--device") device = value();
-    else if (flag == "--schedule" && worker.empty()) schedules = value();
-    else flags.push_back(flag);
+    if (flag == "--steps")
+      steps = std::stoi(value());
+    else if (flag == "--repeats")
+      repeats = std::stoi(value());
+    else if (flag == "--threads")
+      threads = std::stoi(value());
+    else if (flag == "--neighbours")
+      neighbours = std::stoi(value());
+    else if (flag == "--worker")
+      worker = value();
+    else if (flag == "--result")
+      result = value();
+    else if (flag == "--device")
+      device = value();
+    else if (flag == "--schedule" && worker.empty())
+      schedules = value();
+    else
+      flags.push_back(flag);
   }
   if (!worker.empty()) return run_rank(flags, worker, threads, steps, neighbours == 0, result);
 
@@ -135,7 +151,8 @@ int main(int argc, char** argv) {
   if (device == "cpu") {
     setups.push_back({"one process, two threads", alone_flags, 1, 2});
     std::stringstream names(schedules);
-    for (std::string name; std::getline(names, name, ',');) setups.push_back({"two, " + name, {"--pp", "2", "--schedule", name}, 2, 1});
+    for (std::string name; std::getline(names, name, ',');)
+      setups.push_back({"two, " + name, {"--pp", "2", "--schedule", name}, 2, 1});
   }
   const fs::path folder = fs::temp_directory_path() / fmt::format("penstock-train-bench-{}", ::getpid());
   fs::create_directories(folder);
@@ -146,23 +163,39 @@ int main(int argc, char** argv) {
       comm::LaunchOptions options;
       options.ranks = setup.ranks;
       const std::string out = (folder / "result.json").string();
-      options.command = {fs::read_symlink("/proc/self/exe").string(), "--worker", folder.string(), "--result", out, "--threads", std::to_string(setup.threads), "--steps", std::to_string(steps), "--neighbours", std::to_string(neighbours)};
+      options.command = {fs::read_symlink("/proc/self/exe").string(),
+                         "--worker",
+                         folder.string(),
+                         "--result",
+                         out,
+                         "--threads",
+                         std::to_string(setup.threads),
+                         "--steps",
+                         std::to_string(steps),
+                         "--neighbours",
+                         std::to_string(neighbours)};
       options.command.insert(options.command.end(), flags.begin(), flags.end());
       options.command.insert(options.command.end(), setup.layout.begin(), setup.layout.end());
-      for (const char* name : {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"}) options.environment.emplace_back(name, std::to_string(setup.threads));
+      for (const char* name : {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"})
+        options.environment.emplace_back(name, std::to_string(setup.threads));
       if (const int code = comm::launch(options).exit_code; code != 0) return code;
       seen[setup.title].push_back(nlohmann::json::parse(std::ifstream(out)));
     }
   remove_tree(folder);
   const auto best = [&](const std::string& title) {
-    return *std::min_element(seen[title].begin(), seen[title].end(), [](const auto& a, const auto& b) { return a.at("step_s").template get<double>() < b.at("step_s").template get<double>(); });
+    return *std::min_element(seen[title].begin(), seen[title].end(), [](const auto& a, const auto& b) {
+      return a.at("step_s").template get<double>() < b.at("step_s").template get<double>();
+    });
   };
   const double alone = best(setups[0].title).at("step_s");
-  fmt::print("{:<26} {:>10} {:>12} {:>8} {:>9} {:>9}\n", "best of the repeats", "step ms", "tokens/s", "ratio", "outside", "loss");
+  fmt::print("{:<26} {:>10} {:>12} {:>8} {:>9} {:>9}\n", "best of the repeats", "step ms", "tokens/s",
+             "ratio", "outside", "loss");
   for (const Setup& setup : setups) {
     const nlohmann::json row = best(setup.title);
     const double seconds = row.at("step_s");
-    fmt::print("{:<26} {:>10.1f} {:>12.0f} {:>8.2f} {:>8.1f}% {:>9.5f}\n", setup.title, 1e3 * seconds, row.at("tokens").get<double>() / seconds, alone / seconds, 100 * row.at("outside").get<double>(), row.at("loss").get<double>());
+    fmt::print("{:<26} {:>10.1f} {:>12.0f} {:>8.2f} {:>8.1f}% {:>9.5f}\n", setup.title, 1e3 * seconds,
+               row.at("tokens").get<double>() / seconds, alone / seconds,
+               100 * row.at("outside").get<double>(), row.at("loss").get<double>());
   }
   return 0;
 }

@@ -36,12 +36,15 @@ struct Timing {
   double best_us = 0;
 };
 
-int rounds_of(std::size_t bytes) { return bytes <= 16384 ? 3000 : bytes <= 262144 ? 1000 : bytes <= (1u << 20) ? 300 : 60; }
+int rounds_of(std::size_t bytes) {
+  return bytes <= 16384 ? 3000 : bytes <= 262144 ? 1000 : bytes <= (1u << 20) ? 300 : 60;
+}
 
 char* buffer(bool huge) {
   void* place = std::aligned_alloc(2u << 20, kLargest);
   if (place == nullptr) throw std::bad_alloc();
-  if (huge && madvise(place, kLargest, MADV_HUGEPAGE) != 0) std::fprintf(stderr, "huge pages are not available\n");
+  if (huge && madvise(place, kLargest, MADV_HUGEPAGE) != 0)
+    std::fprintf(stderr, "huge pages are not available\n");
   std::memset(place, 1, kLargest);
   return static_cast<char*>(place);
 }
@@ -92,8 +95,12 @@ std::map<std::size_t, Timing> end_of_pair(int rank, int fd, bool huge, UcxOption
       [&](const std::string&) { return socket.fetch(); }, options);
   char* out = buffer(huge);
   char* into = buffer(huge);
-  const auto send = [&](std::size_t bytes) { must(transport.send(out, bytes, 1 - rank, 0, 0)->wait(Clock::now() + 30s) == WaitResult::Done, "send"); };
-  const auto receive = [&](std::size_t bytes) { must(transport.recv(into, bytes, 1 - rank, 0)->wait(Clock::now() + 30s) == WaitResult::Done, "receive"); };
+  const auto send = [&](std::size_t bytes) {
+    must(transport.send(out, bytes, 1 - rank, 0, 0)->wait(Clock::now() + 30s) == WaitResult::Done, "send");
+  };
+  const auto receive = [&](std::size_t bytes) {
+    must(transport.recv(into, bytes, 1 - rank, 0)->wait(Clock::now() + 30s) == WaitResult::Done, "receive");
+  };
   std::map<std::size_t, Timing> timings;
   for (const std::size_t bytes : kSizes) {
     const auto turn = [&] {
@@ -123,7 +130,8 @@ std::map<std::size_t, Timing> pair(bool huge, const char* transports, UcxOptions
       if (transports != nullptr) setenv("UCX_TLS", transports, 1);
       const auto timings = end_of_pair(rank, ends[rank], huge, options);
       if (rank == 0)
-        for (const auto& [bytes, timing] : timings) must(write(results[1], &timing, sizeof timing) == sizeof timing, "write");
+        for (const auto& [bytes, timing] : timings)
+          must(write(results[1], &timing, sizeof timing) == sizeof timing, "write");
     } catch (const std::exception& error) {
       std::fprintf(stderr, "rank %d: %s\n", rank, error.what());
       code = 1;
@@ -138,7 +146,8 @@ std::map<std::size_t, Timing> pair(bool huge, const char* transports, UcxOptions
   }
   must(well, "one of the two processes failed");
   std::map<std::size_t, Timing> timings;
-  for (const std::size_t bytes : kSizes) must(read(results[0], &timings[bytes], sizeof(Timing)) == sizeof(Timing), "read");
+  for (const std::size_t bytes : kSizes)
+    must(read(results[0], &timings[bytes], sizeof(Timing)) == sizeof(Timing), "read");
   for (const int fd : {ends[0], ends[1], results[0], results[1]}) close(fd);
   return timings;
 }
@@ -151,7 +160,8 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "this build has no UCX\n");
     return 1;
   }
-  std::printf("UCX %s, %s pages; microseconds one way: median / best (times memcpy's median)\n", ucx_version().c_str(), huge ? "huge" : "ordinary");
+  std::printf("UCX %s, %s pages; microseconds one way: median / best (times memcpy's median)\n",
+              ucx_version().c_str(), huge ? "huge" : "ordinary");
   std::map<std::size_t, Timing> copy;
   char* from = buffer(huge);
   char* to = buffer(huge);
@@ -166,11 +176,13 @@ int main(int argc, char** argv) {
   std::printf("%8s %22s %22s %22s %17s\n", "bytes", "fetching", "pieces", "sleeping", "memcpy");
   const auto cell = [](const Timing& timing, const Timing& base) {
     char text[64];
-    std::snprintf(text, sizeof text, "%.2f / %.2f (%.1f)", timing.median_us, timing.best_us, timing.median_us / base.median_us);
+    std::snprintf(text, sizeof text, "%.2f / %.2f (%.1f)", timing.median_us, timing.best_us,
+                  timing.median_us / base.median_us);
     return std::string(text);
   };
   for (const std::size_t bytes : kSizes)
-    std::printf("%8zu %22s %22s %22s %8.2f / %.2f\n", bytes, cell(fetching.at(bytes), copy[bytes]).c_str(), cell(pieces.at(bytes), copy[bytes]).c_str(),
-                cell(sleeping.at(bytes), copy[bytes]).c_str(), copy[bytes].median_us, copy[bytes].best_us);
+    std::printf("%8zu %22s %22s %22s %8.2f / %.2f\n", bytes, cell(fetching.at(bytes), copy[bytes]).c_str(),
+                cell(pieces.at(bytes), copy[bytes]).c_str(), cell(sleeping.at(bytes), copy[bytes]).c_str(),
+                copy[bytes].median_us, copy[bytes].best_us);
   return 0;
 }

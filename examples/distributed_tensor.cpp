@@ -18,7 +18,9 @@ int main() try {
   const int dp = world.size() % 2 == 0 ? 2 : 1;
   const comm::MeshGroups mesh = world.mesh("cpu", {{"dp", dp}, {"tp", world.size() / dp}});
   const auto show = [&](std::string_view name, const torch::Tensor& tensor) {
-    if (world.rank() == 0) fmt::print("{:<10} [{}] as {}\n", name, fmt::join(tensor.sizes(), ", "), to_string(placements_of(tensor)));
+    if (world.rank() == 0)
+      fmt::print("{:<10} [{}] as {}\n", name, fmt::join(tensor.sizes(), ", "),
+                 to_string(placements_of(tensor)));
   };
 
   // Every rank has the whole values (same seed). A source_axis_rank of nullopt declares that, and nothing is
@@ -26,16 +28,24 @@ int main() try {
   torch::manual_seed(1);
   const DistributeOptions equal{.source_axis_rank = {}};
   const torch::Tensor input = torch::randn({5, 8}), up = torch::randn({16, 8}), down = torch::randn({8, 16});
-  const torch::Tensor x = distribute_tensor(input, mesh, {Shard{0}, Replicate{}}, equal);                          // batch over dp
-  const torch::Tensor w1 = distribute_tensor(up, mesh, {Replicate{}, Shard{0}}, equal).requires_grad_();           // rows over tp
-  const torch::Tensor w2 = distribute_tensor(down, mesh, {Replicate{}, Shard{1}}, equal).requires_grad_();         // columns over tp
+  const torch::Tensor x = distribute_tensor(input, mesh, {Shard{0}, Replicate{}}, equal);  // batch over dp
+  const torch::Tensor w1 =
+      distribute_tensor(up, mesh, {Replicate{}, Shard{0}}, equal).requires_grad_();  // rows over tp
+  const torch::Tensor w2 =
+      distribute_tensor(down, mesh, {Replicate{}, Shard{1}}, equal).requires_grad_();  // columns over tp
 
   const torch::Tensor hidden = torch::relu(torch::linear(x, w1));  // no communication:
   const torch::Tensor terms = torch::linear(hidden, w2);           // each tp rank has a term of the sum
   const torch::Tensor y = redistribute(terms, {Shard{0}, Replicate{}});
   const torch::Tensor loss = (y * y).sum();
   loss.backward();
-  for (const auto& [name, tensor] : {std::pair{"x", x}, {"w1", w1}, {"hidden", hidden}, {"terms", terms}, {"y", y}, {"loss", loss}, {"w1.grad", w1.grad()}})
+  for (const auto& [name, tensor] : {std::pair{"x", x},
+                                     {"w1", w1},
+                                     {"hidden", hidden},
+                                     {"terms", terms},
+                                     {"y", y},
+                                     {"loss", loss},
+                                     {"w1.grad", w1.grad()}})
     show(name, tensor);
 
   if (world.rank() == 0) {

@@ -70,7 +70,8 @@ class FlopCounter final : public Mode {
     const auto first = stack->end() - static_cast<std::ptrdiff_t>(op.schema().arguments().size());
     const Stack arguments(first, stack->end());  // a copy, since the results will replace them on the stack
     op.callBoxed(stack);
-    const std::int64_t flops = found->second(arguments, stack->at(stack->size() - op.schema().returns().size()));
+    const std::int64_t flops =
+        found->second(arguments, stack->at(stack->size() - op.schema().returns().size()));
     const bool backward = !backward_nodes.empty();
     const std::string scope = scope_of(backward ? backward_nodes.back() : here());
     const std::lock_guard lock(mutex_);  // backward on a GPU runs on a separate thread
@@ -84,14 +85,16 @@ class FlopCounter final : public Mode {
   }
   Count total() const {
     Count total;
-    for (const auto& [name, count] : counts()) total = {total.forward + count.forward, total.backward + count.backward};
+    for (const auto& [name, count] : counts())
+      total = {total.forward + count.forward, total.backward + count.backward};
     return total;
   }
   void print() const {
     const Count all = total();
     const auto row = [&](const std::string& name, const Count& count) {
       fmt::print("{:<24} {:>16} {:>16} {:>7.1f} %\n", name, count.forward, count.backward,
-                 100.0 * static_cast<double>(count.forward + count.backward) / static_cast<double>(all.forward + all.backward));
+                 100.0 * static_cast<double>(count.forward + count.backward) /
+                     static_cast<double>(all.forward + all.backward));
     };
     fmt::print("{:<24} {:>16} {:>16} {:>9}\n", "module", "forward FLOPs", "backward FLOPs", "share");
     for (const auto& [name, count] : counts()) row(name.empty() ? "(no scope)" : name, count);
@@ -110,7 +113,9 @@ class FlopCounter final : public Mode {
   std::string scope_of(Moment moment) const {
     const std::lock_guard lock(mutex_);
     const auto after = entered_.upper_bound(moment);
-    return after == entered_.begin() || std::prev(after)->first.first != moment.first ? "" : std::prev(after)->second;
+    return after == entered_.begin() || std::prev(after)->first.first != moment.first
+               ? ""
+               : std::prev(after)->second;
   }
 
   // The nodes that this thread is running, outermost first. LibTorch notifies its observers of each.
@@ -128,11 +133,15 @@ class FlopCounter final : public Mode {
 
   // Computed from the arguments and the first result; a multiply-add counts as two operations.
   using Formula = std::int64_t (*)(const Stack& arguments, const c10::IValue& result);
-  static std::int64_t product(const Tensor& a, const Tensor& b) { return 2 * a.numel() * b.size(-1); }  // (..., m, k) x (..., k, n)
-  static std::int64_t convolution(const Tensor& weight, const Tensor& small) {  // every weight is applied at every position of `small`
+  static std::int64_t product(const Tensor& a, const Tensor& b) {
+    return 2 * a.numel() * b.size(-1);
+  }  // (..., m, k) x (..., k, n)
+  static std::int64_t convolution(
+      const Tensor& weight, const Tensor& small) {  // every weight is applied at every position of `small`
     return 2 * weight.numel() * (small.numel() / small.size(1));
   }
-  static std::int64_t attention(const Tensor& query, const Tensor& key, const Tensor& value) {  // scores, then their values
+  static std::int64_t attention(const Tensor& query, const Tensor& key,
+                                const Tensor& value) {  // scores, then their values
     return 2 * query.numel() / query.size(-1) * key.size(-2) * (query.size(-1) + value.size(-1));
   }
   static const std::map<std::string, Formula> kFormulas;
@@ -156,15 +165,20 @@ const std::map<std::string, FlopCounter::Formula> FlopCounter::kFormulas = [] {
   formulas["aten::convolution"] = [](const Stack& a, const c10::IValue& result) {
     return convolution(a[1].toTensor(), a[6].toBool() ? a[0].toTensor() : result.toTensor());
   };
-  // grad_output, input, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, which gradients
+  // grad_output, input, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups,
+  // which gradients
   formulas["aten::convolution_backward"] = [](const Stack& a, const c10::IValue&) {
     const auto wanted = a[10].toBoolList();
-    return (int{wanted[0]} + int{wanted[1]}) * convolution(a[2].toTensor(), a[7].toBool() ? a[1].toTensor() : a[0].toTensor());
+    return (int{wanted[0]} + int{wanted[1]}) *
+           convolution(a[2].toTensor(), a[7].toBool() ? a[1].toTensor() : a[0].toTensor());
   };
   // Fused attention of LibTorch 2. Its backward recomputes the scores: five products for the two of forward.
-  for (const char* kernel : {"flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"}) {
+  for (const char* kernel :
+       {"flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"}) {
     const std::string name = std::string("aten::_scaled_dot_product_") + kernel;
-    formulas[name] = [](const Stack& a, const c10::IValue&) { return attention(a[0].toTensor(), a[1].toTensor(), a[2].toTensor()); };
+    formulas[name] = [](const Stack& a, const c10::IValue&) {
+      return attention(a[0].toTensor(), a[1].toTensor(), a[2].toTensor());
+    };
     formulas[name + "_backward"] = [](const Stack& a, const c10::IValue&) {
       return attention(a[1].toTensor(), a[2].toTensor(), a[3].toTensor()) / 2 * 5;
     };
@@ -200,7 +214,8 @@ struct LayerImpl : torch::nn::Module {
     const std::int64_t batch = x.size(0), time = x.size(1), size = x.size(2) / heads;
     // query, key and value, each (batch, heads, time, size)
     const auto parts = qkv->forward(x).view({batch, time, 3, heads, size}).permute({2, 0, 3, 1, 4}).unbind(0);
-    const Tensor scores = torch::matmul(parts[0], parts[1].transpose(2, 3)) / std::sqrt(static_cast<double>(size));
+    const Tensor scores =
+        torch::matmul(parts[0], parts[1].transpose(2, 3)) / std::sqrt(static_cast<double>(size));
     const Tensor future = torch::ones({time, time}, torch::kBool).triu(1);
     const Tensor mixed = torch::matmul(scores.masked_fill(future, -1e9).softmax(-1), parts[2]);
     return projection->forward(mixed.transpose(1, 2).reshape({batch, time, heads * size}));
@@ -260,11 +275,12 @@ void forward_and_backward(Transformer& model, const Shape& shape, std::int64_t b
 }
 
 // Every product of forward has two in backward: the gradients of both factors.
-bool check_transformer(const FlopCounter::Count& total, const Shape& shape, std::int64_t batch, std::int64_t time) {
+bool check_transformer(const FlopCounter::Count& total, const Shape& shape, std::int64_t batch,
+                       std::int64_t time) {
   const std::int64_t expected = expected_forward(shape, batch, time);
   return check(total.forward == expected && total.backward == 2 * expected,
-               fmt::format("the transformer costs {} forward and {} backward, by the formula {} and {}", total.forward, total.backward,
-                           expected, 2 * expected));
+               fmt::format("the transformer costs {} forward and {} backward, by the formula {} and {}",
+                           total.forward, total.backward, expected, 2 * expected));
 }
 
 bool small_transformer() {
@@ -278,7 +294,8 @@ bool small_transformer() {
   counter.print();
   bool good = check_transformer(counter.total(), shape, 3, 16);
   for (const auto& [name, count] : counter.counts())
-    good &= check(!name.empty() && count.backward == 2 * count.forward, fmt::format("{}: backward costs twice its forward", name));
+    good &= check(!name.empty() && count.backward == 2 * count.forward,
+                  fmt::format("{}: backward costs twice its forward", name));
   return good;
 }
 
@@ -299,8 +316,11 @@ bool gpt2_without_memory() {
   }
   const std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - start;
   const FlopCounter::Count total = counter.total();
-  fmt::print("GPT-2, {} parameters, {} x {} tokens: {:.2f} TFLOP for forward and backward, counted in {:.0f} ms without memory\n",
-             parameters, batch, shape.context, static_cast<double>(total.forward + total.backward) * 1e-12, took.count());
+  fmt::print(
+      "GPT-2, {} parameters, {} x {} tokens: {:.2f} TFLOP for forward and backward, counted in {:.0f} ms "
+      "without memory\n",
+      parameters, batch, shape.context, static_cast<double>(total.forward + total.backward) * 1e-12,
+      took.count());
   const bool good = check(parameters == 124'439'808, "the model has the parameters of GPT-2");
   return check_transformer(total, shape, batch, shape.context) && good;
 }
@@ -314,10 +334,12 @@ bool convolutions() {
     const FlopCounter::Scope scope("convolutions");
     wide->forward(conv->forward(torch::ones({2, 6, 10, 10}))).sum().backward();
   }
-  const std::int64_t first = 2 * (2 * 8 * 10 * 10) * (6 / 2 * 3 * 3), second = 2 * (2 * 8 * 10 * 10) * (4 * 2 * 2);
+  const std::int64_t first = 2 * (2 * 8 * 10 * 10) * (6 / 2 * 3 * 3),
+                     second = 2 * (2 * 8 * 10 * 10) * (4 * 2 * 2);
   const FlopCounter::Count total = counter.total();
-  return check(total.forward == first + second && total.backward == first + 2 * second,  // the input needs no gradient
-               fmt::format("convolutions cost {} forward and {} backward", total.forward, total.backward));
+  return check(
+      total.forward == first + second && total.backward == first + 2 * second,  // the input needs no gradient
+      fmt::format("convolutions cost {} forward and {} backward", total.forward, total.backward));
 }
 
 // scaled_dot_product_attention, if this LibTorch has it: fused or not, the products are the same.
@@ -329,14 +351,16 @@ bool fused_attention() {
     const ModeGuard guard(counter);
     Stack stack;
     for (int i = 0; i < 3; ++i) stack.emplace_back(torch::randn({2, 4, 16, 8}).set_requires_grad(true));
-    for (std::size_t i = 3; i < op->schema().arguments().size(); ++i) stack.push_back(*op->schema().arguments()[i].default_value());
+    for (std::size_t i = 3; i < op->schema().arguments().size(); ++i)
+      stack.push_back(*op->schema().arguments()[i].default_value());
     op->callBoxed(&stack);
     stack.back().toTensor().sum().backward();
   }
   const std::int64_t product = 2 * 2 * 4 * 16 * 16 * 8;
   const FlopCounter::Count total = counter.total();
-  return check(total.forward == 2 * product && (total.backward == 4 * product || total.backward == 5 * product),
-               fmt::format("attention costs {} forward and {} backward", total.forward, total.backward));
+  return check(
+      total.forward == 2 * product && (total.backward == 4 * product || total.backward == 5 * product),
+      fmt::format("attention costs {} forward and {} backward", total.forward, total.backward));
 }
 
 int main() try {

@@ -14,14 +14,16 @@ int main() try {
   everyone.all_reduce(sum).wait();
 
   // Pass a token around the ring.
-  const int next = (world.rank() + 1) % world.size(), previous = (world.rank() + world.size() - 1) % world.size();
+  const int next = (world.rank() + 1) % world.size(),
+            previous = (world.rank() + world.size() - 1) % world.size();
   torch::Tensor token = torch::full({1}, world.rank()), received = torch::zeros({1}, torch::kLong);
   if (world.size() > 1) {
     using penstock::comm::P2POp;
     auto works = everyone.batch_isend_irecv({P2POp::send(token, next), P2POp::recv(received, previous)});
     penstock::comm::wait_all(works);
   }
-  fmt::print("rank {} of {}: the sum is {}, the token came from rank {}\n", world.rank(), world.size(), sum[0].item<float>(), received.item<std::int64_t>());
+  fmt::print("rank {} of {}: the sum is {}, the token came from rank {}\n", world.rank(), world.size(),
+             sum[0].item<float>(), received.item<std::int64_t>());
 } catch (...) {
   return failure("hello_world");
 }

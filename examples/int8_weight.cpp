@@ -26,8 +26,8 @@ class Int8Weight final : public Payload {
  public:
   static constexpr std::string_view kKind = "Int8Weight";
 
-  // `scale` has size 1 in the dims that share a scale and the size of `data` in the others: (rows, 1), or (1, rows) in a
-  // transposed view. The same view of both therefore yields a matching pair.
+  // `scale` has size 1 in the dims that share a scale and the size of `data` in the others: (rows, 1), or (1,
+  // rows) in a transposed view. The same view of both therefore yields a matching pair.
   Int8Weight(at::Tensor data, at::Tensor scale) : data(std::move(data)), scale(std::move(scale)) {}
 
   // From a float matrix (rows, columns).
@@ -59,7 +59,8 @@ class Int8Weight final : public Payload {
 
   void dispatch(const c10::OperatorHandle& op, Stack* stack) override {
     const auto found = kWays.find(traits_of(op).name);
-    if (found == kWays.end()) refuse(op, "add it to kWays, or call value() of the payload and use the plain tensor");
+    if (found == kWays.end())
+      refuse(op, "add it to kWays, or call value() of the payload and use the plain tensor");
     WrapperCall<Int8Weight> call(op, stack);
     switch (found->second) {
       case Way::Parts: {  // the same operator on both parts yields another Int8Weight
@@ -75,7 +76,8 @@ class Int8Weight final : public Payload {
         call.finish(results, [](const at::Tensor& plain, ResultPlace, const at::Tensor*) { return plain; });
         return;
       }
-      case Way::Write: {  // dequantize, let the operator write the plain copy, requantize; the result is the argument itself
+      case Way::Write: {  // dequantize, let the operator write the plain copy, requantize; the result is the
+                          // argument itself
         const Stack results = call.run([](const Int8Weight& weight) { return weight.value(); });
         const at::Tensor self = call.arguments()[0].toTensor();
         const auto& weight = *payload_as<Int8Weight>(self);
@@ -87,8 +89,12 @@ class Int8Weight final : public Payload {
     }
   }
 
-  std::vector<std::pair<std::string, at::Tensor>> inner_tensors() const override { return {{"data", data}, {"scale", scale}}; }
-  static at::Tensor unflatten(const FlatWrapper& flat) { return wrap(flat.tensors.at(0).second, flat.tensors.at(1).second); }
+  std::vector<std::pair<std::string, at::Tensor>> inner_tensors() const override {
+    return {{"data", data}, {"scale", scale}};
+  }
+  static at::Tensor unflatten(const FlatWrapper& flat) {
+    return wrap(flat.tensors.at(0).second, flat.tensors.at(1).second);
+  }
 
   const at::Tensor data, scale;
 
@@ -96,14 +102,18 @@ class Int8Weight final : public Payload {
   enum class Way { Parts, Read, Write };
   // With the overload name: "aten::mm" differs from "aten::mm.out", which writes.
   static inline const std::map<std::string_view, Way> kWays = {
-      {"aten::t", Way::Parts},           {"aten::transpose.int", Way::Parts}, {"aten::detach", Way::Parts},
-      {"aten::clone", Way::Parts},       {"aten::mm", Way::Read},             {"aten::addmm", Way::Read},
-      {"aten::add.Tensor", Way::Read},   {"aten::_to_copy", Way::Read},       {"aten::empty_like", Way::Read},
-      {"aten::zeros_like", Way::Read},   {"aten::add_.Tensor", Way::Write},   {"aten::mul_.Tensor", Way::Write},
-      {"aten::mul_.Scalar", Way::Write}, {"aten::addcdiv_", Way::Write},      {"aten::copy_", Way::Write},
+      {"aten::t", Way::Parts},           {"aten::transpose.int", Way::Parts},
+      {"aten::detach", Way::Parts},      {"aten::clone", Way::Parts},
+      {"aten::mm", Way::Read},           {"aten::addmm", Way::Read},
+      {"aten::add.Tensor", Way::Read},   {"aten::_to_copy", Way::Read},
+      {"aten::empty_like", Way::Read},   {"aten::zeros_like", Way::Read},
+      {"aten::add_.Tensor", Way::Write}, {"aten::mul_.Tensor", Way::Write},
+      {"aten::mul_.Scalar", Way::Write}, {"aten::addcdiv_", Way::Write},
+      {"aten::copy_", Way::Write},
   };
 
-  static at::Tensor wrap(const at::Tensor& data, const at::Tensor& scale, const at::Tensor* viewed = nullptr) {
+  static at::Tensor wrap(const at::Tensor& data, const at::Tensor& scale,
+                         const at::Tensor* viewed = nullptr) {
     WrapperGeometry geometry = geometry_of(data);
     geometry.dtype = at::kFloat;  // what the outside sees
     return make_wrapper(c10::make_intrusive<Int8Weight>(data, scale), geometry, viewed);
@@ -122,12 +132,15 @@ Outcome train(bool int8) {
   torch::nn::Linear in(32, 128), hidden(128, 128), out(128, 1);
   torch::nn::Sequential model(in, torch::nn::Tanh(), hidden, torch::nn::Tanh(), out);
   const torch::Tensor x = torch::randn({512, 32});
-  const torch::Tensor target = (x.slice(1, 0, 8).sum(1, true) * 0.5).sin() + 0.5 * x.slice(1, 8, 9) * x.slice(1, 9, 10);
+  const torch::Tensor target =
+      (x.slice(1, 0, 8).sum(1, true) * 0.5).sin() + 0.5 * x.slice(1, 8, 9) * x.slice(1, 9, 10);
 
   if (int8)
-    for (const torch::nn::Linear& linear : {in, hidden, out}) replace_data(linear->weight, Int8Weight::make(linear->weight));
+    for (const torch::nn::Linear& linear : {in, hidden, out})
+      replace_data(linear->weight, Int8Weight::make(linear->weight));
 
-  torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9).weight_decay(1e-4));
+  torch::optim::SGD optimizer(model->parameters(),
+                              torch::optim::SGDOptions(0.05).momentum(0.9).weight_decay(1e-4));
   Outcome outcome;
   for (int step = 0; step <= 400; ++step) {
     optimizer.zero_grad();
@@ -141,7 +154,8 @@ Outcome train(bool int8) {
   for (const torch::nn::Linear& linear : {in, hidden, out}) {
     const auto* weight = payload_as<Int8Weight>(linear->weight);
     outcome.weight_bytes += weight ? weight->data.nbytes() + weight->scale.nbytes() : linear->weight.nbytes();
-    if (is_wrapper(linear->weight.grad())) throw StateError("the gradient of a weight should be a plain tensor");
+    if (is_wrapper(linear->weight.grad()))
+      throw StateError("the gradient of a weight should be a plain tensor");
   }
   return outcome;
 }
@@ -163,7 +177,8 @@ int main() try {
   bool good = check(int8.last_loss < 0.1 * int8.first_loss, "the loss fell to a tenth with int8 weights");
   good &= check(int8.last_loss < plain.last_loss + 0.005 * plain.first_loss,
                 "it ended where the float run did, within 0.5 % of the first loss");
-  good &= check(int8.weight_bytes * 3 < plain.weight_bytes, "the weights take less than a third of the memory");
+  good &=
+      check(int8.weight_bytes * 3 < plain.weight_bytes, "the weights take less than a third of the memory");
 
   // Flatten and unflatten, as a checkpoint does.
   const torch::Tensor weight = Int8Weight::make(torch::randn({4, 8}));

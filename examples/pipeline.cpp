@@ -14,16 +14,20 @@ int main() try {
   torch::manual_seed(1 + world.rank());
   torch::nn::Sequential part(torch::nn::Linear(64, 64), torch::nn::GELU(), torch::nn::Linear(64, 64));
   PipelineStage stage(part, world.rank(), world.size(), torch::kCPU);
-  Schedule1F1B schedule(stage, /*n_microbatches=*/8, [](const at::Tensor& y, const at::Tensor& target) { return torch::mse_loss(y, target); }, {world});
+  Schedule1F1B schedule(
+      stage, /*n_microbatches=*/8,
+      [](const at::Tensor& y, const at::Tensor& target) { return torch::mse_loss(y, target); }, {world});
   torch::optim::AdamW optimizer(part->parameters(), torch::optim::AdamWOptions(1e-2));
 
-  torch::manual_seed(7);  // the batch is the same everywhere; the first stage takes x, the last one the target
+  torch::manual_seed(
+      7);  // the batch is the same everywhere; the first stage takes x, the last one the target
   for (int step = 0; step < 20; ++step) {
     auto x = torch::randn({32, 64});
     optimizer.zero_grad();
     auto result = schedule.step(Tree::tuple({x}), {}, x.sin());
     optimizer.step();
-    if (!result.losses.empty()) std::printf("step %2d  loss %.4f\n", step, torch::stack(result.losses).mean().item<double>());
+    if (!result.losses.empty())
+      std::printf("step %2d  loss %.4f\n", step, torch::stack(result.losses).mean().item<double>());
   }
 } catch (...) {
   return failure("pipeline");

@@ -41,7 +41,8 @@ Ended run_command(const std::string& command, std::chrono::seconds limit) {
     }
     std::this_thread::sleep_for(10ms);
   }
-  if (ended.exit_code != Ended::kTimedOut) ended.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+  if (ended.exit_code != Ended::kTimedOut)
+    ended.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
   ended.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   std::stringstream text;
   text << std::ifstream(path).rdbuf();

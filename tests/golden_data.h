@@ -16,7 +16,8 @@
 namespace penstock::test {
 
 inline std::filesystem::path golden_folder() {
-  if (const char* folder = std::getenv("PENSTOCK_GOLDEN"); folder != nullptr && *folder != '\0') return folder;
+  if (const char* folder = std::getenv("PENSTOCK_GOLDEN"); folder != nullptr && *folder != '\0')
+    return folder;
   const char* source = std::getenv("PENSTOCK_SOURCE");
   if (source == nullptr) throw std::runtime_error("set PENSTOCK_GOLDEN to the folder of the reference data");
   return std::filesystem::path(source) / "tests" / "golden";
@@ -36,7 +37,8 @@ inline nlohmann::json golden_index(const std::string& section) {
 
 // The cases of one kind, by id, in a section whose files are named after their kinds; exactly those in the
 // index.
-inline std::map<std::string, nlohmann::json> golden_cases(const std::string& section, const std::string& kind) {
+inline std::map<std::string, nlohmann::json> golden_cases(const std::string& section,
+                                                          const std::string& kind) {
   const nlohmann::json top = read_json(golden_folder() / "index.json");
   const std::filesystem::path path = golden_folder() / top.at("sections").at(section).get<std::string>();
   const nlohmann::json index = read_json(path);

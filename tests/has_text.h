@@ -8,7 +8,8 @@
 namespace penstock::test {
 
 inline ::testing::AssertionResult has_text(const std::string& text, const std::string& part) {
-  if (text.find(part) != std::string::npos) return ::testing::AssertionSuccess() << "\"" << part << "\" is in: " << text;
+  if (text.find(part) != std::string::npos)
+    return ::testing::AssertionSuccess() << "\"" << part << "\" is in: " << text;
   return ::testing::AssertionFailure() << "\"" << part << "\" is not in: " << text;
 }
 

@@ -67,7 +67,8 @@ int main(int argc, char** argv) {
     if (argument.starts_with(kOf)) {
       if (!choose(std::string(argument.substr(kOf.size())))) return 2;
     } else {
-      std::fprintf(stderr, "unknown argument %s; known are --of=FILE (without .cpp) and GoogleTest's\n", argv[i]);
+      std::fprintf(stderr, "unknown argument %s; known are --of=FILE (without .cpp) and GoogleTest's\n",
+                   argv[i]);
       return 2;
     }
   }

@@ -11,7 +11,8 @@ namespace penstock::test {
 inline bool has_pseudo_terminals() {
   const int master = ::posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC);
   if (master < 0) return false;
-  const bool usable = ::grantpt(master) == 0 && ::unlockpt(master) == 0 && ::access(::ptsname(master), R_OK | W_OK) == 0;
+  const bool usable =
+      ::grantpt(master) == 0 && ::unlockpt(master) == 0 && ::access(::ptsname(master), R_OK | W_OK) == 0;
   ::close(master);
   return usable;
 }

@@ -114,9 +114,7 @@ class Action {
 static_assert(sizeof(Action) == 8);
 
 // Whether the kind is F, B, I or W.
-constexpr bool is_compute(ActionKind kind) {
-  return kind <= ActionKind::BackwardWeight;
-}
+constexpr bool is_compute(ActionKind kind) { return kind <= ActionKind::BackwardWeight; }
 // Whether the kind is B or I, which produce the gradient that the previous stage waits for.
 constexpr bool produces_input_gradient(ActionKind kind) {
   return kind == ActionKind::Backward || kind == ActionKind::BackwardInput;
@@ -134,9 +132,7 @@ constexpr bool is_receive(ActionKind kind) {
   return kind == ActionKind::RecvForward || kind == ActionKind::RecvBackward;
 }
 // Whether the kind is UNSHARD, RESHARD or REDUCE_GRAD, which concern a stage as a whole, not one microbatch.
-constexpr bool is_stage_wide(ActionKind kind) {
-  return kind >= ActionKind::Unshard;
-}
+constexpr bool is_stage_wide(ActionKind kind) { return kind >= ActionKind::Unshard; }
 
 // Returns "F", "SEND_F", ...
 std::string_view to_text(ActionKind kind);
@@ -152,13 +148,9 @@ void append_text(std::string& out, std::span<const Action> slot);
 std::ostream& operator<<(std::ostream& out, const Action& action);
 
 // Returns the F of a stage and a microbatch. Throws as the constructor of Action; so do the next three.
-inline Action forward(int stage, int microbatch) {
-  return {ActionKind::Forward, stage, microbatch};
-}
+inline Action forward(int stage, int microbatch) { return {ActionKind::Forward, stage, microbatch}; }
 // Returns the B of a stage and a microbatch.
-inline Action backward(int stage, int microbatch) {
-  return {ActionKind::Backward, stage, microbatch};
-}
+inline Action backward(int stage, int microbatch) { return {ActionKind::Backward, stage, microbatch}; }
 // Returns the I of a stage and a microbatch.
 inline Action backward_input(int stage, int microbatch) {
   return {ActionKind::BackwardInput, stage, microbatch};

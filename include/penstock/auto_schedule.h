@@ -22,8 +22,8 @@
 #include <vector>
 
 #include "penstock/cost_model.h"
-#include "penstock/simulator.h"
 #include "penstock/generators.h"
+#include "penstock/simulator.h"
 
 namespace penstock::plan {
 

@@ -98,7 +98,8 @@ struct ModuleValue<std::tuple<Ts...>> {
   static std::tuple<Ts...> read(const Tree& tree, const char* root) {
     return [&]<std::size_t... I>(std::index_sequence<I...>) {
       return std::tuple<Ts...>{ModuleValue<Ts>::read(tree[I], root)...};
-    }(std::index_sequence_for<Ts...>{});
+    }
+    (std::index_sequence_for<Ts...>{});
   }
 };
 
@@ -124,7 +125,8 @@ class CompiledModule final : public CompiledModuleBase {
     const auto run = [module = module_](const Tree& in) -> Tree {
       return [&]<std::size_t... I>(std::index_sequence<I...>) {
         return Tree(module->forward(detail::ModuleValue<std::decay_t<Args>>::read(in[I], "args")...));
-      }(std::index_sequence_for<Args...>{});
+      }
+      (std::index_sequence_for<Args...>{});
     };
     const Tree result = call(Tree::tuple({Tree(args)...}), typeid(std::tuple<std::decay_t<Args>...>), run);
     return detail::ModuleValue<Result>::read(result, "result");

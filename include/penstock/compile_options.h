@@ -85,8 +85,9 @@ struct CompileOptions {
   DynamicOptions dynamic = {};                     // dims whose size is not fixed
 };
 
-// Declares that an operator of the user ("mine::send") has an effect besides its results: in a captured graph it runs exactly
-// once and in order, whether or not its results are used. Call it before the first capture. Thread safety: any thread.
+// Declares that an operator of the user ("mine::send") has an effect besides its results: in a captured graph
+// it runs exactly once and in order, whether or not its results are used. Call it before the first capture.
+// Thread safety: any thread.
 void register_side_effect(const std::string& op);
 
 }  // namespace penstock::graph

@@ -97,7 +97,8 @@ at::Tensor deferred_linear(const at::Tensor& input, const at::Tensor& weight, co
 class DeferredLinearImpl : public torch::nn::Cloneable<DeferredLinearImpl> {
  public:
   // A layer with a bias.
-  DeferredLinearImpl(std::int64_t in_features, std::int64_t out_features) : DeferredLinearImpl(torch::nn::LinearOptions(in_features, out_features)) {}
+  DeferredLinearImpl(std::int64_t in_features, std::int64_t out_features)
+      : DeferredLinearImpl(torch::nn::LinearOptions(in_features, out_features)) {}
   // A layer with the given options.
   explicit DeferredLinearImpl(const torch::nn::LinearOptions& options);
 

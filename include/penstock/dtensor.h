@@ -36,8 +36,8 @@
 #include <string>
 #include <vector>
 
-#include "penstock/world.h"
 #include "penstock/placement.h"
+#include "penstock/world.h"
 
 namespace penstock {
 
@@ -115,14 +115,14 @@ std::vector<std::int64_t> local_shape_of(const at::Tensor& tensor);
 // DeviceMesh(...))". Does not communicate. Throws TypeError for a plain tensor.
 std::string describe_dtensor(const at::Tensor& tensor);
 
-// Returns a text drawing of which rank holds which part of a distributed tensor. Does not communicate and shows no values.
-// Throws TypeError for a plain tensor.
+// Returns a text drawing of which rank holds which part of a distributed tensor. Does not communicate and
+// shows no values. Throws TypeError for a plain tensor.
 std::string draw_sharding_text(const at::Tensor& tensor);
 // The same as an SVG picture.
 std::string draw_sharding_svg(const at::Tensor& tensor);
 
-// Returns a description of the collectives that redistribute(tensor, placements) would run, with their sizes. Does not
-// communicate. Throws TypeError for a plain tensor, ValueError for placements that do not fit.
+// Returns a description of the collectives that redistribute(tensor, placements) would run, with their sizes.
+// Does not communicate. Throws TypeError for a plain tensor, ValueError for placements that do not fit.
 std::string describe_redistribution(const at::Tensor& tensor, const Placements& placements);
 
 // Treats plain tensors that are mixed with distributed ones as replicated, in a scope of this thread. Every

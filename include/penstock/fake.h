@@ -27,19 +27,19 @@
 // Thread safety: as for modes and tensors. Shape functions may be registered from any thread.
 #pragma once
 
-#include <unordered_set>
-#include <unordered_map>
-#include <optional>
-#include <torch/nn/module.h>
 #include <ATen/ATen.h>
 #include <ATen/core/boxing/KernelFunction.h>
+#include <torch/nn/module.h>
+#include <optional>
+#include <unordered_map>
+#include <unordered_set>
 
 #include <string>
 #include <vector>
 
-#include "penstock/tensor_subclass.h"
 #include "penstock/errors.h"
 #include "penstock/mode.h"
+#include "penstock/tensor_subclass.h"
 
 namespace penstock {
 

@@ -48,9 +48,9 @@
 #include <string>
 #include <vector>
 
-#include "penstock/world.h"
 #include "penstock/random.h"
 #include "penstock/shard_options.h"
+#include "penstock/world.h"
 
 namespace penstock {
 

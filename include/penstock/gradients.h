@@ -20,9 +20,9 @@
 // NonFinite::Throw or the caller requires it.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <cstdint>
 #include <string>
-#include <ATen/core/Tensor.h>
 
 #include <functional>
 #include <optional>
@@ -86,7 +86,8 @@ struct ClipResult {
 // Parameters without a gradient do not count. Throws ValueError for a `max_norm` that is not positive, an
 // order other than 2 and infinity, and a group that does not contain this rank; NotImplemented for parameters
 // on meshes whose axes overlap in part; StateError with NonFinite::Throw.
-ClipResult clip_grad_norm(const std::vector<NamedParameter>& parameters, double max_norm, const ClipOptions& options = {});
+ClipResult clip_grad_norm(const std::vector<NamedParameter>& parameters, double max_norm,
+                          const ClipOptions& options = {});
 
 // ---- loss scaling ----
 //

@@ -58,7 +58,8 @@ struct Microbatches {
 // None. Throws ValueError for a count less than 1, for other arguments, and with the path of the leaf for a
 // spec of a different structure, a dim that a tensor does not have, chunk_dim for a value that is not a
 // tensor, a reducer, and a tensor without rows.
-Microbatches split_microbatches(const Tree& args, const Tree& kwargs, int count, const SplitSpecs& specs = {});
+Microbatches split_microbatches(const Tree& args, const Tree& kwargs, int count,
+                                const SplitSpecs& specs = {});
 // Splits one tree, such as the target, in the same way.
 std::vector<Tree> split_tree(const Tree& tree, int count, const Tree& spec = {});
 

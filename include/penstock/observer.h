@@ -15,8 +15,8 @@
 #include <string>
 #include <vector>
 
-#include "penstock/errors.h"
 #include "penstock/checkpoint_types.h"
+#include "penstock/errors.h"
 #include "penstock/train_config.h"
 
 namespace penstock::train {

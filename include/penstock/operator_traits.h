@@ -7,11 +7,11 @@
 // Thread safety: all functions may be called from any thread.
 #pragma once
 
-#include <optional>
-#include <ATen/core/stack.h>
-#include <ATen/core/ivalue.h>
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/stack.h>
+#include <optional>
 
 #include <cstdint>
 #include <string>

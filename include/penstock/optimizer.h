@@ -28,13 +28,12 @@
 // Thread safety: one thread at a time. All ranks of a mesh step together.
 #pragma once
 
-#include <optional>
 #include <ATen/core/Tensor.h>
+#include <optional>
 
 #include <cstdint>
 #include <string>
 #include <vector>
-
 
 namespace penstock::optim {
 
@@ -157,7 +156,8 @@ class Optimizer {
   // learning rate, scale or weight decay that is negative or not finite, for a tied parameter in groups with
   // different options, for a parameter that is not a floating-point leaf or has Partial placements, and what
   // without_ties throws.
-  Optimizer(std::vector<ParameterGroup> groups, double lr, double weight_decay, Kernels kernels, std::vector<std::string> kinds);
+  Optimizer(std::vector<ParameterGroup> groups, double lr, double weight_decay, Kernels kernels,
+            std::vector<std::string> kinds);
   // Updates the bucket in place by one fused kernel. Returns false, without changing anything, if there is
   // none. Called below autograd.
   virtual bool update_fused(const Bucket& bucket) = 0;
@@ -181,7 +181,7 @@ class Optimizer {
   std::vector<GroupNumbers> groups_;  // lr is the scale here
   std::vector<std::string> kinds_;
   std::vector<NamedParameter> parameters_;
-  std::vector<Slot> slots_;           // one for each parameter
+  std::vector<Slot> slots_;  // one for each parameter
 };
 
 // ---- AdamW ----

@@ -4,9 +4,9 @@
 //   world.group().all_reduce(x).wait();
 //
 // The headers, in the order of a first reading: world.h (processes), group.h (communication), device_mesh.h
-// (meshes), dtensor.h and tensor_parallel.h (distributed tensors), fully_shard.h (sharded parameters), stage.h and pipeline.h
-// (pipelines), schedule.h and simulator.h (schedules as values), optimizer.h, checkpoint.h, compile.h, transformer.h, trainer.h.
-// docs/README.md leads through the documentation.
+// (meshes), dtensor.h and tensor_parallel.h (distributed tensors), fully_shard.h (sharded parameters),
+// stage.h and pipeline.h (pipelines), schedule.h and simulator.h (schedules as values), optimizer.h,
+// checkpoint.h, compile.h, transformer.h, trainer.h. docs/README.md leads through the documentation.
 #pragma once
 
 #include "penstock/action.h"

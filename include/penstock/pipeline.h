@@ -58,20 +58,20 @@ struct PipeInfo {
 
 // Options of a pipeline. `world` has no default.
 struct PipelineOptions {
-  comm::World world;             // the processes
-  std::vector<int> ranks = {};   // ranks of the pipeline in order; empty: all ranks of the world
+  comm::World world;            // the processes
+  std::vector<int> ranks = {};  // ranks of the pipeline in order; empty: all ranks of the world
   // Divide the gradients of a step by the number of microbatches: for losses that are means.
   bool scale_grads = true;
-  SplitSpecs split = {};         // how args and kwargs are split
-  Tree target_split = {};        // how the target is split
-  Tree output_merge = {};        // how the results of microbatches are merged
+  SplitSpecs split = {};                              // how args and kwargs are split
+  Tree target_split = {};                             // how the target is split
+  Tree output_merge = {};                             // how the results of microbatches are merged
   std::vector<SkipTensor> skips = {};                 // tensors that skip stages
   std::uint64_t seed = 0;                             // StepContext::seed
   double loss_scale = 1.0;                            // the loss is multiplied by this before backward
   comm::P2PTransport p2p = comm::P2PTransport::Auto;  // Auto: World::low_latency_transport()
   // How many actions ahead receives are posted; each costs a buffer.
   int post_ahead = 2;
-  std::optional<PipeInfo> info = {};                  // from the front end that cut the model
+  std::optional<PipeInfo> info = {};  // from the front end that cut the model
   // False: StepResult has losses only; outputs of the last stage are freed with their graphs.
   bool return_outputs = true;
   // StepContext::rows: which rows of a microbatch these are, where replicas share it.
@@ -107,11 +107,11 @@ struct StepResult {
 struct StepReport {
   // Highest number of (stage, microbatch) pairs whose forward has run and whose backward has not ended.
   int peak_live_microbatches = 0;
-  int trials = 0;                  // trial runs of this rank's stages since the beginning
-  bool is_static = false;          // all stages have the examples they need; see stage.h
+  int trials = 0;          // trial runs of this rank's stages since the beginning
+  bool is_static = false;  // all stages have the examples they need; see stage.h
   // Replayed from a recording; the other fields are from when it was recorded.
   bool replayed = false;
-  int units_on_two_streams = 0;    // overlapped units whose forward and backward ran concurrently on CUDA
+  int units_on_two_streams = 0;  // overlapped units whose forward and backward ran concurrently on CUDA
 };
 
 // Executes one schedule over the stages of this rank. The classes below name the usual schedules.
@@ -121,7 +121,8 @@ class PipelineRuntime {
   // are not those that the schedule places on this rank, if PipelineOptions::ranks does not contain this
   // rank, and if schedule, ranks and PipelineOptions::info contradict each other; ScheduleError for a
   // schedule that cannot run.
-  PipelineRuntime(std::vector<PipelineStage> stages, schedule::Schedule schedule, PipelineLoss loss, PipelineOptions options);
+  PipelineRuntime(std::vector<PipelineStage> stages, schedule::Schedule schedule, PipelineLoss loss,
+                  PipelineOptions options);
   // Releases the pipeline; not collective.
   ~PipelineRuntime();
   // Moved-from runtimes can only be destroyed.
@@ -177,8 +178,8 @@ class PipelineRuntime {
 // Returns the schedule of this kind for the pipeline that the stages are part of: ranks and stages per rank
 // follow from the options and the number of stages. Throws ValueError if there are no stages, if their number
 // is not a multiple of the ranks, and for a shape that the kind does not support.
-schedule::Schedule schedule_for(schedule::ScheduleKind kind, const std::vector<PipelineStage>& stages, int n_microbatches,
-                                const PipelineOptions& options);
+schedule::Schedule schedule_for(schedule::ScheduleKind kind, const std::vector<PipelineStage>& stages,
+                                int n_microbatches, const PipelineOptions& options);
 
 // A pipeline with the schedule of one kind.
 template <schedule::ScheduleKind kind>
@@ -186,10 +187,13 @@ class PipelineSchedule : public PipelineRuntime {
  public:
   // [collective over the pipeline] One stage on each rank.
   PipelineSchedule(const PipelineStage& stage, int n_microbatches, PipelineLoss loss, PipelineOptions options)
-      : PipelineSchedule(std::vector<PipelineStage>{stage}, n_microbatches, std::move(loss), std::move(options)) {}
+      : PipelineSchedule(std::vector<PipelineStage>{stage}, n_microbatches, std::move(loss),
+                         std::move(options)) {}
   // [collective over the pipeline] Several stages on each rank.
-  PipelineSchedule(const std::vector<PipelineStage>& stages, int n_microbatches, PipelineLoss loss, const PipelineOptions& options)
-      : PipelineRuntime(stages, schedule_for(kind, stages, n_microbatches, options), std::move(loss), options) {}
+  PipelineSchedule(const std::vector<PipelineStage>& stages, int n_microbatches, PipelineLoss loss,
+                   const PipelineOptions& options)
+      : PipelineRuntime(stages, schedule_for(kind, stages, n_microbatches, options), std::move(loss),
+                        options) {}
 };
 
 // All forwards, then all backwards.
@@ -218,12 +222,12 @@ using ScheduleDualPipe = PipelineSchedule<schedule::ScheduleKind::DualPipe>;
 // [collective over the pipeline] Makes a pipeline with the schedule of this name; see
 // schedule::schedule_kind. Throws ValueError for an unknown name, and what schedule_for and the constructor
 // of PipelineRuntime throw.
-PipelineRuntime make_pipeline(std::string_view schedule_name, const std::vector<PipelineStage>& stages, int n_microbatches,
-                              PipelineLoss loss, const PipelineOptions& options);
+PipelineRuntime make_pipeline(std::string_view schedule_name, const std::vector<PipelineStage>& stages,
+                              int n_microbatches, PipelineLoss loss, const PipelineOptions& options);
 
 // [collective over the pipeline] Makes a pipeline from the text form of a schedule, compute-only or lowered.
 // Throws ConfigError for malformed text, and what the constructor of PipelineRuntime throws.
-PipelineRuntime pipeline_from_csv(std::string_view csv, const std::vector<PipelineStage>& stages, PipelineLoss loss,
-                                  const PipelineOptions& options);
+PipelineRuntime pipeline_from_csv(std::string_view csv, const std::vector<PipelineStage>& stages,
+                                  PipelineLoss loss, const PipelineOptions& options);
 
 }  // namespace penstock

@@ -17,12 +17,12 @@
 // Thread safety: values; concurrent reads are safe, writes need exclusive access.
 #pragma once
 
-#include <string_view>
-#include <string>
-#include <optional>
 #include <cstddef>
 #include <iterator>
+#include <optional>
 #include <span>
+#include <string>
+#include <string_view>
 #include <vector>
 
 #include "penstock/action.h"

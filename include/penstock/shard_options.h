@@ -24,8 +24,8 @@
 #include <variant>
 #include <vector>
 
-#include "penstock/world.h"
 #include "penstock/placement.h"
+#include "penstock/world.h"
 
 namespace penstock {
 
@@ -102,9 +102,9 @@ struct ShardOptions {
 struct GatheredBytes {
   // [ranks, encoded_bytes]; filled by every gather; has no memory between gathers.
   at::Tensor rows;
-  std::vector<std::int64_t> shape;  // of the gathered parameter
-  std::int64_t dim = 0;             // along which the pieces of the ranks are joined
-  at::ScalarType dtype;             // of the gathered parameter
+  std::vector<std::int64_t> shape;                      // of the gathered parameter
+  std::int64_t dim = 0;                                 // along which the pieces of the ranks are joined
+  at::ScalarType dtype;                                 // of the gathered parameter
   std::shared_ptr<const AllGatherExtension> extension;  // decodes the rows
 };
 
@@ -150,7 +150,7 @@ class AllGatherExtension {
 
 // Options of int8_gather.
 struct Int8GatherOptions {
-  std::int64_t block = 128;   // number of values that share a scale
+  std::int64_t block = 128;  // number of values that share a scale
   // The gathered parameter stays in 8 bits: it uses less memory, but each operator decodes it.
   bool keep_encoded = false;
 };

@@ -34,9 +34,9 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/operator_traits.h"
 #include "penstock/placement.h"
 #include "penstock/world.h"
-#include "penstock/operator_traits.h"
 
 namespace penstock {
 
@@ -70,13 +70,14 @@ struct ShardingInput {
 
 // A call of an operator, as a rule sees it.
 struct ShardingCall {
-  const OperatorTraits& traits;             // facts about the operator
-  c10::OperatorHandle op;                   // the operator
-  std::vector<c10::IValue> arguments;       // tensors among them are the distributed ones
-  std::vector<ShardingInput> inputs;        // every defined tensor, in order
-  std::vector<GlobalGeometry> outputs;      // every defined tensor that the operator returns, lists flattened, in order
-  std::vector<std::int64_t> mesh_shape;     // sizes of the axes
-  std::vector<std::int64_t> coordinate;     // of this rank
+  const OperatorTraits& traits;        // facts about the operator
+  c10::OperatorHandle op;              // the operator
+  std::vector<c10::IValue> arguments;  // tensors among them are the distributed ones
+  std::vector<ShardingInput> inputs;   // every defined tensor, in order
+  std::vector<GlobalGeometry>
+      outputs;  // every defined tensor that the operator returns, lists flattened, in order
+  std::vector<std::int64_t> mesh_shape;  // sizes of the axes
+  std::vector<std::int64_t> coordinate;  // of this rank
 
   // Returns the input at an argument (and element), or null if it is absent or undefined.
   const ShardingInput* input_at(int argument, int element = -1) const;
@@ -85,10 +86,13 @@ struct ShardingCall {
   // Number of mesh axes.
   std::size_t axes() const { return mesh_shape.size(); }
 
-  // Position of an argument by its schema name. Throws InvariantError for a name that the operator does not have.
+  // Position of an argument by its schema name. Throws InvariantError for a name that the operator does not
+  // have.
   int argument_index(std::string_view name) const;
   // Value of an argument by its schema name. Throws like argument_index.
-  const c10::IValue& argument(std::string_view name) const { return arguments[static_cast<std::size_t>(argument_index(name))]; }
+  const c10::IValue& argument(std::string_view name) const {
+    return arguments[static_cast<std::size_t>(argument_index(name))];
+  }
   // Whether the schema has this argument.
   bool has_argument(std::string_view name) const;
   // Counts a dim from the front, wrapping negative values.
@@ -97,10 +101,10 @@ struct ShardingCall {
 
 // Available to a local call while it runs.
 struct LocalContext {
-  const comm::MeshGroups& mesh;              // of the distributed inputs
-  const ShardingCall& call;                  // shapes and arguments of the call that the decision was made for
-  const std::vector<Placements>& inputs;     // as decided
-  const std::vector<Placements>& outputs;    // as decided
+  const comm::MeshGroups& mesh;            // of the distributed inputs
+  const ShardingCall& call;                // shapes and arguments of the call that the decision was made for
+  const std::vector<Placements>& inputs;   // as decided
+  const std::vector<Placements>& outputs;  // as decided
 };
 
 // Runs instead of the operator: takes local arguments from the stack and pushes local results.
@@ -112,7 +116,7 @@ struct Sharding {
   std::vector<Placements> outputs;  // one per ShardingCall::outputs
   // Arguments with a different value on this rank, for example sizes of local parts.
   std::vector<std::pair<int, c10::IValue>> arguments;
-  LocalCall local;                  // empty: the operator itself
+  LocalCall local;  // empty: the operator itself
 };
 
 // A possible placement along one mesh axis. A Shard also matches a StridedShard of that dim if all dims that
@@ -126,7 +130,8 @@ struct AxisStrategy {
 // equally cheap ones is taken. Throws ValueError if a written input would have to be redistributed.
 Sharding choose(const ShardingCall& call, std::vector<AxisStrategy> strategies);
 // Also returns the strategy taken for each axis; strategies.size() means everything replicated.
-Sharding choose(const ShardingCall& call, std::vector<AxisStrategy> strategies, std::vector<std::size_t>& taken);
+Sharding choose(const ShardingCall& call, std::vector<AxisStrategy> strategies,
+                std::vector<std::size_t>& taken);
 
 // Replicates the whole call: for rare operators.
 Sharding replicate_all(const ShardingCall& call);

@@ -33,9 +33,9 @@
 #include <vector>
 
 #include "penstock/errors.h"
-#include "penstock/world.h"
 #include "penstock/pytree.h"
 #include "penstock/stage_module.h"
+#include "penstock/world.h"
 
 namespace penstock {
 
@@ -55,7 +55,8 @@ struct TrialHooks {
   // Replaces autograd: returns the gradients of `inputs`, which all require one, computed from those of
   // `outputs`. One for each input, undefined where there is none. On the last stage the only output is the
   // loss.
-  std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
+  std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>& outputs,
+                                        const std::vector<at::Tensor>& inputs,
                                         const std::vector<at::Tensor>& output_grads)>
       input_grads;
 };

@@ -2,9 +2,10 @@
 //
 //   torch::nn::Linear head(16, 4);
 //   StageModule from_module(head);
-//   StageModule from_function([head](at::Tensor x) mutable { return head->forward(x.relu()); }, {head.ptr()});
-//   StageModule chained = StageModule::chain({StageModule(block), from_function});
-//   PipelineLoss loss([](at::Tensor output, at::Tensor target) { return output.sub(target).square().mean(); });
+//   StageModule from_function([head](at::Tensor x) mutable { return head->forward(x.relu()); },
+//   {head.ptr()}); StageModule chained = StageModule::chain({StageModule(block), from_function});
+//   PipelineLoss loss([](at::Tensor output, at::Tensor target) { return output.sub(target).square().mean();
+//   });
 //
 // The arguments of `forward` are the positional inputs of the stage, in order: tensors, and on the first
 // stage also numbers, strings and Trees. Missing trailing tensors are undefined. If the last parameter is a
@@ -57,7 +58,8 @@ std::decay_t<T> argument_as(const Tree& value) {
     return value.text();
   } else {
     static_assert(std::same_as<Plain, Tree>,
-                  "a stage's forward takes tensors, numbers, texts and Trees; wrap others in a function of (const Tree& args, const Tree& kwargs)");
+                  "a stage's forward takes tensors, numbers, texts and Trees; wrap others in a function of "
+                  "(const Tree& args, const Tree& kwargs)");
   }
 }
 
@@ -103,10 +105,12 @@ Tree call_with_trees(Function& function, const Tree& args, const Tree& kwargs) {
     const Tree none;
     const auto call = [&]<std::size_t... i>(std::index_sequence<i...>) {
       if constexpr (Parameters::takes_kwargs()) {
-        return Tree(function(argument_as<typename Parameters::template At<i>>(i < given.size() ? given[i] : none)..., kwargs));
+        return Tree(function(
+            argument_as<typename Parameters::template At<i>>(i < given.size() ? given[i] : none)..., kwargs));
       } else {
         if (kwargs.size() > 0) refuse_kwargs(kwargs);
-        return Tree(function(argument_as<typename Parameters::template At<i>>(i < given.size() ? given[i] : none)...));
+        return Tree(function(
+            argument_as<typename Parameters::template At<i>>(i < given.size() ? given[i] : none)...));
       }
     };
     return call(std::make_index_sequence<Parameters::kPositional>{});
@@ -114,7 +118,9 @@ Tree call_with_trees(Function& function, const Tree& args, const Tree& kwargs) {
 }
 
 template <class Module>
-concept HasOneForward = requires { &Module::forward; };
+concept HasOneForward = requires {
+  &Module::forward;
+};
 
 }  // namespace detail
 
@@ -129,22 +135,26 @@ class StageModule {
 
   // Calls `forward` of a module.
   template <std::derived_from<torch::nn::Module> Module>
-  StageModule(std::shared_ptr<Module> module) : StageModule(function_of(module), Modules{module}, takes_kwargs_of<Module>()) {}
+  StageModule(std::shared_ptr<Module> module)
+      : StageModule(function_of(module), Modules{module}, takes_kwargs_of<Module>()) {}
   // The same for a module holder.
   template <class Module>
   StageModule(const torch::nn::ModuleHolder<Module>& holder) : StageModule(holder.ptr()) {}
   // The same for a holder that TORCH_MODULE has defined, such as torch::nn::Linear.
   template <class Holder>
-    requires std::derived_from<Holder, torch::nn::ModuleHolder<typename Holder::ContainedType>>
-  StageModule(const Holder& holder) : StageModule(holder.ptr()) {}
+  requires std::derived_from<Holder, torch::nn::ModuleHolder<typename Holder::ContainedType>> StageModule(
+      const Holder& holder)
+      : StageModule(holder.ptr()) {}
 
   // Calls a function object whose call operator is neither overloaded nor a template. `modules` are those
   // that it uses.
   template <class Callable>
-    requires(!std::derived_from<std::decay_t<Callable>, StageModule> && requires { &std::decay_t<Callable>::operator(); })
-  StageModule(Callable function, Modules modules)
+  requires(!std::derived_from<std::decay_t<Callable>, StageModule> &&
+           requires { &std::decay_t<Callable>::operator(); }) StageModule(Callable function, Modules modules)
       : StageModule(Function([function = std::move(function)](const Tree& args, const Tree& kwargs) mutable {
-                      return detail::call_with_trees<detail::ParametersOf<decltype(&std::decay_t<Callable>::operator())>>(function, args, kwargs);
+                      return detail::call_with_trees<
+                          detail::ParametersOf<decltype(&std::decay_t<Callable>::operator())>>(function, args,
+                                                                                               kwargs);
                     }),
                     std::move(modules), takes_kwargs_of_call<std::decay_t<Callable>>()) {}
 
@@ -177,7 +187,9 @@ class StageModule {
 
  private:
   StageModule(Function function, Modules modules, bool takes_kwargs)
-      : function_(std::move(function)), modules_(std::move(modules)), takes_kwargs_(takes_kwargs),
+      : function_(std::move(function)),
+        modules_(std::move(modules)),
+        takes_kwargs_(takes_kwargs),
         blocks_(std::make_shared<const std::vector<StageModule>>()) {}
 
   template <class Parameters>
@@ -202,12 +214,18 @@ class StageModule {
     if constexpr (detail::HasOneForward<Module>) {
       using Parameters = detail::ParametersOf<decltype(&Module::forward)>;
       return [module](const Tree& args, const Tree& kwargs) {
-        const auto forward = [&](auto&&... each) { return module->forward(std::forward<decltype(each)>(each)...); };
+        const auto forward = [&](auto&&... each) {
+          return module->forward(std::forward<decltype(each)>(each)...);
+        };
         return detail::call_with_trees<Parameters>(forward, args, kwargs);
       };
     } else {
-      static_assert(requires(at::Tensor x) { { module->forward(x) } -> std::convertible_to<at::Tensor>; },
-                    "forward of this module is overloaded or a template: pass a function that calls it, and the module");
+      static_assert(
+          requires(at::Tensor x) {
+            { module->forward(x) } -> std::convertible_to<at::Tensor>;
+          },
+          "forward of this module is overloaded or a template: pass a function that calls it, and the "
+          "module");
       return [module](const Tree& args, const Tree& kwargs) {
         const auto forward = [&](const at::Tensor& x) -> at::Tensor { return module->forward(x); };
         return detail::call_with_trees<detail::ParameterList<at::Tensor>>(forward, args, kwargs);
@@ -229,8 +247,9 @@ class PipelineLoss {
   PipelineLoss() = default;
   // Calls a function, or a function object whose call operator is neither overloaded nor a template.
   template <class Callable>
-    requires(!std::derived_from<std::decay_t<Callable>, PipelineLoss> && !std::is_null_pointer_v<Callable>)
-  PipelineLoss(Callable function) : function_(wrap(std::move(function))) {}
+  requires(!std::derived_from<std::decay_t<Callable>, PipelineLoss> && !std::is_null_pointer_v<Callable>)
+      PipelineLoss(Callable function)
+      : function_(wrap(std::move(function))) {}
 
   // Returns whether there is a loss.
   explicit operator bool() const { return static_cast<bool>(function_); }
@@ -244,7 +263,8 @@ class PipelineLoss {
   static Function wrap_with(Callable function) {
     static_assert(Parameters::kCount == 2, "a loss takes the output and the target");
     return [function = std::move(function)](const Tree& output, const Tree& target) -> at::Tensor {
-      return function(detail::argument_as<typename Parameters::template At<0>>(output), detail::argument_as<typename Parameters::template At<1>>(target));
+      return function(detail::argument_as<typename Parameters::template At<0>>(output),
+                      detail::argument_as<typename Parameters::template At<1>>(target));
     };
   }
   template <class Callable>

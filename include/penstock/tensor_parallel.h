@@ -39,8 +39,8 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/world.h"
 #include "penstock/placement.h"
+#include "penstock/world.h"
 
 namespace penstock {
 

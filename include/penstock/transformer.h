@@ -30,10 +30,10 @@
 #include <string>
 #include <vector>
 
-#include "penstock/world.h"
-#include "penstock/transformer_options.h"
 #include "penstock/pytree.h"
 #include "penstock/random.h"
+#include "penstock/transformer_options.h"
+#include "penstock/world.h"
 
 namespace penstock::models {
 

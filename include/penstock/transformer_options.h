@@ -10,9 +10,9 @@
 // the feed-forward part is SwiGLU, and there are no biases. Plain values, independent of LibTorch.
 #pragma once
 
-#include <optional>
-#include <map>
 #include <cstdint>
+#include <map>
+#include <optional>
 #include <string>
 #include <vector>
 

@@ -15,13 +15,13 @@
 // the same order on every rank.
 #pragma once
 
-#include <string_view>
 #include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 

@@ -54,7 +54,8 @@ std::uint64_t plain_checksum64(std::span<const std::uint8_t> bytes) {
         at += 8;
       }
     }
-    hash = std::rotl(lanes[0], 1) + std::rotl(lanes[1], 7) + std::rotl(lanes[2], 12) + std::rotl(lanes[3], 18);
+    hash =
+        std::rotl(lanes[0], 1) + std::rotl(lanes[1], 7) + std::rotl(lanes[2], 12) + std::rotl(lanes[3], 18);
     for (const std::uint64_t lane : lanes) hash = merge(hash, lane);
   }
   hash += bytes.size();

@@ -16,8 +16,8 @@ std::string describe(std::string_view what, std::string_view actual, std::string
 }  // namespace penstock
 
 // Stays on in release builds: a broken contract must never become wrong numbers.
-#define PENSTOCK_INVARIANT(condition, why)                                          \
-  do {                                                                              \
-    if (!(condition)) [[unlikely]]                                                  \
-      ::penstock::invariant_failed(#condition, __FILE__, __LINE__, (why));          \
+#define PENSTOCK_INVARIANT(condition, why)                                 \
+  do {                                                                     \
+    if (!(condition)) [[unlikely]]                                         \
+      ::penstock::invariant_failed(#condition, __FILE__, __LINE__, (why)); \
   } while (false)

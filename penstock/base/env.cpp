@@ -7,10 +7,10 @@
 #include <cstdlib>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/number.h"
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"
+#include "penstock/errors.h"
 
 namespace penstock {
 
@@ -23,10 +23,12 @@ std::optional<std::string> env_text(const char* name) {
 std::optional<long long> env_int(const char* name, long long low, long long high) {
   const auto text = env_text(name);
   if (!text) return std::nullopt;
-  return read_integer(fmt::format("environment variable {}", name), *text, low, high, fmt::format("set {} to such a number or unset it", name));
+  return read_integer(fmt::format("environment variable {}", name), *text, low, high,
+                      fmt::format("set {} to such a number or unset it", name));
 }
 
-std::string env_choice(const char* name, const std::vector<std::string>& choices, const std::string& fallback) {
+std::string env_choice(const char* name, const std::vector<std::string>& choices,
+                       const std::string& fallback) {
   auto text = env_text(name);
   if (!text) return fallback;
   const std::string lower = to_lower(*text);

@@ -15,7 +15,8 @@ std::optional<std::string> env_text(const char* name);
 std::optional<long long> env_int(const char* name, long long low, long long high);
 
 // One of `choices`, ignoring case; `fallback` if not set.
-std::string env_choice(const char* name, const std::vector<std::string>& choices, const std::string& fallback);
+std::string env_choice(const char* name, const std::vector<std::string>& choices,
+                       const std::string& fallback);
 
 // Default timeout of communication: PENSTOCK_TIMEOUT_S, 300 s if not set.
 std::chrono::milliseconds default_timeout();

@@ -1,5 +1,5 @@
-#include "penstock/base/describe.h"
 #include "penstock/errors.h"
+#include "penstock/base/describe.h"
 
 #include <fmt/format.h>
 
@@ -36,7 +36,8 @@ std::string describe(std::string_view what, std::string_view actual, std::string
 
 void invariant_failed(const char* condition, const char* file, int line, std::string_view why) {
   throw InvariantError(
-      fmt::format("broken internal contract: {} ({}:{}: {}); please report this with the full log", why, file, line, condition));
+      fmt::format("broken internal contract: {} ({}:{}: {}); please report this with the full log", why, file,
+                  line, condition));
 }
 
 }  // namespace penstock

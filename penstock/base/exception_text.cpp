@@ -19,7 +19,8 @@ std::string current_exception_text() {
     const std::type_info* type = abi::__cxa_current_exception_type();
     if (type == nullptr) return "an exception of an unknown type";
     int status = 0;
-    const std::unique_ptr<char, decltype(&std::free)> name(abi::__cxa_demangle(type->name(), nullptr, nullptr, &status), &std::free);
+    const std::unique_ptr<char, decltype(&std::free)> name(
+        abi::__cxa_demangle(type->name(), nullptr, nullptr, &status), &std::free);
     return std::string("an exception of type ") + (status == 0 ? name.get() : type->name());
   }
 }
@@ -32,7 +33,8 @@ std::string without_json_tag(std::string_view text) {
 std::string without_backtrace(std::string_view text) {
   std::size_t end = text.size();
   // These come from c10::Error, from allocator checks, and from builds that symbolize backtraces themselves.
-  for (const std::string_view mark : {"\nException raised from ", "\nframe #", "\nC++ CapturedTraceback:"}) end = std::min(end, text.find(mark));
+  for (const std::string_view mark : {"\nException raised from ", "\nframe #", "\nC++ CapturedTraceback:"})
+    end = std::min(end, text.find(mark));
   while (end > 0 && text[end - 1] == '\n') --end;
   return std::string(text.substr(0, end));
 }

@@ -16,7 +16,9 @@ namespace penstock {
 
 namespace {
 
-int remove_entry(const char* path, const struct stat*, int, struct FTW*) { return ::remove(path) == 0 || errno == ENOENT ? 0 : -1; }
+int remove_entry(const char* path, const struct stat*, int, struct FTW*) {
+  return ::remove(path) == 0 || errno == ENOENT ? 0 : -1;
+}
 
 }  // namespace
 
@@ -24,7 +26,8 @@ void remove_tree(const std::filesystem::path& path, std::error_code& error) noex
   constexpr int kOpenFolders = 16;
   error.clear();
   errno = 0;
-  if (::nftw(path.c_str(), remove_entry, kOpenFolders, FTW_DEPTH | FTW_PHYS) != 0 && errno != ENOENT) error.assign(errno, std::generic_category());
+  if (::nftw(path.c_str(), remove_entry, kOpenFolders, FTW_DEPTH | FTW_PHYS) != 0 && errno != ENOENT)
+    error.assign(errno, std::generic_category());
 }
 
 void remove_tree(const std::filesystem::path& path) {
@@ -34,7 +37,10 @@ void remove_tree(const std::filesystem::path& path) {
 }
 
 std::string read_file(const std::filesystem::path& path, std::string_view what, std::string_view remedy) {
-  const auto refuse = [&](std::string_view found) { throw ConfigError(describe(std::string(what) + " " + path.string(), found, "a file that can be read", remedy)); };
+  const auto refuse = [&](std::string_view found) {
+    throw ConfigError(
+        describe(std::string(what) + " " + path.string(), found, "a file that can be read", remedy));
+  };
   struct Close {
     void operator()(std::FILE* file) const { std::fclose(file); }
   };
@@ -46,7 +52,8 @@ std::string read_file(const std::filesystem::path& path, std::string_view what, 
   if (S_ISCHR(status.st_mode) || S_ISBLK(status.st_mode)) refuse("a device");
   std::string text;
   char buffer[65536];
-  while (const std::size_t count = std::fread(buffer, 1, sizeof buffer, file.get())) text.append(buffer, count);
+  while (const std::size_t count = std::fread(buffer, 1, sizeof buffer, file.get()))
+    text.append(buffer, count);
   if (std::ferror(file.get()) != 0) refuse(std::strerror(errno));
   return text;
 }

@@ -23,7 +23,9 @@ class PrintableMessage final : public spdlog::custom_flag_formatter {
     const std::string text = printable(std::string_view(message.payload.data(), message.payload.size()));
     out.append(text.data(), text.data() + text.size());
   }
-  std::unique_ptr<custom_flag_formatter> clone() const override { return std::make_unique<PrintableMessage>(); }
+  std::unique_ptr<custom_flag_formatter> clone() const override {
+    return std::make_unique<PrintableMessage>();
+  }
 };
 
 void set_pattern(spdlog::logger& logger, const std::string& rank) {
@@ -34,9 +36,11 @@ void set_pattern(spdlog::logger& logger, const std::string& rank) {
 
 std::shared_ptr<spdlog::logger> make_logger() {
   // stderr: standard output is reserved for results (CSV, JSON) that users pipe into files.
-  auto logger = std::make_shared<spdlog::logger>("penstock", std::make_shared<spdlog::sinks::stderr_color_sink_mt>());
+  auto logger =
+      std::make_shared<spdlog::logger>("penstock", std::make_shared<spdlog::sinks::stderr_color_sink_mt>());
   set_pattern(*logger, "");
-  const std::string level = env_choice("PENSTOCK_LOG", {"trace", "debug", "info", "warn", "error", "off"}, "info");
+  const std::string level =
+      env_choice("PENSTOCK_LOG", {"trace", "debug", "info", "warn", "error", "off"}, "info");
   logger->set_level(spdlog::level::from_str(level == "error" ? "err" : level));
   logger->flush_on(spdlog::level::warn);
   return logger;

@@ -7,8 +7,8 @@
 #include <system_error>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/quote.h"
+#include "penstock/errors.h"
 
 namespace penstock {
 
@@ -85,24 +85,34 @@ std::string NumberRange::text() const {
   return fmt::format("from {} to {}", number_text(low), number_text(high));
 }
 
-double read_number(std::string_view what, std::string_view text, const NumberRange& range, std::string_view remedy) {
+double read_number(std::string_view what, std::string_view text, const NumberRange& range,
+                   std::string_view remedy) {
   const std::optional<double> value = parse_number(text);
-  if (!value || !range.contains(*value)) throw ConfigError(describe(what, quote(text), fmt::format("a number {}", range.text()), remedy));
+  if (!value || !range.contains(*value))
+    throw ConfigError(describe(what, quote(text), fmt::format("a number {}", range.text()), remedy));
   return *value;
 }
 
 std::int64_t read_integer(std::string_view what, std::string_view text, std::int64_t low, std::int64_t high,
-                        std::string_view remedy) {
+                          std::string_view remedy) {
   const std::optional<std::int64_t> value = parse_integer(text);
   if (!value || *value < low || *value > high)
-    throw ConfigError(describe(what, quote(text), high == std::numeric_limits<std::int64_t>::max() ? fmt::format("a whole number of at least {}", low) : fmt::format("a whole number from {} to {}", low, high), remedy));
+    throw ConfigError(describe(what, quote(text),
+                               high == std::numeric_limits<std::int64_t>::max()
+                                   ? fmt::format("a whole number of at least {}", low)
+                                   : fmt::format("a whole number from {} to {}", low, high),
+                               remedy));
   return *value;
 }
 
-std::int64_t read_bytes(std::string_view what, std::string_view text, std::int64_t low, std::string_view remedy) {
+std::int64_t read_bytes(std::string_view what, std::string_view text, std::int64_t low,
+                        std::string_view remedy) {
   const std::optional<std::int64_t> value = parse_bytes(text);
   if (!value || *value < low)
-    throw ConfigError(describe(what, quote(text), fmt::format("bytes, such as 512, 64K or 1.5G{}", low > 0 ? fmt::format(", at least {}", low) : ", below 8 EiB"), remedy));
+    throw ConfigError(describe(what, quote(text),
+                               fmt::format("bytes, such as 512, 64K or 1.5G{}",
+                                           low > 0 ? fmt::format(", at least {}", low) : ", below 8 EiB"),
+                               remedy));
   return *value;
 }
 

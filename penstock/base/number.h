@@ -36,10 +36,12 @@ struct NumberRange {
 };
 
 // Throw ConfigError: "WHAT: got "TEXT", expected a number from LOW to HIGH; REMEDY".
-double read_number(std::string_view what, std::string_view text, const NumberRange& range, std::string_view remedy = {});
+double read_number(std::string_view what, std::string_view text, const NumberRange& range,
+                   std::string_view remedy = {});
 std::int64_t read_integer(std::string_view what, std::string_view text, std::int64_t low, std::int64_t high,
+                          std::string_view remedy = {});
+std::int64_t read_bytes(std::string_view what, std::string_view text, std::int64_t low = 0,
                         std::string_view remedy = {});
-std::int64_t read_bytes(std::string_view what, std::string_view text, std::int64_t low = 0, std::string_view remedy = {});
 
 // Formats a limit for messages: integers up to 1e15 without an exponent.
 std::string number_text(double value);

@@ -18,17 +18,20 @@ namespace {
 // The CPU allocator throws a plain c10::Error, which can only be recognized by its text.
 std::optional<std::string> of_cpu_allocator(std::string_view text) {
   constexpr std::string_view kMark = "DefaultCPUAllocator: ", kAmount = "you tried to allocate ";
-  if (text.find("Storage size calculation overflowed") != std::string_view::npos) return "more bytes than 64 bits can count";
+  if (text.find("Storage size calculation overflowed") != std::string_view::npos)
+    return "more bytes than 64 bits can count";
   if (text.find(kMark) == std::string_view::npos) return std::nullopt;
   const std::size_t at = text.find(kAmount);
   if (at == std::string_view::npos) return "memory on the CPU";
   const std::string_view number = text.substr(at + kAmount.size());
   std::uint64_t bytes = 0;
   const auto [end, error] = std::from_chars(number.data(), number.data() + number.size(), bytes);
-  return error == std::errc() && end != number.data() ? fmt::format("{} on the CPU", format_bytes(bytes)) : "memory on the CPU";
+  return error == std::errc() && end != number.data() ? fmt::format("{} on the CPU", format_bytes(bytes))
+                                                      : "memory on the CPU";
 }
 
-// "CUDA out of memory. Tried to allocate 20.00 GiB (GPU 0; ...)": the amount, without the advice about PyTorch's settings.
+// "CUDA out of memory. Tried to allocate 20.00 GiB (GPU 0; ...)": the amount, without the advice about
+// PyTorch's settings.
 std::optional<std::string> of_device_allocator(std::string_view text) {
   constexpr std::string_view kMark = "CUDA out of memory", kAmount = "Tried to allocate ";
   if (text.find(kMark) == std::string_view::npos) return std::nullopt;
@@ -36,7 +39,9 @@ std::optional<std::string> of_device_allocator(std::string_view text) {
   if (at == std::string_view::npos) return "memory of the GPU";
   const std::string_view amount = text.substr(at + kAmount.size());
   const std::size_t unit = amount.find(' ');
-  return fmt::format("{} on the GPU", amount.substr(0, unit == std::string_view::npos ? unit : amount.find_first_of(" .", unit + 1)));
+  return fmt::format(
+      "{} on the GPU",
+      amount.substr(0, unit == std::string_view::npos ? unit : amount.find_first_of(" .", unit + 1)));
 }
 
 }  // namespace

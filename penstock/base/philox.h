@@ -6,8 +6,8 @@
 // the same value, in any order, any number of times, on any device.
 //
 //   const philox::Stream stream = philox::derive(seed, step, microbatch, layer, purpose);
-//   const philox::Block block = philox::numbers(stream, i / 4);   // four words, for elements i/4*4 ... i/4*4 + 3
-//   const philox::u32 word = block.word[i % 4];
+//   const philox::Block block = philox::numbers(stream, i / 4);   // four words, for elements i/4*4 ... i/4*4
+//   + 3 const philox::u32 word = block.word[i % 4];
 //
 // Derivation (lo and hi are the halves of a 64-bit number, P(counter; key) is Philox4x32-10):
 //
@@ -77,7 +77,8 @@ PENSTOCK_HOST_DEVICE Stream derive(u64 seed, u64 step, u64 microbatch, u64 layer
 }
 
 PENSTOCK_HOST_DEVICE Block numbers(const Stream& stream, u64 block) {
-  return philox4x32(low(block), high(block), stream.counter[0], stream.counter[1], stream.key[0], stream.key[1]);
+  return philox4x32(low(block), high(block), stream.counter[0], stream.counter[1], stream.key[0],
+                    stream.key[1]);
 }
 
 }  // namespace penstock::philox

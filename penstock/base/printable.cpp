@@ -20,14 +20,17 @@ std::size_t character_bytes(std::string_view text) {
   if (first < 0xc2 || first > 0xf4 || text.size() < bytes) return 0;
   for (std::size_t i = 1; i < bytes; ++i)
     if ((byte(i) & 0xc0) != 0x80) return 0;
-  if ((first == 0xe0 && byte(1) < 0xa0) || (first == 0xed && byte(1) > 0x9f) || (first == 0xf0 && byte(1) < 0x90) || (first == 0xf4 && byte(1) > 0x8f)) return 0;
+  if ((first == 0xe0 && byte(1) < 0xa0) || (first == 0xed && byte(1) > 0x9f) ||
+      (first == 0xf0 && byte(1) < 0x90) || (first == 0xf4 && byte(1) > 0x8f))
+    return 0;
   return bytes;
 }
 
 bool is_control(std::string_view character) {
   const auto first = static_cast<std::uint8_t>(character[0]);
   if (character.size() == 1) return (first < 0x20 && first != '\n' && first != '\t') || first == 0x7f;
-  return character.size() == 2 && first == 0xc2 && static_cast<std::uint8_t>(character[1]) < 0xa0;  // C1 controls
+  return character.size() == 2 && first == 0xc2 &&
+         static_cast<std::uint8_t>(character[1]) < 0xa0;  // C1 controls
 }
 
 }  // namespace
@@ -41,7 +44,8 @@ std::string printable(std::string_view text) {
     if (bytes > 0 && !is_control(character)) {
       out += character;
     } else {
-      for (const char c : character) fmt::format_to(std::back_inserter(out), "\\x{:02x}", static_cast<std::uint8_t>(c));
+      for (const char c : character)
+        fmt::format_to(std::back_inserter(out), "\\x{:02x}", static_cast<std::uint8_t>(c));
     }
     text.remove_prefix(character.size());
   }
@@ -50,7 +54,9 @@ std::string printable(std::string_view text) {
 
 std::string shortened(std::string_view text, std::size_t most) {
   if (text.size() <= most) return std::string(text);
-  const auto continues = [&](std::size_t i) { return i < text.size() && (static_cast<std::uint8_t>(text[i]) & 0xc0) == 0x80; };
+  const auto continues = [&](std::size_t i) {
+    return i < text.size() && (static_cast<std::uint8_t>(text[i]) & 0xc0) == 0x80;
+  };
   std::size_t head = most * 2 / 3, tail = text.size() - (most - head);
   while (head > 0 && continues(head)) --head;
   while (continues(tail)) ++tail;

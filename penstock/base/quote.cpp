@@ -11,9 +11,12 @@ std::string quote(std::string_view text, std::size_t at_most) {
   while (cut && end > 0 && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80) --end;
   std::string shown = "\"";
   for (const char c : printable(text.substr(0, end))) {
-    if (c == '\n') shown += "\\n";
-    else if (c == '\t') shown += "\\t";
-    else shown += c;
+    if (c == '\n')
+      shown += "\\n";
+    else if (c == '\t')
+      shown += "\\t";
+    else
+      shown += c;
   }
   return cut ? shown + fmt::format("...\" ({} bytes)", text.size()) : shown + '"';
 }

@@ -10,9 +10,9 @@
 #include <unordered_map>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/hash.h"
 #include "penstock/base/text.h"
+#include "penstock/errors.h"
 
 namespace penstock {
 
@@ -116,8 +116,7 @@ DeviceMesh::DeviceMesh(const std::string& device_type, const std::vector<std::in
                  fmt::format("{} ranks", layout_.size()), "change the shape or the list of ranks"));
   check_names(names, layout_.ndim());
   if (this_rank < 0)
-    throw ValueError(
-        describe("own rank of a mesh", fmt::format("{}", this_rank), "a rank of at least 0"));
+    throw ValueError(describe("own rank of a mesh", fmt::format("{}", this_rank), "a rank of at least 0"));
   names_ = names;
   root_ = std::make_shared<Root>(checked_device_type(device_type), layout_, checked_ranks(std::move(ranks)),
                                  std::move(names));
@@ -136,21 +135,11 @@ DeviceMesh::DeviceMesh(std::shared_ptr<Root> root, MeshLayout layout, std::vecto
   }
 }
 
-const std::string& DeviceMesh::device_type() const {
-  return root_->device_type;
-}
-const std::vector<int>& DeviceMesh::universe() const {
-  return root_->ranks;
-}
-bool DeviceMesh::is_root() const {
-  return names_ == root_->names && layout_ == root_->layout;
-}
-DeviceMesh DeviceMesh::root() const {
-  return DeviceMesh(root_, root_->layout, root_->names, this_rank_);
-}
-DeviceMesh DeviceMesh::as_rank(int rank) const {
-  return DeviceMesh(root_, layout_, names_, rank);
-}
+const std::string& DeviceMesh::device_type() const { return root_->device_type; }
+const std::vector<int>& DeviceMesh::universe() const { return root_->ranks; }
+bool DeviceMesh::is_root() const { return names_ == root_->names && layout_ == root_->layout; }
+DeviceMesh DeviceMesh::root() const { return DeviceMesh(root_, root_->layout, root_->names, this_rank_); }
+DeviceMesh DeviceMesh::as_rank(int rank) const { return DeviceMesh(root_, layout_, names_, rank); }
 
 int DeviceMesh::axis(std::string_view name) const {
   const auto found = std::find(names_.begin(), names_.end(), name);
@@ -378,8 +367,8 @@ bool operator==(const DeviceMesh& a, const DeviceMesh& b) {
 DeviceMesh init_device_mesh(const std::string& device_type, const std::vector<std::int64_t>& shape,
                             const std::vector<std::string>& names, int rank, int world_size) {
   if (rank < 0 || rank >= world_size)
-    throw ValueError(describe("own rank of a mesh", fmt::format("{}", rank),
-                              fmt::format("0 to {}", world_size - 1)));
+    throw ValueError(
+        describe("own rank of a mesh", fmt::format("{}", rank), fmt::format("0 to {}", world_size - 1)));
   const std::int64_t size = MeshLayout(shape).size();
   if (size > world_size)
     throw ValueError(describe("mesh", fmt::format("{}, {} ranks", fmt::join(shape, " x "), size),

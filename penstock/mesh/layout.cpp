@@ -6,8 +6,8 @@
 #include <algorithm>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/hash.h"
+#include "penstock/errors.h"
 
 namespace penstock {
 
@@ -117,9 +117,8 @@ MeshLayout MeshLayout::from_axes(std::vector<AxisLayout> axes) {
   layout.axes_ = std::move(axes);
   std::vector<Mode> modes = all_modes(layout.axes_);
   if (!nests(modes))
-    throw ValueError(
-        describe("mesh layout", layout.to_string(), "axes that do not overlap",
-                 "make every stride a multiple of size times stride of the axes inside it"));
+    throw ValueError(describe("mesh layout", layout.to_string(), "axes that do not overlap",
+                              "make every stride a multiple of size times stride of the axes inside it"));
   std::int64_t last = 1;
   for (const Mode& mode : modes) last = sum_of(last, product_of(mode.size - 1, mode.stride));
   return layout;
@@ -206,13 +205,9 @@ MeshLayout MeshLayout::slice(const std::vector<int>& axes) const {
   return from_axes(std::move(chosen));
 }
 
-MeshLayout MeshLayout::flatten(const std::vector<int>& axes) const {
-  return slice(axes).flatten();
-}
+MeshLayout MeshLayout::flatten(const std::vector<int>& axes) const { return slice(axes).flatten(); }
 
-MeshLayout MeshLayout::flatten() const {
-  return from_axes({AxisLayout(all_modes(axes_))});
-}
+MeshLayout MeshLayout::flatten() const { return from_axes({AxisLayout(all_modes(axes_))}); }
 
 MeshLayout MeshLayout::unflatten(int axis, const std::vector<std::int64_t>& shape) const {
   const AxisLayout& whole = axis_layout(axis);
@@ -238,8 +233,7 @@ MeshLayout MeshLayout::unflatten(int axis, const std::vector<std::int64_t>& shap
         throw ValueError(describe(
             "unflatten",
             fmt::format("({}) of an axis laid out as {}", fmt::join(shape, ", "), slice({axis}).to_string()),
-            "sizes that split between the axes it was flattened from",
-            "unflatten to those axes first"));
+            "sizes that split between the axes it was flattened from", "unflatten to those axes first"));
       taken.insert(taken.begin(), {take, mode.stride});
       wanted /= take;
       mode = {mode.size / take, mode.stride * take};

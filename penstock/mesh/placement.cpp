@@ -6,8 +6,8 @@
 #include <charconv>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/hash.h"
+#include "penstock/errors.h"
 
 namespace penstock {
 

@@ -6,12 +6,12 @@
 #include <filesystem>
 #include <fstream>
 
-#include "penstock/base/env.h"
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
+#include "penstock/base/env.h"
 #include "penstock/base/files.h"
 #include "penstock/base/text.h"
 #include "penstock/base/warnings.h"
+#include "penstock/errors.h"
 #include "tests/throws.h"
 
 namespace penstock {
@@ -44,7 +44,8 @@ TEST(Errors, CommErrorCarriesItsContext) {
   context.label = "2F0";
   context.elapsed_s = 1.5;
   const TimeoutError error("no answer", context);
-  EXPECT_STREQ(error.what(), "no answer [rank 2, peer 3, operation send, group pp, label \"2F0\", after 1.500 s]");
+  EXPECT_STREQ(error.what(),
+               "no answer [rank 2, peer 3, operation send, group pp, label \"2F0\", after 1.500 s]");
   EXPECT_EQ(error.context().peer, 3);
 }
 
@@ -114,7 +115,8 @@ TEST(Warnings, AreCapturedAndWarnOnceWarnsOnce) {
 
 TEST(Files, ATreeIsRemovedAndLinksAreNotFollowed) {
   namespace fs = std::filesystem;
-  const fs::path top = fs::temp_directory_path() / ("penstock-base-" + std::to_string(::getpid())), kept = top.string() + "-kept";
+  const fs::path top = fs::temp_directory_path() / ("penstock-base-" + std::to_string(::getpid())),
+                 kept = top.string() + "-kept";
   fs::create_directories(top / "a" / "b");
   fs::create_directories(kept);
   std::ofstream(kept / "file") << "stays";

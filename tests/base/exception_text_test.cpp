@@ -36,11 +36,16 @@ TEST(ExceptionText, DescribesTheInnerOfTwoNestedExceptions) {
 }
 
 TEST(ExceptionText, BacktracesAndTagsOfLibrariesAreLeftOut) {
-  EXPECT_EQ(without_backtrace("bad size\nException raised from f at a.cpp:1 (most recent call first):\nframe #0: c10::Error"), "bad size");
-  EXPECT_EQ(without_backtrace("[enforce fail at alloc_cpu.cpp:75] no memory\nframe #0: <unknown function>"), "[enforce fail at alloc_cpu.cpp:75] no memory");
+  EXPECT_EQ(
+      without_backtrace(
+          "bad size\nException raised from f at a.cpp:1 (most recent call first):\nframe #0: c10::Error"),
+      "bad size");
+  EXPECT_EQ(without_backtrace("[enforce fail at alloc_cpu.cpp:75] no memory\nframe #0: <unknown function>"),
+            "[enforce fail at alloc_cpu.cpp:75] no memory");
   EXPECT_EQ(without_backtrace("two\nlines"), "two\nlines");
   EXPECT_EQ(text_of(std::runtime_error("hot\n\nException raised from f at a.cpp:1")), "hot");
-  EXPECT_EQ(without_json_tag("[json.exception.parse_error.101] parse error at line 1"), "parse error at line 1");
+  EXPECT_EQ(without_json_tag("[json.exception.parse_error.101] parse error at line 1"),
+            "parse error at line 1");
   EXPECT_EQ(without_json_tag("[1, 2] is no object"), "[1, 2] is no object");
 }
 

@@ -51,7 +51,8 @@ int in_process(const std::function<int()>& body) {
 }
 
 TEST(Crash, BetweenAnyTwoPhasesLeavesAWholeCheckpoint) {
-  for (const WritePhase phase : {WritePhase::FolderMade, WritePhase::PartsWritten, WritePhase::Checked, WritePhase::IndexWritten, WritePhase::Renamed, WritePhase::OldRemoved}) {
+  for (const WritePhase phase : {WritePhase::FolderMade, WritePhase::PartsWritten, WritePhase::Checked,
+                                 WritePhase::IndexWritten, WritePhase::Renamed, WritePhase::OldRemoved}) {
     const TemporaryFolder folder;
     WriteOptions options = small_blocks();
     options.keep_last = 1;
@@ -82,15 +83,18 @@ TEST(Crash, BetweenAnyTwoPhasesLeavesAWholeCheckpoint) {
 // A rank that fails anywhere ends the save on all ranks, with its message.
 TEST(Failure, OfOneRankFailsAllRanks) {
   for (const int bad : {0, 1})
-    for (const WritePhase phase : {WritePhase::FolderMade, WritePhase::PartsWritten, WritePhase::Checked, WritePhase::IndexWritten}) {
-      if (bad == 1 && (phase == WritePhase::FolderMade || phase == WritePhase::IndexWritten)) continue;  // only on rank 0
+    for (const WritePhase phase :
+         {WritePhase::FolderMade, WritePhase::PartsWritten, WritePhase::Checked, WritePhase::IndexWritten}) {
+      if (bad == 1 && (phase == WritePhase::FolderMade || phase == WritePhase::IndexWritten))
+        continue;  // only on rank 0
       const TemporaryFolder folder;
       save_alone(folder.path(), 1, small_blocks(), 1);
       WriteOptions options = small_blocks();
       options.at_phase = [&](WritePhase now, int rank) {
         if (now == phase && rank == bad) throw std::runtime_error("struck by lightning");
       };
-      const auto errors = errors_on_ranks(2, [&](RankAgreement& agreement) { save(agreement, folder.path(), 2, on_two(), options); });
+      const auto errors = errors_on_ranks(
+          2, [&](RankAgreement& agreement) { save(agreement, folder.path(), 2, on_two(), options); });
       EXPECT_EQ(errors[0], "rank " + std::to_string(bad) + ": struck by lightning");
       EXPECT_EQ(errors[1], errors[0]);
       EXPECT_EQ(contents_of(folder.path()).size(), 1u) << "the temporary folder is gone";
@@ -104,8 +108,11 @@ TEST(FullDisk, InTheMiddleOfARanksParts) {
   save_alone(folder.path(), 1, small_blocks(), 1);
   WriteOptions options = small_blocks();
   std::atomic<int> writes{0};
-  options.fault = [&](const fs::path& path, std::uint64_t offset, std::uint64_t) { return path.filename() == "model.safetensors" && offset > 0 && ++writes == 3 ? ENOSPC : 0; };
-  const auto errors = errors_on_ranks(2, [&](RankAgreement& agreement) { save(agreement, folder.path(), 2, on_two(), options); });
+  options.fault = [&](const fs::path& path, std::uint64_t offset, std::uint64_t) {
+    return path.filename() == "model.safetensors" && offset > 0 && ++writes == 3 ? ENOSPC : 0;
+  };
+  const auto errors = errors_on_ranks(
+      2, [&](RankAgreement& agreement) { save(agreement, folder.path(), 2, on_two(), options); });
   EXPECT_EQ(errors[0], errors[1]);
   EXPECT_TRUE(has_text(errors[0], "model.safetensors: No space left on device; free space there"));
   EXPECT_TRUE(has_text(errors[0], (folder.path() / ".step-00000002.writing").string()));
@@ -146,7 +153,8 @@ TEST(FullDisk, AsTheSystemReportsIt) {
         save_alone(folder.path(), 2, options, 2);
         return 3;
       } catch (const CheckpointError& failure) {
-        if (std::string(failure.what()).find("File too large; raise the limit") == std::string::npos) return 4;
+        if (std::string(failure.what()).find("File too large; raise the limit") == std::string::npos)
+          return 4;
       }
     }
     for (const auto& entry : fs::directory_iterator(folder.path()))
@@ -160,24 +168,36 @@ TEST(FullDisk, AsTheSystemReportsIt) {
 TEST(Failure, AFolderThatCannotBeCreated) {
   const TemporaryFolder folder;
   write_text(folder.path() / "file", "x");
-  EXPECT_TRUE(has_text(message_of<CheckpointError>([&] { save_alone(folder.path() / "file" / "x", 1); }), "Not a directory"));
+  EXPECT_TRUE(has_text(message_of<CheckpointError>([&] { save_alone(folder.path() / "file" / "x", 1); }),
+                       "Not a directory"));
 }
 
 TEST(Failure, StateThatIsNotJson) {
   const TemporaryFolder folder;
   SingleRankAgreement agreement;
   const SavePlan plan = agree_on_plan(agreement, 1, [] { return std::vector<AnnouncedTensor>{}; });
-  EXPECT_TRUE(has_text(message_of<CheckpointError>([&] { write_checkpoint(agreement, folder.path(), 1, plan, {}, "{oops", small_blocks()); }), "text that is not JSON"));
+  EXPECT_TRUE(has_text(message_of<CheckpointError>([&] {
+                         write_checkpoint(agreement, folder.path(), 1, plan, {}, "{oops", small_blocks());
+                       }),
+                       "text that is not JSON"));
 }
 
 TEST(RankAgreement, AMissingRankIsNamedAtTheDeadline) {
   const auto errors = errors_on_ranks(
-      3, [&](RankAgreement& agreement) { if (agreement.rank() != 1) agreement.agree("plan", [] {}); }, 200ms);
+      3,
+      [&](RankAgreement& agreement) {
+        if (agreement.rank() != 1) agreement.agree("plan", [] {});
+      },
+      200ms);
   EXPECT_TRUE(has_text(errors[0], "\"plan\" was not agreed on before the deadline: rank 1 did not join"));
   EXPECT_EQ(errors[1], "");
   EXPECT_EQ(errors[2], errors[0]);
   const auto without_first = errors_on_ranks(
-      2, [&](RankAgreement& agreement) { if (agreement.rank() != 0) agreement.agree("plan", [] {}); }, 200ms);
+      2,
+      [&](RankAgreement& agreement) {
+        if (agreement.rank() != 0) agreement.agree("plan", [] {});
+      },
+      200ms);
   EXPECT_TRUE(has_text(without_first[1], "rank 0 did not answer"));
 }
 
@@ -231,9 +251,11 @@ TEST(RankAgreement, RoundsAfterAFailureSucceed) {
                 for (const Bytes& one : results) total[0] = static_cast<std::uint8_t>(total[0] + one.at(0));
                 return total;
               });
-          if (!fails && sum == Bytes{static_cast<std::uint8_t>(3 + 3 * round)}) ++good[static_cast<std::size_t>(rank)];
+          if (!fails && sum == Bytes{static_cast<std::uint8_t>(3 + 3 * round)})
+            ++good[static_cast<std::size_t>(rank)];
         } catch (const CheckpointError& error) {
-          if (fails && error.what() == "rank " + std::to_string(round % 3) + ": no") ++good[static_cast<std::size_t>(rank)];
+          if (fails && error.what() == "rank " + std::to_string(round % 3) + ": no")
+            ++good[static_cast<std::size_t>(rank)];
         }
       }
     });

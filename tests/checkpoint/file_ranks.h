@@ -78,7 +78,8 @@ class ThreadBoard final : public StatusBoard {
 };
 
 // The message of the exception on each rank; "" for none.
-inline std::vector<std::string> errors_on_ranks(int size, const std::function<void(RankAgreement&)>& body, std::chrono::milliseconds limit = std::chrono::seconds(30)) {
+inline std::vector<std::string> errors_on_ranks(int size, const std::function<void(RankAgreement&)>& body,
+                                                std::chrono::milliseconds limit = std::chrono::seconds(30)) {
   Statuses statuses;
   std::vector<std::string> errors(static_cast<std::size_t>(size));
   std::vector<std::thread> threads;
@@ -113,9 +114,12 @@ struct SampleTensor {
 
 inline const std::vector<SampleTensor>& sample_tensors() {
   static const std::vector<SampleTensor> all{
-      {Section::Model, "blocks.0.weight", Dtype::F32, {6, 10}},   {Section::Model, "blocks.1.weight", Dtype::BF16, {7, 3, 4}},
-      {Section::Model, "norm.weight", Dtype::F32, {10}},          {Section::Model, "scalar", Dtype::I64, {}},
-      {Section::Model, "empty", Dtype::F32, {0, 4}},              {Section::Optimizer, "blocks.0.weight.m", Dtype::F32, {6, 10}},
+      {Section::Model, "blocks.0.weight", Dtype::F32, {6, 10}},
+      {Section::Model, "blocks.1.weight", Dtype::BF16, {7, 3, 4}},
+      {Section::Model, "norm.weight", Dtype::F32, {10}},
+      {Section::Model, "scalar", Dtype::I64, {}},
+      {Section::Model, "empty", Dtype::F32, {0, 4}},
+      {Section::Optimizer, "blocks.0.weight.m", Dtype::F32, {6, 10}},
       {Section::Optimizer, "step", Dtype::F64, {1}},
   };
   return all;
@@ -126,25 +130,32 @@ inline std::vector<std::uint8_t> sample_bytes(const SampleTensor& tensor, unsign
   std::vector<std::uint8_t> bytes(tensor_bytes(tensor.dtype, tensor.shape));
   std::uint32_t state = seed * 7919 + 17;
   for (const char c : tensor.name) state = state * 31 + static_cast<unsigned char>(c);
-  for (std::uint8_t& byte : bytes) byte = static_cast<std::uint8_t>((state = state * 1664525 + 1013904223) >> 24);
+  for (std::uint8_t& byte : bytes)
+    byte = static_cast<std::uint8_t>((state = state * 1664525 + 1013904223) >> 24);
   return bytes;
 }
 
-inline int ranks_of(const Numbers& mesh) { return static_cast<int>(std::accumulate(mesh.begin(), mesh.end(), std::int64_t{1}, std::multiplies<>())); }
+inline int ranks_of(const Numbers& mesh) {
+  return static_cast<int>(std::accumulate(mesh.begin(), mesh.end(), std::int64_t{1}, std::multiplies<>()));
+}
 
 inline Numbers coordinate_of(int rank, const Numbers& mesh) {
   Numbers coordinate(mesh.size());
-  for (std::size_t axis = mesh.size(); axis-- > 0; rank /= static_cast<int>(mesh[axis])) coordinate[axis] = rank % mesh[axis];
+  for (std::size_t axis = mesh.size(); axis-- > 0; rank /= static_cast<int>(mesh[axis]))
+    coordinate[axis] = rank % mesh[axis];
   return coordinate;
 }
 
-inline Slice slice_of(const SampleTensor& tensor, const Numbers& mesh, int rank, const Placements& placements) {
+inline Slice slice_of(const SampleTensor& tensor, const Numbers& mesh, int rank,
+                      const Placements& placements) {
   const Numbers coordinate = coordinate_of(rank, mesh);
-  return {tensor.shape, local_shape_and_offset(tensor.shape, mesh, coordinate, placements).shape, local_boxes(tensor.shape, mesh, coordinate, placements)};
+  return {tensor.shape, local_shape_and_offset(tensor.shape, mesh, coordinate, placements).shape,
+          local_boxes(tensor.shape, mesh, coordinate, placements)};
 }
 
 // Extracts a part of a whole tensor's bytes element by element, independently of for_each_run.
-inline std::vector<std::uint8_t> cut_bytes(const std::vector<std::uint8_t>& whole, const Slice& slice, std::uint64_t item) {
+inline std::vector<std::uint8_t> cut_bytes(const std::vector<std::uint8_t>& whole, const Slice& slice,
+                                           std::uint64_t item) {
   std::vector<std::uint8_t> part(static_cast<std::size_t>(slice.held()) * item);
   for (const ShardBox& box : slice.boxes) {
     std::int64_t count = 1;
@@ -159,7 +170,8 @@ inline std::vector<std::uint8_t> cut_bytes(const std::vector<std::uint8_t>& whol
         global_stride *= slice.global_shape[dim];
         local_stride *= slice.local_shape[dim];
       }
-      for (std::uint64_t b = 0; b < item; ++b) part[static_cast<std::size_t>(local) * item + b] = whole[static_cast<std::size_t>(global) * item + b];
+      for (std::uint64_t b = 0; b < item; ++b)
+        part[static_cast<std::size_t>(local) * item + b] = whole[static_cast<std::size_t>(global) * item + b];
     }
   }
   return part;
@@ -189,20 +201,25 @@ inline WriteOptions small_blocks() {
   return options;
 }
 
-inline void save(RankAgreement& agreement, const fs::path& folder, std::int64_t step, const Spread& spread, const WriteOptions& options = small_blocks(), unsigned seed = 0) {
+inline void save(RankAgreement& agreement, const fs::path& folder, std::int64_t step, const Spread& spread,
+                 const WriteOptions& options = small_blocks(), unsigned seed = 0) {
   const OwnedParts own = parts_of(spread, agreement.rank(), seed);
   const SavePlan plan = agree_on_plan(agreement, step, [&] {
     std::vector<AnnouncedTensor> announced;
     for (const HostPart& part : own.parts) announced.push_back(part.tensor);
     return announced;
   });
-  write_checkpoint(agreement, folder, step, plan, own.parts, R"({"step": )" + std::to_string(step) + "}", options);
+  write_checkpoint(agreement, folder, step, plan, own.parts, R"({"step": )" + std::to_string(step) + "}",
+                   options);
 }
 
 // Saves everything on one rank.
-inline Spread alone() { return {{1}, std::vector<Placements>(sample_tensors().size(), Placements{Replicate{}})}; }
+inline Spread alone() {
+  return {{1}, std::vector<Placements>(sample_tensors().size(), Placements{Replicate{}})};
+}
 
-inline void save_alone(const fs::path& folder, std::int64_t step, const WriteOptions& options = small_blocks(), unsigned seed = 0) {
+inline void save_alone(const fs::path& folder, std::int64_t step,
+                       const WriteOptions& options = small_blocks(), unsigned seed = 0) {
   SingleRankAgreement agreement;
   save(agreement, folder, step, alone(), options, seed);
 }
@@ -212,7 +229,9 @@ inline std::string read_text(const fs::path& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-inline void write_text(const fs::path& path, const std::string& text) { std::ofstream(path, std::ios::binary | std::ios::trunc) << text; }
+inline void write_text(const fs::path& path, const std::string& text) {
+  std::ofstream(path, std::ios::binary | std::ios::trunc) << text;
+}
 
 // Flips bits of one byte in place: rewriting the whole file would wait for the disk.
 inline void flip(const fs::path& path, std::size_t at, char bits) {
@@ -226,7 +245,8 @@ inline void flip(const fs::path& path, std::size_t at, char bits) {
 // Names and contents of a folder.
 inline std::map<std::string, std::string> contents_of(const fs::path& folder) {
   std::map<std::string, std::string> contents;
-  for (const auto& entry : fs::directory_iterator(folder)) contents[entry.path().filename().string()] = entry.is_directory() ? "(folder)" : read_text(entry.path());
+  for (const auto& entry : fs::directory_iterator(folder))
+    contents[entry.path().filename().string()] = entry.is_directory() ? "(folder)" : read_text(entry.path());
   return contents;
 }
 

@@ -27,15 +27,18 @@ at::Tensor weight() { return at::arange(22, at::kFloat).reshape({11, 2}); }
 
 // One tensor sharded over the ranks, one whole on every rank, and one of the optimizer.
 CheckpointData sharded(comm::World& world, double scale = 1) {
-  const comm::MeshGroups mesh(world, init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size()));
-  const at::Tensor parts = distribute_tensor(weight() * scale, mesh, {Shard{0}}, {.source_axis_rank = std::nullopt});
+  const comm::MeshGroups mesh(world,
+                              init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size()));
+  const at::Tensor parts =
+      distribute_tensor(weight() * scale, mesh, {Shard{0}}, {.source_axis_rank = std::nullopt});
   return {.model = {{"weight", parts}, {"bias", at::full({3}, scale)}},
           .optimizer = {{"weight.m", at::full({2}, 5 * scale)}},
           .state_json = R"({"batches": 7})"};
 }
 
 CheckpointData zeros() {
-  return {.model = {{"weight", at::zeros({11, 2})}, {"bias", at::zeros({3})}}, .optimizer = {{"weight.m", at::zeros({2})}}};
+  return {.model = {{"weight", at::zeros({11, 2})}, {"bias", at::zeros({3})}},
+          .optimizer = {{"weight.m", at::zeros({2})}}};
 }
 
 TEST(PublicCheckpoint, SavedShardedLoadedWhole) {
@@ -89,7 +92,8 @@ TEST(PublicCheckpoint, FallsBackFromADamagedOneOnlyIfAllowed) {
     if (world.rank() == 0) test::flip(file, std::filesystem::file_size(file) - 1, 1);
     world.group().barrier().wait();
     const CheckpointData data = zeros();
-    EXPECT_TRUE(has_text(message_of<CheckpointError>([&] { load_checkpoint(world, folder.path(), data); }), "step-00000002"));
+    EXPECT_TRUE(has_text(message_of<CheckpointError>([&] { load_checkpoint(world, folder.path(), data); }),
+                         "step-00000002"));
     EXPECT_EQ(data.model[0].second.abs().sum().item<double>(), 0) << "nothing was loaded";
     const auto loaded = load_checkpoint(world, folder.path(), data, {.allow_fallback = true});
     ASSERT_TRUE(loaded);
@@ -104,11 +108,13 @@ TEST(PublicCheckpoint, DifferencesAreErrorsUnlessAllowed) {
   const TemporaryFolder folder;
   comm::run_ranks(2, 120s, [&](comm::World& world) {
     save_checkpoint(world, folder.path(), 1, sharded(world));
-    const CheckpointData data{.model = {{"weight", at::zeros({11, 2}, at::kDouble)}, {"scale", at::ones({1})}}, .optimizer = {}};
-    const std::string error = message_of<CheckpointError>([&] { load_checkpoint(world, folder.path(), data); });
+    const CheckpointData data{
+        .model = {{"weight", at::zeros({11, 2}, at::kDouble)}, {"scale", at::ones({1})}}, .optimizer = {}};
+    const std::string error =
+        message_of<CheckpointError>([&] { load_checkpoint(world, folder.path(), data); });
     EXPECT_TRUE(has_text(error, "scale: not in the checkpoint"));
-    const auto loaded =
-        load_checkpoint(world, folder.path(), data, {.allow_cast = true, .allow_missing = true, .allow_extra = true});
+    const auto loaded = load_checkpoint(world, folder.path(), data,
+                                        {.allow_cast = true, .allow_missing = true, .allow_extra = true});
     ASSERT_TRUE(loaded);
     EXPECT_EQ(loaded->missing, std::vector<std::string>{"scale"});
     EXPECT_EQ(loaded->extra, (std::vector<std::string>{"bias", "weight.m"}));
@@ -145,7 +151,8 @@ TEST(AsyncCheckpointer, ATensorThatCannotBeSavedIsAnErrorOnEveryRank) {
   const TemporaryFolder folder;
   comm::run_ranks(2, 120s, [&](comm::World& world) {
     AsyncCheckpointer checkpointer(world, folder.path());
-    const CheckpointData bad{.model = {{"w", world.rank() == 1 ? at::Tensor() : at::ones({2})}}, .optimizer = {}};
+    const CheckpointData bad{.model = {{"w", world.rank() == 1 ? at::Tensor() : at::ones({2})}},
+                             .optimizer = {}};
     const std::string error = message_of<CheckpointError>([&] { checkpointer.save(1, bad); });
     EXPECT_TRUE(has_text(error, "rank 1"));
     EXPECT_TRUE(has_text(error, "an undefined tensor"));

@@ -11,9 +11,9 @@
 #include <nlohmann/json.hpp>
 #include <random>
 
-#include "penstock/errors.h"
-#include "penstock/checkpoint_types.h"
 #include "penstock/checkpoint/files/safetensors_file.h"
+#include "penstock/checkpoint_types.h"
+#include "penstock/errors.h"
 #include "tests/checkpoint/file_ranks.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
@@ -24,17 +24,21 @@ namespace safetensors_test {
 using penstock::test::has_text;
 using penstock::test::message_of;
 
-constexpr const char* kCodes[] = {"BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "I16", "U16", "F16", "BF16", "I32", "U32", "F32", "C64", "F64", "I64", "U64"};
+constexpr const char* kCodes[] = {"BOOL", "U8",  "I8",  "F8_E5M2", "F8_E4M3", "F8_E8M0", "I16", "U16", "F16",
+                                  "BF16", "I32", "U32", "F32",     "C64",     "F64",     "I64", "U64"};
 
 std::vector<std::uint8_t> file_of(const std::string& json, std::size_t data) {
   std::vector<std::uint8_t> bytes(8);
-  for (std::size_t i = 0; i < 8; ++i) bytes[i] = static_cast<std::uint8_t>(std::uint64_t{json.size()} >> (8 * i));
+  for (std::size_t i = 0; i < 8; ++i)
+    bytes[i] = static_cast<std::uint8_t>(std::uint64_t{json.size()} >> (8 * i));
   bytes.insert(bytes.end(), json.begin(), json.end());
   bytes.resize(bytes.size() + data, 7);
   return bytes;
 }
 
-Header parse(const std::vector<std::uint8_t>& bytes) { return parse_header(bytes, bytes.size(), "model.safetensors"); }
+Header parse(const std::vector<std::uint8_t>& bytes) {
+  return parse_header(bytes, bytes.size(), "model.safetensors");
+}
 
 std::string refused(const std::string& json, std::size_t data = 0) {
   return message_of<CheckpointError>([&] { parse(file_of(json, data)); });
@@ -86,7 +90,8 @@ TEST(Safetensors, WrittenAndReadAgain) {
   EXPECT_EQ(again.entries, header.entries);
   EXPECT_EQ(again.metadata, header.metadata);
   EXPECT_EQ(again.data_begin, bytes.size());
-  for (const TensorEntry& entry : again.entries) EXPECT_EQ((again.data_begin + entry.begin) % item_bytes(entry.dtype), 0u) << entry.name << " is aligned";
+  for (const TensorEntry& entry : again.entries)
+    EXPECT_EQ((again.data_begin + entry.begin) % item_bytes(entry.dtype), 0u) << entry.name << " is aligned";
   std::shuffle(entries.begin(), entries.end(), std::mt19937(4));
   EXPECT_EQ(lay_out(entries).entries, header.entries) << "the order given does not matter";
 }
@@ -103,18 +108,33 @@ TEST(Safetensors, InvalidFilesAreRefused) {
   EXPECT_EQ(parse(file_of(good + "    ", 8)).entries.size(), 1u);
   EXPECT_TRUE(has_text(refused(good, 7), "truncated"));
   EXPECT_TRUE(has_text(refused(good, 9), "9 data bytes, of which the tensors use 8"));
-  EXPECT_TRUE(has_text(refused(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}})", 8), "overlap"));
-  EXPECT_TRUE(has_text(refused(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[1],"data_offsets":[12,16]}})", 16), "gap"));
+  EXPECT_TRUE(has_text(
+      refused(
+          R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}})",
+          8),
+      "overlap"));
+  EXPECT_TRUE(has_text(
+      refused(
+          R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[1],"data_offsets":[12,16]}})",
+          16),
+      "gap"));
   EXPECT_TRUE(has_text(refused(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[8,0]}})", 8), "8-0 of 8"));
   EXPECT_TRUE(has_text(refused(R"({"a":{"dtype":"F33","shape":[2],"data_offsets":[0,8]}})", 8), "\"F33\""));
-  EXPECT_TRUE(has_text(refused(R"({"a":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}})", 8), "has 8 bytes, F32 needs 12"));
-  EXPECT_TRUE(has_text(refused(R"({"a":{"dtype":"F32","shape":[4294967296,4294967296,2],"data_offsets":[0,8]}})", 8), "2^62"));
-  EXPECT_TRUE(has_text(refused(R"({"a":{"dtype":"F32","shape":[-2],"data_offsets":[0,8]}})", 8), "the number -2"));
-  EXPECT_TRUE(has_text(refused(R"({"a":{"dtype":"F32","shape":[2.0],"data_offsets":[0,8]}})", 8), "the number 2.0"));
-  EXPECT_TRUE(has_text(refused(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0]}})", 8), "1 data offsets"));
+  EXPECT_TRUE(has_text(refused(R"({"a":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}})", 8),
+                       "has 8 bytes, F32 needs 12"));
+  EXPECT_TRUE(has_text(
+      refused(R"({"a":{"dtype":"F32","shape":[4294967296,4294967296,2],"data_offsets":[0,8]}})", 8), "2^62"));
+  EXPECT_TRUE(
+      has_text(refused(R"({"a":{"dtype":"F32","shape":[-2],"data_offsets":[0,8]}})", 8), "the number -2"));
+  EXPECT_TRUE(
+      has_text(refused(R"({"a":{"dtype":"F32","shape":[2.0],"data_offsets":[0,8]}})", 8), "the number 2.0"));
+  EXPECT_TRUE(
+      has_text(refused(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0]}})", 8), "1 data offsets"));
   EXPECT_TRUE(has_text(refused(R"({"a":{"dtype":"F32","shape":[2]}})", 8), "only some of"));
-  EXPECT_TRUE(has_text(refused(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8],"x":1}})", 8), "unknown field \"x\""));
-  EXPECT_TRUE(has_text(refused(R"({"a":{"dtype":"F32","dtype":"F32","shape":[2],"data_offsets":[0,8]}})", 8), "\"dtype\" twice"));
+  EXPECT_TRUE(has_text(refused(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8],"x":1}})", 8),
+                       "unknown field \"x\""));
+  EXPECT_TRUE(has_text(refused(R"({"a":{"dtype":"F32","dtype":"F32","shape":[2],"data_offsets":[0,8]}})", 8),
+                       "\"dtype\" twice"));
   EXPECT_TRUE(has_text(refused(good.substr(0, good.size() - 1) + "," + good.substr(1), 8), "its name twice"));
   EXPECT_TRUE(has_text(refused(R"({"__metadata__":{"a":1}})"), "the number 1"));
   EXPECT_TRUE(has_text(refused("[]"), "does not begin with"));
@@ -146,7 +166,8 @@ TEST(Safetensors, BadNamesAreNotWritten) {
 }
 
 TEST(Safetensors, AFileThatCannotBeReadIsNamed) {
-  EXPECT_TRUE(has_text(message_of<CheckpointError>([] { map_checkpoint_file("/nowhere/x"); }), "cannot read /nowhere/x: No such file"));
+  EXPECT_TRUE(has_text(message_of<CheckpointError>([] { map_checkpoint_file("/nowhere/x"); }),
+                       "cannot read /nowhere/x: No such file"));
   EXPECT_TRUE(has_text(message_of<CheckpointError>([] { map_checkpoint_file("/"); }), "not a plain file"));
 }
 
@@ -171,14 +192,22 @@ TEST(Safetensors, OthersCanReadWhatACheckpointHolds) {
     EXPECT_EQ(entry.at("dtype"), dtype_code(tensor.dtype));
     EXPECT_EQ(entry.at("shape").get<std::vector<std::int64_t>>(), tensor.shape);
     EXPECT_EQ(data, std::string(bytes.begin(), bytes.end())) << tensor.name;
-    expected << tensor.name << " " << dtype_code(tensor.dtype) << " " << nlohmann::json(tensor.shape).dump() << "\n";
+    expected << tensor.name << " " << dtype_code(tensor.dtype) << " " << nlohmann::json(tensor.shape).dump()
+             << "\n";
   }
   expected.close();
   if (std::system("python3 -c 'import safetensors' 2>/dev/null") != 0) return;
-  const std::string script = "import json,sys,safetensors\nfound={}\nfor f in ('model','optimizer'):\n  for name,t in safetensors.deserialize(open(sys.argv[1]+'/'+f+'.safetensors','rb').read()): found[name]=(t['dtype'],t['shape'])\n"
-                             "for line in open(sys.argv[2]):\n  name,dtype,shape=line.split(' ',2)\n  assert found.pop(name)==(dtype,json.loads(shape)), name\nassert not found\n";
+  const std::string script =
+      "import json,sys,safetensors\nfound={}\nfor f in ('model','optimizer'):\n  for name,t in "
+      "safetensors.deserialize(open(sys.argv[1]+'/'+f+'.safetensors','rb').read()): "
+      "found[name]=(t['dtype'],t['shape'])\n"
+      "for line in open(sys.argv[2]):\n  name,dtype,shape=line.split(' ',2)\n  assert "
+      "found.pop(name)==(dtype,json.loads(shape)), name\nassert not found\n";
   test::write_text(folder.path() / "check.py", script);
-  EXPECT_EQ(std::system(("python3 " + (folder.path() / "check.py").string() + " " + path.string() + " " + (folder.path() / "expected.txt").string()).c_str()), 0);
+  EXPECT_EQ(std::system(("python3 " + (folder.path() / "check.py").string() + " " + path.string() + " " +
+                         (folder.path() / "expected.txt").string())
+                            .c_str()),
+            0);
 }
 
 }  // namespace safetensors_test

@@ -1,7 +1,7 @@
 // Every command with bad inputs: it ends in time, with a documented exit code and a message of Penstock.
 //
-//   PENSTOCK_BAD_INPUTS=200 build/release/tests/cli_plain_tests --of=bad_input_test   # cases per command (10)
-//   PENSTOCK_BAD_INPUT_SEED=7                                                         # other cases
+//   PENSTOCK_BAD_INPUTS=200 build/release/tests/cli_plain_tests --of=bad_input_test   # cases per command
+//   (10) PENSTOCK_BAD_INPUT_SEED=7                                                         # other cases
 //   PENSTOCK_BAD_INPUT_COMMAND='data make'                                            # only this command
 #include <gtest/gtest.h>
 
@@ -46,7 +46,8 @@ TEST(BadInput, EveryCommandReportsItsOwnError) {
   const std::vector<std::string> variables = own_variables(program());
   ASSERT_GE(commands.size(), 15U) << "commands of the program that --help lists";
   ASSERT_GE(variables.size(), 5U) << "variables in the program";
-  const std::uint64_t each = number_of("PENSTOCK_BAD_INPUTS", 10), seed = number_of("PENSTOCK_BAD_INPUT_SEED", 20261117);
+  const std::uint64_t each = number_of("PENSTOCK_BAD_INPUTS", 10),
+                      seed = number_of("PENSTOCK_BAD_INPUT_SEED", 20261117);
   const std::string only = environment("PENSTOCK_BAD_INPUT_COMMAND");
   const ScratchFolder folder;
   const GoodFiles good = make_good_files(program(), folder.path());
@@ -54,10 +55,12 @@ TEST(BadInput, EveryCommandReportsItsOwnError) {
   std::vector<Task> tasks;
   for (const CommandHelp& command : commands) {
     if (!has_good_line(command.name)) {
-      ADD_FAILURE() << "penstock " << command.name << " is new: give it a good command line in tests/cli/bad_inputs.cpp";
+      ADD_FAILURE() << "penstock " << command.name
+                    << " is new: give it a good command line in tests/cli/bad_inputs.cpp";
       continue;
     }
-    for (std::uint64_t i = 0; i < each && (only.empty() || only == command.name); ++i) tasks.push_back({&command, i});
+    for (std::uint64_t i = 0; i < each && (only.empty() || only == command.name); ++i)
+      tasks.push_back({&command, i});
   }
   std::cout << tasks.size() << " bad inputs, seed " << seed << std::endl;
 
@@ -82,12 +85,15 @@ TEST(BadInput, EveryCommandReportsItsOwnError) {
       ++ends[task.command->name][ended.exit_code];
       if (ended.seconds > slowest) slowest = ended.seconds, slowest_command = bad.command;
       if (!wrong.empty())
-        ADD_FAILURE() << task.command->name << ", case " << task.number << " of seed " << seed << ", " << bad.kind << ": " << wrong << "\n  " << printable(shortened(bad.command, 1500)) << "\n  exit code " << ended.exit_code << " after " << ended.seconds << " s\n"
+        ADD_FAILURE() << task.command->name << ", case " << task.number << " of seed " << seed << ", "
+                      << bad.kind << ": " << wrong << "\n  " << printable(shortened(bad.command, 1500))
+                      << "\n  exit code " << ended.exit_code << " after " << ended.seconds << " s\n"
                       << printable(shortened(ended.output, 3000));
     }
   };
   std::vector<std::thread> workers;
-  for (unsigned worker = 0; worker < std::max(2U, std::thread::hardware_concurrency()); ++worker) workers.emplace_back(work);
+  for (unsigned worker = 0; worker < std::max(2U, std::thread::hardware_concurrency()); ++worker)
+    workers.emplace_back(work);
   for (std::thread& worker : workers) worker.join();
   for (const auto& [command, codes] : ends) {
     std::cout << "  " << command << ":";
@@ -99,7 +105,9 @@ TEST(BadInput, EveryCommandReportsItsOwnError) {
 
 // Tests the checker itself.
 TEST(BadInput, ForbiddenOutputIsDetected) {
-  const auto objects = [](int code, const std::string& output) { return !objection("train", Ended{code, 0.1, output}).empty(); };
+  const auto objects = [](int code, const std::string& output) {
+    return !objection("train", Ended{code, 0.1, output}).empty();
+  };
   EXPECT_FALSE(objects(0, "all well: 1.5 information\n"));
   EXPECT_FALSE(objects(2, "penstock: model.width: got 3, expected an even number\n"));
   EXPECT_FALSE(objects(1, "penstock: rank 0 failed\n[launch] rank 0 failed first\n"));
@@ -125,39 +133,58 @@ class KnownBadInput : public ::testing::Test {
     const Ended ended = run_command(arguments, kDeadline);
     EXPECT_EQ(ended.exit_code, 2) << arguments << "\n" << ended.output;
     EXPECT_EQ(objection("train", ended), "") << arguments << "\n" << ended.output;
-    for (const std::string& word : words) EXPECT_TRUE(has_text(ended.output, word)) << arguments << "\n" << ended.output;
+    for (const std::string& word : words)
+      EXPECT_TRUE(has_text(ended.output, word)) << arguments << "\n" << ended.output;
   }
-  std::string here(const std::string& arguments) const { return "cd '" + folder_.path().string() + "' && '" + program() + "' " + arguments; }
+  std::string here(const std::string& arguments) const {
+    return "cd '" + folder_.path().string() + "' && '" + program() + "' " + arguments;
+  }
 
   const ScratchFolder folder_;
 };
 
 TEST_F(KnownBadInput, SizesBeyondMemory) {
   folder_.write("text.txt", std::string(5000, 'a'));
-  for (const char* command : {"train --dry-run", "train --run_folder run", "inspect memory --predict-only", "parity --steps 1"}) {
-    expect_refused(here(std::string(command) + " --data.sources text.txt --device cpu --pp 1 --context 16777216"), {"penstock: memory: got a need of at least", "TiB", "of model.context = 16777216", "lower model.context"});
-    expect_refused(here(std::string(command) + " --data.sources text.txt --device cpu --pp 1 --vocabulary 4294967296"), {"penstock: memory: got a need of at least", "TiB", "model.vocabulary = 4294967296"});
-    expect_refused(here(std::string(command) + " --data.sources text.txt --device cpu --pp 1 --width 1048576 --heads 1 --key_value_heads 1"), {"penstock: memory: got a need of at least", "model.width = 1048576"});
+  for (const char* command :
+       {"train --dry-run", "train --run_folder run", "inspect memory --predict-only", "parity --steps 1"}) {
+    expect_refused(
+        here(std::string(command) + " --data.sources text.txt --device cpu --pp 1 --context 16777216"),
+        {"penstock: memory: got a need of at least", "TiB", "of model.context = 16777216",
+         "lower model.context"});
+    expect_refused(
+        here(std::string(command) + " --data.sources text.txt --device cpu --pp 1 --vocabulary 4294967296"),
+        {"penstock: memory: got a need of at least", "TiB", "model.vocabulary = 4294967296"});
+    expect_refused(
+        here(std::string(command) +
+             " --data.sources text.txt --device cpu --pp 1 --width 1048576 --heads 1 --key_value_heads 1"),
+        {"penstock: memory: got a need of at least", "model.width = 1048576"});
   }
-  expect_refused(here("inspect graph --vocabulary 4294967296"), {"the embedding, model.vocabulary = 4294967296"});
+  expect_refused(here("inspect graph --vocabulary 4294967296"),
+                 {"the embedding, model.vocabulary = 4294967296"});
   EXPECT_FALSE(std::filesystem::exists(folder_ / "run"));
 }
 
 TEST_F(KnownBadInput, UnavailableDevicesAndPrecisions) {
   folder_.write("text.txt", std::string(5000, 'a'));
   if (!std::filesystem::exists("/dev/nvidia0")) {
-    for (const char* command : {"train --dry-run", "train --run_folder run", "inspect memory", "parity --steps 1"})
-      expect_refused(here(std::string(command) + " --data.sources text.txt --pp 1 --device cuda"), {"layout.device: got cuda, with 0 GPUs", "set layout.device to cpu"});
+    for (const char* command :
+         {"train --dry-run", "train --run_folder run", "inspect memory", "parity --steps 1"})
+      expect_refused(here(std::string(command) + " --data.sources text.txt --pp 1 --device cuda"),
+                     {"layout.device: got cuda, with 0 GPUs", "set layout.device to cpu"});
     expect_refused(here("generate run --device cuda"), {"--device: got cuda"});
     expect_refused(here("doctor --probe cuda"), {"--probe: got cuda, without a GPU"});
   }
   // LibTorch 2 supports it.
-  const Ended half = run_command(here("train --dry-run --data.sources text.txt --device cpu --pp 1 --context 16 --precision fp16"), kDeadline);
+  const Ended half = run_command(
+      here("train --dry-run --data.sources text.txt --device cpu --pp 1 --context 16 --precision fp16"),
+      kDeadline);
   EXPECT_EQ(objection("train", half), "") << half.output;
   if (half.exit_code != 0) {
     EXPECT_EQ(half.exit_code, 2) << half.output;
     EXPECT_TRUE(has_text(half.output, "training.precision: got fp16 on the CPU"));
-    expect_refused(here("train --run_folder run --data.sources text.txt --device cpu --pp 1 --precision fp16"), {"training.precision: got fp16 on the CPU", "bf16"});
+    expect_refused(
+        here("train --run_folder run --data.sources text.txt --device cpu --pp 1 --precision fp16"),
+        {"training.precision: got fp16 on the CPU", "bf16"});
     EXPECT_FALSE(std::filesystem::exists(folder_ / "run"));
   }
 }
@@ -181,12 +208,17 @@ TEST_F(KnownBadInput, FilesAndFoldersOfAnotherKind) {
   expect_refused(here("data show " + std::string(300, 'n')), {"penstock: "});
   expect_refused(here("resume " + std::string(300, 'n')), {"the folder of a penstock train run"});
   expect_refused(here("train --dry-run --data.sources " + std::string(300, 'n')), {"penstock: "});
-  expect_refused(here("train --steps 1 --data.sources text.txt --run_folder " + std::string(300, 'n')), {"penstock: "});
+  expect_refused(here("train --steps 1 --data.sources text.txt --run_folder " + std::string(300, 'n')),
+                 {"penstock: "});
   expect_refused(here("data make --out made --source " + std::string(300, 'n')), {"penstock: "});
-  expect_refused(here("data make --out made --source text.txt --shard-tokens 0"), {"--shard-tokens: got \"0\", expected a whole number from 1"});
+  expect_refused(here("data make --out made --source text.txt --shard-tokens 0"),
+                 {"--shard-tokens: got \"0\", expected a whole number from 1"});
   expect_refused(here("parity --keep text.txt/x"), {"--keep: got text.txt/x (Not a directory)"});
-  expect_refused("cd '" + folder_.path().string() + "' && TMPDIR=missing '" + program() + "' parity --device cpu", {"temporary folder"});
-  expect_refused("cd '" + folder_.path().string() + "' && TMPDIR=missing '" + program() + "' doctor", {"temporary folder"});
+  expect_refused(
+      "cd '" + folder_.path().string() + "' && TMPDIR=missing '" + program() + "' parity --device cpu",
+      {"temporary folder"});
+  expect_refused("cd '" + folder_.path().string() + "' && TMPDIR=missing '" + program() + "' doctor",
+                 {"temporary folder"});
 }
 
 TEST_F(KnownBadInput, UnknownFlagsAreNamedWithThePageToRead) {

@@ -16,12 +16,12 @@
 namespace penstock::test {
 
 struct CommandOption {
-  std::string flag;          // "--ranks"
+  std::string flag;  // "--ranks"
   bool takes_value = false;
 };
 
 struct CommandHelp {
-  std::string name;          // "data make"
+  std::string name;  // "data make"
   std::vector<CommandOption> options;
 };
 
@@ -47,8 +47,9 @@ struct BadInput {
 bool has_good_line(const std::string& command);
 
 // Makes one case; its files are created in `folder`, which is new and in which the command runs.
-BadInput make_bad_input(const std::string& program, const CommandHelp& command, const GoodFiles& good, const std::vector<std::string>& variables,
-                        const std::filesystem::path& folder, std::mt19937_64& chance);
+BadInput make_bad_input(const std::string& program, const CommandHelp& command, const GoodFiles& good,
+                        const std::vector<std::string>& variables, const std::filesystem::path& folder,
+                        std::mt19937_64& chance);
 
 // Returns what is wrong with how a command ended, or an empty string. Allowed are success with finite
 // numbers, and an error message of Penstock with a documented exit code.

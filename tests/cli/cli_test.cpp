@@ -7,8 +7,9 @@
 namespace penstock::test {
 namespace cli_test {
 
-
-Ended penstock(const std::string& arguments) { return run_command("'" + environment("PENSTOCK_BIN") + "/penstock' " + arguments); }
+Ended penstock(const std::string& arguments) {
+  return run_command("'" + environment("PENSTOCK_BIN") + "/penstock' " + arguments);
+}
 
 TEST(Cli, HelpOfEveryCommandHasAnExample) {
   for (const char* command : {"", "doctor", "launch"}) {
@@ -42,7 +43,8 @@ TEST(Cli, UnknownFlagsAreEscapedAndTheNearestIsNamed) {
 }
 
 TEST(Cli, MalformedEnvironmentIsNamed) {
-  const Ended ended = run_command("RANK=x WORLD_SIZE=2 '" + environment("PENSTOCK_BIN") + "/penstock' doctor --probe cpu --report /dev/null");
+  const Ended ended = run_command("RANK=x WORLD_SIZE=2 '" + environment("PENSTOCK_BIN") +
+                                  "/penstock' doctor --probe cpu --report /dev/null");
   EXPECT_EQ(ended.exit_code, 2) << ended.output;
   EXPECT_TRUE(has_text(ended.output, "RANK"));
 }
@@ -53,7 +55,8 @@ TEST(Cli, LaunchPassesTheExitCodeOn) {
 }
 
 TEST(Cli, DoctorPassesOnThisMachine) {
-  const Ended ended = run_command("'" + environment("PENSTOCK_BIN") + "/penstock' doctor", std::chrono::seconds(110));
+  const Ended ended =
+      run_command("'" + environment("PENSTOCK_BIN") + "/penstock' doctor", std::chrono::seconds(110));
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
   EXPECT_TRUE(has_text(ended.output, "all checks passed"));
   EXPECT_TRUE(has_text(ended.output, "1 thread ")) << ended.output;

@@ -1,6 +1,6 @@
 // Walks all commands and all of their options in one process: every number is parsed by the common parser.
-#include <CLI/CLI.hpp>
 #include <gtest/gtest.h>
+#include <CLI/CLI.hpp>
 
 #include <algorithm>
 #include <cstdlib>
@@ -13,8 +13,8 @@
 #include <string>
 #include <vector>
 
-#include "penstock/errors.h"
 #include "penstock/cli/common/commands.h"
+#include "penstock/errors.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 
@@ -58,7 +58,7 @@ class AllCommands {
     const std::vector<CLI::App*> inner = app.get_subcommands([](CLI::App*) { return true; });
     if (inner.empty()) {
       app.parse_complete_callback([] { throw Accepted{}; });  // before the callback that runs the command
-      app.preparse_callback({});  // launch's callback adds an option per word
+      app.preparse_callback({});                              // launch's callback adds an option per word
       leaves_.push_back({words, &app});
     }
     for (CLI::App* each : inner) {
@@ -75,8 +75,13 @@ class AllCommands {
 
 // Options that take text. Every other option with a value is a number; an option in neither category fails
 // here.
-const std::set<std::string> kTexts = {"--kind",  "--cost",   "--memory", "--communication", "--max-activations", "--max-bytes", "--format", "--output", "--placement", "--sends", "--log-dir", "--out",
-                                      "--source", "--extensions", "--prompt", "--device", "--keep", "--svg", "--dot", "--html", "--save", "--worker", "--handed", "--side", "--probe", "--report", "--help"};
+const std::set<std::string> kTexts = {
+    "--kind",      "--cost",   "--memory", "--communication", "--max-activations",
+    "--max-bytes", "--format", "--output", "--placement",     "--sends",
+    "--log-dir",   "--out",    "--source", "--extensions",    "--prompt",
+    "--device",    "--keep",   "--svg",    "--dot",           "--html",
+    "--save",      "--worker", "--handed", "--side",          "--probe",
+    "--report",    "--help"};
 
 TEST(Commands, EveryNumberRefusesMalformedAndNonFiniteValues) {
   AllCommands all;
@@ -84,17 +89,23 @@ TEST(Commands, EveryNumberRefusesMalformedAndNonFiniteValues) {
   for (const AllCommands::Leaf& leaf : all.leaves()) {
     std::vector<std::string> required = leaf.words;  // so that nothing else is missing
     for (const CLI::Option* option : leaf.command->get_options())
-      if (option->get_required() && option->get_positional()) required.push_back("something");
-      else if (option->get_required()) required.insert(required.end(), {option->get_name(), "something"});
+      if (option->get_required() && option->get_positional())
+        required.push_back("something");
+      else if (option->get_required())
+        required.insert(required.end(), {option->get_name(), "something"});
     for (const CLI::Option* option : leaf.command->get_options()) {
-      if (option->get_positional() || option->get_items_expected_max() == 0 || option->get_lnames().empty()) continue;
+      if (option->get_positional() || option->get_items_expected_max() == 0 || option->get_lnames().empty())
+        continue;
       const std::string name = "--" + option->get_lnames().back();
       if (kTexts.contains(name)) continue;
       ++numbers;
-      for (const char* bad : {"nan", "-nan", "inf", "-inf", "infinity", "1e999", "-1e999", "", " ", "3x", "x", "0x10", "+1", "1 2"}) {
+      for (const char* bad : {"nan", "-nan", "inf", "-inf", "infinity", "1e999", "-1e999", "", " ", "3x", "x",
+                              "0x10", "+1", "1 2"}) {
         std::vector<std::string> arguments = required;
-        if (*bad == '\0') arguments.insert(arguments.end(), {name, bad});
-        else arguments.push_back(name + "=" + bad);
+        if (*bad == '\0')
+          arguments.insert(arguments.end(), {name, bad});
+        else
+          arguments.push_back(name + "=" + bad);
         const std::string error = all.error_of(arguments);
         EXPECT_TRUE(has_text(error, name)) << leaf.command->get_name() << " " << name << "=" << bad;
         EXPECT_TRUE(has_text(error, "expected")) << leaf.command->get_name() << " " << name << "=" << bad;
@@ -156,7 +167,9 @@ class Variable {
 
 TEST(Environment, MalformedVariablesAreRefusedByName) {
   EXPECT_NO_THROW(cli::check_environment());
-  for (const char* name : {"PENSTOCK_TIMEOUT_S", "PENSTOCK_DEBUG", "PENSTOCK_LOG", "PENSTOCK_P2P", "PENSTOCK_TRACE_TRANSFERS", "PENSTOCK_RECORDER_SIZE", "PENSTOCK_UCX_SPIN_US", "PENSTOCK_PROGRESS_TTY", "PENSTOCK_RESTART_COUNT", "PENSTOCK_RENDEZVOUS"})
+  for (const char* name : {"PENSTOCK_TIMEOUT_S", "PENSTOCK_DEBUG", "PENSTOCK_LOG", "PENSTOCK_P2P",
+                           "PENSTOCK_TRACE_TRANSFERS", "PENSTOCK_RECORDER_SIZE", "PENSTOCK_UCX_SPIN_US",
+                           "PENSTOCK_PROGRESS_TTY", "PENSTOCK_RESTART_COUNT", "PENSTOCK_RENDEZVOUS"})
     for (const char* value : {"garbage", "nan", "inf", "-1", "1e999", "5x", "\x1b[31m"}) {
       const Variable variable(name, value);
       const std::string error = message_of<ConfigError>([] { cli::check_environment(); });
@@ -197,9 +210,11 @@ TEST(Environment, EveryVariableOfTheLibraryIsKnownToTheCheck) {
     if (entry.path().extension() != ".cpp") continue;
     const std::string text = text_of(entry.path());
     for (std::sregex_iterator match(text.begin(), text.end(), reads), end; match != end; ++match) {
-      if ((*match)[1].str().starts_with("PENSTOCK_RANDOM_")) continue;  // macros of a kernel compiled at run time
+      if ((*match)[1].str().starts_with("PENSTOCK_RANDOM_"))
+        continue;  // macros of a kernel compiled at run time
       ++found;
-      EXPECT_TRUE(known.find("\"" + (*match)[1].str() + "\"") != std::string::npos) << (*match)[1] << " in " << entry.path();
+      EXPECT_TRUE(known.find("\"" + (*match)[1].str() + "\"") != std::string::npos)
+          << (*match)[1] << " in " << entry.path();
     }
   }
   EXPECT_GE(found, 10u);

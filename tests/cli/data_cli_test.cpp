@@ -6,8 +6,8 @@
 #include <filesystem>
 #include <string>
 
-#include "penstock/errors.h"
 #include "penstock/cli/common/commands.h"
+#include "penstock/errors.h"
 #include "tests/command.h"
 #include "tests/has_text.h"
 #include "tests/train/scratch_folder.h"
@@ -58,7 +58,8 @@ TEST(DataCli, HelpHasAnExample) {
 TEST(DataCli, CountsUseSingularAndPlural) {
   const ScratchFolder folder;
   folder.write("src/a.h", "int a;");
-  const Ended ended = penstock("data make --out '" + (folder / "data").string() + "' --source '" + (folder / "src").string() + "'");
+  const Ended ended = penstock("data make --out '" + (folder / "data").string() + "' --source '" +
+                               (folder / "src").string() + "'");
   EXPECT_TRUE(has_text(ended.output, "7 tokens of 1 file (6 B) in 1 shard\n"));
 }
 
@@ -74,7 +75,8 @@ TEST(DataCli, SizesAreNotNegative) {
   const ScratchFolder folder;
   folder.write("src/a.h", "int a;");
   for (const char* flag : {"--cap-bytes", "--max-file-bytes", "--shard-tokens"}) {
-    const Ended ended = penstock("data make --out '" + (folder / "data").string() + "' --source '" + (folder / "src").string() + "' " + flag + " -1");
+    const Ended ended = penstock("data make --out '" + (folder / "data").string() + "' --source '" +
+                                 (folder / "src").string() + "' " + flag + " -1");
     EXPECT_EQ(ended.exit_code, 2) << flag;
     EXPECT_TRUE(has_text(ended.output, std::string(flag) + ": got \"-1\""));
   }
@@ -87,7 +89,8 @@ TEST(DataCli, MakesAndShows) {
   folder.write("src/b.h", "int b;");
   folder.write("src/c.txt", "no");
   const std::string out = (folder / "data").string();
-  const std::string make = "data make --out '" + out + "' --source '" + (folder / "src").string() + "' --extensions .h";
+  const std::string make =
+      "data make --out '" + out + "' --source '" + (folder / "src").string() + "' --extensions .h";
   Ended ended = penstock(make);
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
   EXPECT_TRUE(has_text(ended.output, "14 tokens of 2 files (12 B) in 1 shard"));
@@ -121,7 +124,8 @@ TEST(DataCli, ShowsTokenFiles) {
   Ended ended = penstock("data show " + quoted("gpt2.bin"));
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
   EXPECT_TRUE(has_text(ended.output, "50257  ok"));
-  EXPECT_TRUE(has_text(ended.output, "validation at a fraction of 0.05: 50 tokens, the ends of 1 document\n"));
+  EXPECT_TRUE(
+      has_text(ended.output, "validation at a fraction of 0.05: 50 tokens, the ends of 1 document\n"));
   EXPECT_EQ(penstock("data show " + quoted("gpt*.bin")).exit_code, 0);
   ended = penstock("data show " + quoted("bare.bin"));
   EXPECT_EQ(ended.exit_code, 2);
@@ -136,7 +140,8 @@ TEST(DataCli, ShowsTokenFiles) {
 TEST(DataCli, AFileLargerThanAMebibyteIsUsed) {
   const ScratchFolder folder;
   folder.write("input.txt", std::string(1'100'000, 'a'));
-  const Ended ended = penstock("data make --out '" + (folder / "data").string() + "' --source '" + (folder / "input.txt").string() + "'");
+  const Ended ended = penstock("data make --out '" + (folder / "data").string() + "' --source '" +
+                               (folder / "input.txt").string() + "'");
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
   EXPECT_TRUE(has_text(ended.output, "1100001 tokens of 1 file ("));
 }

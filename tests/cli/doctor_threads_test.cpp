@@ -4,8 +4,8 @@
 #include <fstream>
 #include <string>
 
-#include "penstock/errors.h"
 #include "penstock/cli/tensor/doctor_threads.h"
+#include "penstock/errors.h"
 #include "tests/has_text.h"
 
 namespace penstock::test {
@@ -27,8 +27,10 @@ TEST(DoctorThreads, SlowerThreadsAreAWarningWithTheBestCount) {
 }
 
 TEST(DoctorThreads, TwoPoolsAreAWarningWithTheRemedy) {
-  EXPECT_TRUE(has_text(cli::describe_thread_speeds({BlasThreads::OwnPool, {{1, 10}, {2, 16}}}), "install libopenblas0-openmp"));
-  EXPECT_FALSE(has_text(cli::describe_thread_speeds({BlasThreads::OwnPool, {{1, 10}}}), "warning")) << "one thread has no competitors";
+  EXPECT_TRUE(has_text(cli::describe_thread_speeds({BlasThreads::OwnPool, {{1, 10}, {2, 16}}}),
+                       "install libopenblas0-openmp"));
+  EXPECT_FALSE(has_text(cli::describe_thread_speeds({BlasThreads::OwnPool, {{1, 10}}}), "warning"))
+      << "one thread has no competitors";
 }
 
 TEST(DoctorThreads, ReportsSurviveTheirFile) {

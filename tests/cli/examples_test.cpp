@@ -16,14 +16,18 @@ std::vector<double> losses_of(const std::string& output) {
   std::vector<double> losses;
   std::istringstream lines(output);
   for (std::string line; std::getline(lines, line);)
-    if (const auto at = line.find("loss "); at != std::string::npos) losses.push_back(std::strtod(line.c_str() + at + 5, nullptr));
+    if (const auto at = line.find("loss "); at != std::string::npos)
+      losses.push_back(std::strtod(line.c_str() + at + 5, nullptr));
   return losses;
 }
 
 TEST(Examples, TrainsATransformerByAKnownScheduleAndByOneFromAFile) {
   const std::string bin = environment("PENSTOCK_BIN"), source = environment("PENSTOCK_SOURCE");
-  const std::string command = "'" + bin + "/penstock' launch -n 2 -- '" + bin + "/train_transformer' '" + source + "/README.md'";
-  const Ended known = run_command(command, std::chrono::seconds(110)), own = run_command(command + " '" + source + "/examples/own_schedule.csv'", std::chrono::seconds(110));
+  const std::string command =
+      "'" + bin + "/penstock' launch -n 2 -- '" + bin + "/train_transformer' '" + source + "/README.md'";
+  const Ended known = run_command(command, std::chrono::seconds(110)),
+              own = run_command(command + " '" + source + "/examples/own_schedule.csv'",
+                                std::chrono::seconds(110));
   ASSERT_EQ(known.exit_code, 0) << known.output;
   ASSERT_EQ(own.exit_code, 0) << own.output;
   const std::vector<double> losses = losses_of(known.output);
@@ -34,10 +38,14 @@ TEST(Examples, TrainsATransformerByAKnownScheduleAndByOneFromAFile) {
 }
 
 TEST(Examples, EndWithAMessageWhenSomethingFails) {
-  for (const char* example : {"hello_world", "pipeline", "tensor_parallel", "distributed_tensor", "train_transformer"}) {
-    const Ended ended = run_command("RANK=x WORLD_SIZE=2 '" + environment("PENSTOCK_BIN") + "/" + example + "' '" + environment("PENSTOCK_SOURCE") + "/README.md'");
+  for (const char* example :
+       {"hello_world", "pipeline", "tensor_parallel", "distributed_tensor", "train_transformer"}) {
+    const Ended ended = run_command("RANK=x WORLD_SIZE=2 '" + environment("PENSTOCK_BIN") + "/" + example +
+                                    "' '" + environment("PENSTOCK_SOURCE") + "/README.md'");
     EXPECT_EQ(ended.exit_code, 1) << example;
-    EXPECT_EQ(ended.output, std::string(example) + ": environment variable RANK: got \"x\", expected a whole number from 0 to 1048575; let the launcher set it, or unset it to run one rank\n");
+    EXPECT_EQ(ended.output, std::string(example) +
+                                ": environment variable RANK: got \"x\", expected a whole number from 0 to "
+                                "1048575; let the launcher set it, or unset it to run one rank\n");
   }
 }
 

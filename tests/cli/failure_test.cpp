@@ -9,8 +9,8 @@
 #include <thread>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/cli/common/failure.h"
+#include "penstock/errors.h"
 #include "penstock/stage.h"
 #include "tests/has_text.h"
 
@@ -45,7 +45,9 @@ TEST(Failure, OurOwnErrorsExplainThemselves) {
 }
 
 TEST(Failure, OtherExceptionsAreDefects) {
-  for (const Told& end : {told([] { throw std::out_of_range("vector::_M_range_check"); }), told([] { TORCH_CHECK(false, "no such kernel"); }), told([] { throw 42; }), told([] { throw std::filesystem::filesystem_error("status", std::error_code()); }),
+  for (const Told& end : {told([] { throw std::out_of_range("vector::_M_range_check"); }),
+                          told([] { TORCH_CHECK(false, "no such kernel"); }), told([] { throw 42; }),
+                          told([] { throw std::filesystem::filesystem_error("status", std::error_code()); }),
                           told([] { PENSTOCK_INVARIANT(1 == 2, "numbers"); })}) {
     EXPECT_EQ(end.exit_code, cli::kDefect);
     EXPECT_TRUE(end.text.starts_with("penstock: internal error: ")) << end.text;
@@ -58,7 +60,11 @@ TEST(Failure, RunningOutOfMemoryIsNotADefect) {
   const Told plain = told([] { throw std::bad_alloc(); });
   EXPECT_EQ(plain.exit_code, cli::kFailed);
   EXPECT_TRUE(has_text(plain.text, "penstock: not enough memory"));
-  const auto allocate = [] { TORCH_CHECK(false, "[enforce fail at alloc_cpu.cpp:75] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 281474976710656 bytes. Error code 12"); };
+  const auto allocate = [] {
+    TORCH_CHECK(false,
+                "[enforce fail at alloc_cpu.cpp:75] err == 0. DefaultCPUAllocator: can't allocate memory: "
+                "you tried to allocate 281474976710656 bytes. Error code 12");
+  };
   const Told cpu = told(allocate);
   EXPECT_EQ(cpu.exit_code, cli::kFailed);
   EXPECT_TRUE(has_text(cpu.text, "256.0 TiB on the CPU could not be allocated"));
@@ -74,7 +80,8 @@ TEST(Failure, RunningOutOfMemoryIsNotADefect) {
 }
 
 TEST(Failure, MessagesAreEscapedAndLimited) {
-  EXPECT_EQ(told([] { throw ConfigError("got \x1b[2J\xff, expected caf\xc3\xa9"); }).text, "penstock: got \\x1b[2J\\xff, expected caf\xc3\xa9\n");
+  EXPECT_EQ(told([] { throw ConfigError("got \x1b[2J\xff, expected caf\xc3\xa9"); }).text,
+            "penstock: got \\x1b[2J\\xff, expected caf\xc3\xa9\n");
   const Told large = told([] { throw ConfigError("got " + std::string(1000000, 'x')); });
   EXPECT_LT(large.text.size(), 10000U);
   EXPECT_TRUE(has_text(large.text, "(1000004 bytes)"));

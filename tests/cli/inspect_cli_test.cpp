@@ -19,17 +19,24 @@ namespace inspect_cli_test {
 
 namespace fs = std::filesystem;
 
-Ended penstock(const std::string& arguments) { return run_command("'" + environment("PENSTOCK_BIN") + "/penstock' " + arguments, std::chrono::seconds(110)); }
+Ended penstock(const std::string& arguments) {
+  return run_command("'" + environment("PENSTOCK_BIN") + "/penstock' " + arguments,
+                     std::chrono::seconds(110));
+}
 
 class InspectCli : public ::testing::Test {
  protected:
   InspectCli() {
     fs::create_directories(folder_ / "text");
-    for (int file = 0; file < 12; ++file) std::ofstream(folder_ / "text" / (std::to_string(file) + ".h")) << "int value_" << file << " = " << 17 * file << ";\n" << std::string(300, static_cast<char>('a' + file));
-    std::ofstream(folder_ / "train.toml") << "[model]\nlayers = 4\nwidth = 32\nheads = 2\nkey_value_heads = 2\nfeed_width = 64\ncontext = 32\n"
-                                          << "[layout]\nmicrobatches = 4\nmicrobatch_size = 2\ndevice = \"cpu\"\n"
-                                          << "[training]\nwarmup_steps = 2\nvalidate_every = 0\n"
-                                          << "[data]\nvalidation_fraction = 0\nsources = [\"" << (folder_ / "text").string() << "\"]\n";
+    for (int file = 0; file < 12; ++file)
+      std::ofstream(folder_ / "text" / (std::to_string(file) + ".h"))
+          << "int value_" << file << " = " << 17 * file << ";\n"
+          << std::string(300, static_cast<char>('a' + file));
+    std::ofstream(folder_ / "train.toml")
+        << "[model]\nlayers = 4\nwidth = 32\nheads = 2\nkey_value_heads = 2\nfeed_width = 64\ncontext = 32\n"
+        << "[layout]\nmicrobatches = 4\nmicrobatch_size = 2\ndevice = \"cpu\"\n"
+        << "[training]\nwarmup_steps = 2\nvalidate_every = 0\n"
+        << "[data]\nvalidation_fraction = 0\nsources = [\"" << (folder_ / "text").string() << "\"]\n";
   }
   ~InspectCli() override {
     std::error_code ignored;  // a leftover folder is not a test failure
@@ -62,7 +69,9 @@ TEST_F(InspectCli, HelpHasExamples) {
 TEST_F(InspectCli, PrintsATable) {
   const Ended ended = penstock("inspect memory " + config() + " --pp 2 --steps 1");
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
-  for (const char* part : {"1 (pp 1, dp 0, tp 0)", "predicted", "measured", "parameters", "gathered", "gradients", "optimizer", "activations", "together", "KiB"}) EXPECT_TRUE(has_text(ended.output, part));
+  for (const char* part : {"1 (pp 1, dp 0, tp 0)", "predicted", "measured", "parameters", "gathered",
+                           "gradients", "optimizer", "activations", "together", "KiB"})
+    EXPECT_TRUE(has_text(ended.output, part));
 }
 
 TEST_F(InspectCli, PredictionAlone) {
@@ -78,11 +87,14 @@ TEST_F(InspectCli, PredictionAlone) {
 
 // Predicted and measured memory agree: exactly for tensors that are listed, approximately for temporary ones.
 TEST_F(InspectCli, PredictedAgreesWithMeasured) {
-  for (const char* layout : {"--pp 2", "--pp 1 --dp 2", "--pp 1 --dp 2 --shard 2", "--pp 2 --dp 2 --shard 2", "--pp 2 --schedule ZBVZeroBubble --dp 2 --shard 2", "--pp 2 --virtual_stages 2 --schedule Interleaved1F1B --dp 2 --shard 2"}) {
+  for (const char* layout : {"--pp 2", "--pp 1 --dp 2", "--pp 1 --dp 2 --shard 2", "--pp 2 --dp 2 --shard 2",
+                             "--pp 2 --schedule ZBVZeroBubble --dp 2 --shard 2",
+                             "--pp 2 --virtual_stages 2 --schedule Interleaved1F1B --dp 2 --shard 2"}) {
     const nlohmann::json all = memory(std::string("--steps 2 ") + layout);
     for (const auto& rank : all.at("ranks")) {
       const nlohmann::json &predicted = rank.at("predicted"), &measured = rank.at("measured");
-      SCOPED_TRACE(fmt::format("{}: rank {}\n{}\n{}", layout, rank.at("rank").get<int>(), predicted.dump(), measured.dump()));
+      SCOPED_TRACE(fmt::format("{}: rank {}\n{}\n{}", layout, rank.at("rank").get<int>(), predicted.dump(),
+                               measured.dump()));
       const auto near = [&](const char* column, double part) {
         const double wanted = predicted.at(column), found = measured.at(column);
         EXPECT_LE(std::abs(found - wanted), part * wanted) << column;

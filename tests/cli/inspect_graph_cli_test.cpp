@@ -12,7 +12,9 @@
 namespace penstock::test {
 namespace inspect_graph_cli_test {
 
-Ended penstock(const std::string& arguments) { return run_command("'" + environment("PENSTOCK_BIN") + "/penstock' " + arguments); }
+Ended penstock(const std::string& arguments) {
+  return run_command("'" + environment("PENSTOCK_BIN") + "/penstock' " + arguments);
+}
 
 TEST(InspectGraph, HelpHasAnExample) {
   const Ended ended = penstock("inspect graph --help");
@@ -22,8 +24,10 @@ TEST(InspectGraph, HelpHasAnExample) {
 
 TEST(InspectGraph, TheTrainersModelAndItsFile) {
   const ScratchFolder folder;
-  const std::string save = (folder / "model.psgraph").string(), svg = (folder / "model.svg").string(), html = (folder / "model.html").string(), dot = (folder / "model.dot").string();
-  const Ended model = penstock("inspect graph --preset tiny --layers 1 --pp 1 --nodes 3 --svg '" + svg + "' --html '" + html + "' --dot '" + dot + "' --save '" + save + "'");
+  const std::string save = (folder / "model.psgraph").string(), svg = (folder / "model.svg").string(),
+                    html = (folder / "model.html").string(), dot = (folder / "model.dot").string();
+  const Ended model = penstock("inspect graph --preset tiny --layers 1 --pp 1 --nodes 3 --svg '" + svg +
+                               "' --html '" + html + "' --dot '" + dot + "' --save '" + save + "'");
   ASSERT_EQ(model.exit_code, 0) << model.output;
   EXPECT_TRUE(has_text(model.output, "0 write memory"));
   EXPECT_TRUE(has_text(model.output, "saved for backward: "));
@@ -36,7 +40,9 @@ TEST(InspectGraph, TheTrainersModelAndItsFile) {
   const Ended file = penstock("inspect graph '" + save + "' --nodes 3");
   EXPECT_EQ(file.exit_code, 0);
   // Everything except the title and the names of written files.
-  const auto body = [](const std::string& output) { return output.substr(output.find(" nodes ("), output.find("\nwrote ") - output.find(" nodes (")); };
+  const auto body = [](const std::string& output) {
+    return output.substr(output.find(" nodes ("), output.find("\nwrote ") - output.find(" nodes ("));
+  };
   EXPECT_EQ(body(file.output + "\nwrote "), body(model.output) + "\n");
 }
 

@@ -6,13 +6,15 @@
 
 #include "tests/command.h"
 #include "tests/has_text.h"
-#include "tests/train/synthetic_run.h"
 #include "tests/train/scratch_folder.h"
+#include "tests/train/synthetic_run.h"
 
 namespace penstock::test {
 namespace report_cli_test {
 
-Ended penstock(const std::string& arguments) { return run_command("'" + environment("PENSTOCK_BIN") + "/penstock' " + arguments); }
+Ended penstock(const std::string& arguments) {
+  return run_command("'" + environment("PENSTOCK_BIN") + "/penstock' " + arguments);
+}
 
 TEST(ReportCli, HelpHasAnExample) {
   const Ended ended = penstock("report --help");
@@ -36,9 +38,12 @@ TEST(ReportCli, SeveralRuns) {
   const ScratchFolder folder;
   make_run_folder(folder / "first", {});
   make_run_folder(folder / "second", {.last_step = 60, .ends = false});
-  const Ended ended = penstock("report '" + (folder / "first").string() + "' '" + (folder / "second").string() + "' --out '" + (folder / "both.html").string() + "'");
+  const Ended ended =
+      penstock("report '" + (folder / "first").string() + "' '" + (folder / "second").string() + "' --out '" +
+               (folder / "both.html").string() + "'");
   EXPECT_EQ(ended.exit_code, 0);
-  EXPECT_TRUE(has_text(ended.output, "second: unfinished (killed, failed or still running), 60 of 200 steps"));
+  EXPECT_TRUE(
+      has_text(ended.output, "second: unfinished (killed, failed or still running), 60 of 200 steps"));
   EXPECT_TRUE(std::filesystem::exists(folder / "both.html"));
   EXPECT_FALSE(std::filesystem::exists(folder / "first/report.html"));
 }
@@ -50,7 +55,8 @@ TEST(ReportCli, AFolderWithoutARunIsAUsageError) {
   EXPECT_EQ(ended.exit_code, 2);
   EXPECT_TRUE(has_text(ended.output, "expected a folder with metrics.jsonl"));
   make_run_folder(folder / "first", {});
-  EXPECT_EQ(penstock("report '" + (folder / "first").string() + "' --out /nonexistent/page.html").exit_code, 2);
+  EXPECT_EQ(penstock("report '" + (folder / "first").string() + "' --out /nonexistent/page.html").exit_code,
+            2);
 }
 
 }  // namespace report_cli_test

@@ -49,12 +49,16 @@ class ScheduleCli : public ::testing::Test {
 
 TEST_F(ScheduleCli, AFileIsReplacedAsAWholeOrNotAtAll) {
   write("plan.csv", "precious");
-  const Ended ended = run_command("ulimit -f 1; '" + environment("PENSTOCK_BIN") + "/penstock' schedule --kind 1F1B --ranks 8 --microbatches 64 -o '" + path("plan.csv") + "'");
+  const Ended ended = run_command("ulimit -f 1; '" + environment("PENSTOCK_BIN") +
+                                  "/penstock' schedule --kind 1F1B --ranks 8 --microbatches 64 -o '" +
+                                  path("plan.csv") + "'");
   EXPECT_EQ(ended.exit_code, 2) << ended.output;
   EXPECT_THAT(ended.output, HasSubstr("File too large"));
   EXPECT_EQ(read("plan.csv"), "precious");
-  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(path(".")), {}), 1) << "nothing is left of the attempt";
-  EXPECT_EQ(penstock("schedule --kind 1F1B --ranks 2 --microbatches 4 -o '" + path("plan.csv") + "'").exit_code, 0);
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(path(".")), {}), 1)
+      << "nothing is left of the attempt";
+  EXPECT_EQ(
+      penstock("schedule --kind 1F1B --ranks 2 --microbatches 4 -o '" + path("plan.csv") + "'").exit_code, 0);
   EXPECT_THAT(read("plan.csv"), HasSubstr("0F0"));
 }
 
@@ -162,7 +166,8 @@ TEST_F(ScheduleCli, WrongUsageIsExitCode2AndNamesTheNearest) {
 }
 
 TEST_F(ScheduleCli, FlagsWithoutEffectAreRefused) {
-  const std::string file = "'" + write("good.csv", "0F0,0B0\n1F0,1B0\n") + "'", fixed = " --kind 1F1B --ranks 2 --microbatches 4 ";
+  const std::string file = "'" + write("good.csv", "0F0,0B0\n1F0,1B0\n") + "'",
+                    fixed = " --kind 1F1B --ranks 2 --microbatches 4 ";
   const auto refuses = [](const std::string& arguments, const std::string& flag) {
     const Ended ended = penstock(arguments);
     EXPECT_EQ(ended.exit_code, 2) << arguments << "\n" << ended.output;
@@ -185,7 +190,8 @@ TEST_F(ScheduleCli, FlagsWithoutEffectAreRefused) {
 }
 
 TEST_F(ScheduleCli, CostsThatOverflowAreRefused) {
-  for (const char* costs : {"--cost F=1e308", "--cost F=1e308,send=1e308", "--cost bytes=1E,bandwidth=1e-300", "--memory act=7E"})
+  for (const char* costs :
+       {"--cost F=1e308", "--cost F=1e308,send=1e308", "--cost bytes=1E,bandwidth=1e-300", "--memory act=7E"})
     for (const char* command : {"simulate --kind 1F1B ", "compare "}) {
       const Ended ended = penstock(std::string(command) + "--ranks 2 --microbatches 4 " + costs);
       EXPECT_EQ(ended.exit_code, 2) << command << costs << "\n" << ended.output;
@@ -195,13 +201,16 @@ TEST_F(ScheduleCli, CostsThatOverflowAreRefused) {
 
 TEST_F(ScheduleCli, InterleavedKindsHaveTwoStagesARankByDefault) {
   for (const char* kind : {"Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"}) {
-    const Ended ended = penstock(std::string("schedule --ranks 2 --microbatches 4 --format json --kind ") + kind);
+    const Ended ended =
+        penstock(std::string("schedule --ranks 2 --microbatches 4 --format json --kind ") + kind);
     EXPECT_EQ(nlohmann::json::parse(ended.output).at("stages"), 4) << kind;
   }
 }
 
 TEST_F(ScheduleCli, FilesMayHaveCommentsAndAByteOrderMark) {
-  const Ended ended = penstock("check '" + write("commented.csv", "\xef\xbb\xbf# one rank, one microbatch\r\n0F0,0B0 # all of it\r\n") + "'");
+  const Ended ended = penstock(
+      "check '" +
+      write("commented.csv", "\xef\xbb\xbf# one rank, one microbatch\r\n0F0,0B0 # all of it\r\n") + "'");
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
   EXPECT_THAT(ended.output, HasSubstr("ok; 1 rank, 1 stage, 1 microbatch, 2 actions, compute only"));
 }

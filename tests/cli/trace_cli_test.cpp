@@ -6,10 +6,10 @@
 #include <filesystem>
 #include <fstream>
 
+#include "penstock/pipeline/report/step_trace.h"
 #include "tests/command.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/simulated_trace.h"
-#include "penstock/pipeline/report/step_trace.h"
 
 namespace penstock::test {
 namespace trace_cli_test {
@@ -21,7 +21,9 @@ Ended penstock(const std::string& arguments) {
 class TraceCli : public ::testing::Test {
  protected:
   ~TraceCli() override { std::filesystem::remove(path_); }
-  const std::string path_ = (std::filesystem::temp_directory_path() / ("penstock_trace_cli_" + std::to_string(::getpid()) + ".json")).string();
+  const std::string path_ = (std::filesystem::temp_directory_path() /
+                             ("penstock_trace_cli_" + std::to_string(::getpid()) + ".json"))
+                                .string();
 };
 
 TEST_F(TraceCli, HelpHasAnExample) {
@@ -36,7 +38,8 @@ TEST_F(TraceCli, ShowsMeasuredBesideSimulated) {
   EXPECT_EQ(ended.exit_code, 0);
   // 2 stages of 1 and 1.25 ms forward, twice that backward, 0.1 ms between them.
   EXPECT_TRUE(has_text(ended.output, "efficiency 100.0 %"));
-  EXPECT_TRUE(has_text(ended.output, "    1           B      4      2.500      2.500      2.500      2.500      2.500\n"));
+  EXPECT_TRUE(has_text(ended.output,
+                       "    1           B      4      2.500      2.500      2.500      2.500      2.500\n"));
   EXPECT_TRUE(has_text(ended.output, "transfer: 0.100 ms"));
   EXPECT_TRUE(has_text(ended.output, "greatest delays relative to the simulation:"));
 }
@@ -46,7 +49,9 @@ TEST_F(TraceCli, CsvHasALinePerAction) {
   const Ended ended = penstock("trace --csv '" + path_ + "'");
   EXPECT_EQ(ended.exit_code, 0);
   EXPECT_EQ(std::count(ended.output.begin(), ended.output.end(), '\n'), 1 + 2 * 8);
-  EXPECT_TRUE(has_text(ended.output, "rank,action,begin_ms,end_ms,simulated_begin_ms,simulated_end_ms,delay_ms\n0,0F0,0.000000,1.000000,0.000000,1.000000,0.000000\n"));
+  EXPECT_TRUE(has_text(ended.output,
+                       "rank,action,begin_ms,end_ms,simulated_begin_ms,simulated_end_ms,delay_ms\n0,0F0,0."
+                       "000000,1.000000,0.000000,1.000000,0.000000\n"));
 }
 
 TEST_F(TraceCli, AFileWithoutATraceIsAUsageError) {

@@ -18,17 +18,24 @@ namespace train_cli_test {
 
 namespace fs = std::filesystem;
 
-Ended penstock(const std::string& arguments) { return run_command("'" + environment("PENSTOCK_BIN") + "/penstock' " + arguments, std::chrono::seconds(110)); }
+Ended penstock(const std::string& arguments) {
+  return run_command("'" + environment("PENSTOCK_BIN") + "/penstock' " + arguments,
+                     std::chrono::seconds(110));
+}
 
 class TrainCli : public ::testing::Test {
  protected:
   TrainCli() {
     fs::create_directories(folder_ / "text");
-    for (int file = 0; file < 12; ++file) std::ofstream(folder_ / "text" / (std::to_string(file) + ".h")) << "int value_" << file << " = " << 17 * file << ";\n" << std::string(300, static_cast<char>('a' + file));
-    std::ofstream(folder_ / "train.toml") << "[model]\nlayers = 4\nwidth = 16\nheads = 2\nkey_value_heads = 2\nfeed_width = 32\ncontext = 16\n"
-                                          << "[layout]\nmicrobatches = 4\nmicrobatch_size = 2\ndevice = \"cpu\"\n"
-                                          << "[training]\nwarmup_steps = 2\nvalidate_every = 0\n"
-                                          << "[data]\nvalidation_fraction = 0\nsources = [\"" << (folder_ / "text").string() << "\"]\n";
+    for (int file = 0; file < 12; ++file)
+      std::ofstream(folder_ / "text" / (std::to_string(file) + ".h"))
+          << "int value_" << file << " = " << 17 * file << ";\n"
+          << std::string(300, static_cast<char>('a' + file));
+    std::ofstream(folder_ / "train.toml")
+        << "[model]\nlayers = 4\nwidth = 16\nheads = 2\nkey_value_heads = 2\nfeed_width = 32\ncontext = 16\n"
+        << "[layout]\nmicrobatches = 4\nmicrobatch_size = 2\ndevice = \"cpu\"\n"
+        << "[training]\nwarmup_steps = 2\nvalidate_every = 0\n"
+        << "[data]\nvalidation_fraction = 0\nsources = [\"" << (folder_ / "text").string() << "\"]\n";
   }
   ~TrainCli() override {
     std::error_code ignored;  // a leftover folder is not a test failure
@@ -82,7 +89,8 @@ TEST_F(TrainCli, ParityOfManyLayouts) {
 
 TEST_F(TrainCli, ParityOfReplicasFailsWhereNoRoundingIsAllowed) {
   const std::string kept = (folder_ / "kept").string();
-  const Ended ended = penstock("parity " + config() + " --pp 1 --dp 2 --steps 2 --tolerance 0 --all --keep '" + kept + "'");
+  const Ended ended =
+      penstock("parity " + config() + " --pp 1 --dp 2 --steps 2 --tolerance 0 --all --keep '" + kept + "'");
   EXPECT_EQ(ended.exit_code, 1) << ended.output;
   EXPECT_TRUE(has_text(ended.output, "FAIL"));
   EXPECT_TRUE(has_text(ended.output, "(replica 1)"));
@@ -104,10 +112,12 @@ std::size_t times(const std::string& text, const std::string& part) {
 }
 
 TEST_F(TrainCli, MalformedNumbersAreExitCode2) {
-  for (const char* arguments : {"--tolerance nan", "--tolerance=-inf", "--parameter-tolerance nan", "--steps 1e3", "--lr nan", "--tolerance ''"}) {
+  for (const char* arguments : {"--tolerance nan", "--tolerance=-inf", "--parameter-tolerance nan",
+                                "--steps 1e3", "--lr nan", "--tolerance ''"}) {
     const Ended ended = penstock("parity " + config() + " --pp 1 " + arguments);
     EXPECT_EQ(ended.exit_code, 2) << arguments << "\n" << ended.output;
-    EXPECT_TRUE(has_text(ended.output, std::string(arguments).substr(0, std::string(arguments).find_first_of(" ="))));
+    EXPECT_TRUE(
+        has_text(ended.output, std::string(arguments).substr(0, std::string(arguments).find_first_of(" ="))));
     EXPECT_FALSE(has_text(ended.output, "parity: ok"));
   }
 }
@@ -120,21 +130,27 @@ TEST_F(TrainCli, KeysAndFlagsWithoutEffectAreRefused) {
   };
   refuses("parity " + config() + " --resume never", "checkpoint.resume has no effect in penstock parity");
   refuses("inspect memory " + config() + " --predict-only --steps 2", "--steps has no effect");
-  refuses("inspect graph " + config() + " --precision bf16", "training.precision has no effect in penstock inspect graph");
+  refuses("inspect graph " + config() + " --precision bf16",
+          "training.precision has no effect in penstock inspect graph");
   refuses("train " + config() + " --dryrun", "did you mean --dry-run?");
   refuses("train " + config() + " --learning_rate 3", "did you mean training.lr?");
 }
 
 TEST_F(TrainCli, AMalformedVariableIsRefusedAtOnce) {
-  const Ended ended = run_command("PENSTOCK_P2P=pigeon '" + environment("PENSTOCK_BIN") + "/penstock' train " + config() + " --dry-run");
+  const Ended ended = run_command("PENSTOCK_P2P=pigeon '" + environment("PENSTOCK_BIN") +
+                                  "/penstock' train " + config() + " --dry-run");
   EXPECT_EQ(ended.exit_code, 2) << ended.output;
-  EXPECT_TRUE(has_text(ended.output, "environment variable PENSTOCK_P2P: got \"pigeon\", expected one of gloo, ucx"));
+  EXPECT_TRUE(
+      has_text(ended.output, "environment variable PENSTOCK_P2P: got \"pigeon\", expected one of gloo, ucx"));
 }
 
 TEST_F(TrainCli, ConfigurationErrorsArePrintedOnce) {
-  const std::string start = "cd '" + folder_.string() + "' && CUDA_VISIBLE_DEVICES= '" + environment("PENSTOCK_BIN") + "/penstock' ";
+  const std::string start = "cd '" + folder_.string() + "' && CUDA_VISIBLE_DEVICES= '" +
+                            environment("PENSTOCK_BIN") + "/penstock' ";
   // Detected by the ranks: the data do not exist, or there is too little.
-  for (const std::string arguments : {"train train.toml --pp 2 --data /nonexistent/text", "parity train.toml --pp 2 --data /nonexistent/text", "inspect memory train.toml --pp 2 --data /nonexistent/text"}) {
+  for (const std::string arguments : {"train train.toml --pp 2 --data /nonexistent/text",
+                                      "parity train.toml --pp 2 --data /nonexistent/text",
+                                      "inspect memory train.toml --pp 2 --data /nonexistent/text"}) {
     const Ended ended = run_command(start + arguments, std::chrono::seconds(110));
     EXPECT_EQ(ended.exit_code, 2) << arguments << "\n" << ended.output;
     EXPECT_EQ(times(ended.output, "penstock: "), 1u) << ended.output;
@@ -147,7 +163,9 @@ TEST_F(TrainCli, ConfigurationErrorsArePrintedOnce) {
 // With CUDA_VISIBLE_DEVICES, so that machines with GPUs behave the same.
 TEST_F(TrainCli, NcclIsRefusedOnTheCpu) {
   for (const char* what : {" --run_folder nccl", " --dry-run"}) {
-    const Ended ended = run_command("cd '" + folder_.string() + "' && CUDA_VISIBLE_DEVICES= '" + environment("PENSTOCK_BIN") + "/penstock' train train.toml --pp 2 --device auto --transport nccl" + what);
+    const Ended ended =
+        run_command("cd '" + folder_.string() + "' && CUDA_VISIBLE_DEVICES= '" + environment("PENSTOCK_BIN") +
+                    "/penstock' train train.toml --pp 2 --device auto --transport nccl" + what);
     EXPECT_EQ(ended.exit_code, 2) << ended.output;
     EXPECT_TRUE(has_text(ended.output, "layout.transport: got nccl, which supports CUDA tensors only"));
     EXPECT_EQ(times(ended.output, "penstock: "), 1u) << ended.output;
@@ -157,16 +175,21 @@ TEST_F(TrainCli, NcclIsRefusedOnTheCpu) {
 
 TEST_F(TrainCli, GenerateDoesWhatItIsAskedOrSaysWhyNot) {
   const std::string run = (folder_ / "run").string();
-  const Ended trained = penstock("train " + config() + " --pp 1 --steps 2 --warmup_steps 0 --sample_tokens 0 --run_folder '" + run + "'");
+  const Ended trained =
+      penstock("train " + config() + " --pp 1 --steps 2 --warmup_steps 0 --sample_tokens 0 --run_folder '" +
+               run + "'");
   ASSERT_EQ(trained.exit_code, 0) << trained.output;
   const Ended empty = penstock("generate '" + run + "' --prompt ''");
   EXPECT_EQ(empty.exit_code, 2) << empty.output;
   EXPECT_TRUE(has_text(empty.output, "--prompt: got an empty prompt"));
   // The context is 16: the text continues beyond it.
-  const Ended longer = penstock("generate '" + run + "' --prompt 'int ' --tokens 60 --temperature 0 --device cpu");
+  const Ended longer =
+      penstock("generate '" + run + "' --prompt 'int ' --tokens 60 --temperature 0 --device cpu");
   EXPECT_EQ(longer.exit_code, 0) << longer.output;
   EXPECT_GE(longer.output.size(), 4u + 60u) << longer.output;
-  const Ended prompt = penstock("generate '" + run + "' --prompt '0123456789012345678901234567890' --tokens 2 --temperature 0 --device cpu");
+  const Ended prompt =
+      penstock("generate '" + run +
+               "' --prompt '0123456789012345678901234567890' --tokens 2 --temperature 0 --device cpu");
   EXPECT_EQ(prompt.exit_code, 0) << prompt.output;
   EXPECT_TRUE(has_text(prompt.output, "the model uses only the last 16, its context"));
 
@@ -176,7 +199,10 @@ TEST_F(TrainCli, GenerateDoesWhatItIsAskedOrSaysWhyNot) {
   std::string text{std::istreambuf_iterator<char>(in), {}};
   text.replace(text.find("\"version\": 1"), 12, "\"version\": 2");
   std::ofstream(index) << text;
-  for (const std::string& arguments : {"generate '" + run + "'", "train " + config() + " --pp 2 --steps 4 --warmup_steps 0 --sample_tokens 0 --run_folder '" + run + "'"}) {
+  for (const std::string& arguments :
+       {"generate '" + run + "'", "train " + config() +
+                                      " --pp 2 --steps 4 --warmup_steps 0 --sample_tokens 0 --run_folder '" +
+                                      run + "'"}) {
     const Ended newer = penstock(arguments);
     EXPECT_NE(newer.exit_code, 0) << newer.output;
     EXPECT_EQ(times(newer.output, "it was written by a newer version of Penstock"), 1u) << newer.output;
@@ -185,7 +211,8 @@ TEST_F(TrainCli, GenerateDoesWhatItIsAskedOrSaysWhyNot) {
 }
 
 TEST_F(TrainCli, DryRunTrainsNothing) {
-  const Ended ended = run_command("cd '" + folder_.string() + "' && '" + environment("PENSTOCK_BIN") + "/penstock' train train.toml --pp 2 --dry-run");
+  const Ended ended = run_command("cd '" + folder_.string() + "' && '" + environment("PENSTOCK_BIN") +
+                                  "/penstock' train train.toml --pp 2 --dry-run");
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
   EXPECT_TRUE(has_text(ended.output, "mesh: 2 ranks = pp 2"));
   EXPECT_TRUE(has_text(ended.output, "predicted: "));
@@ -196,8 +223,11 @@ TEST_F(TrainCli, OneTextFileJustTrains) {
   std::string text;
   for (int i = 0; text.size() < 1'100'000; ++i) text += "line " + std::to_string(i * 7919 % 1000) + "\n";
   std::ofstream(folder_ / "input.txt") << text;
-  const std::string sizes = " --layers 2 --model.width 16 --heads 2 --key_value_heads 2 --feed_width 32 --context 16 --microbatches 4 --microbatch_size 2 --device cpu --steps 2";
-  const std::string there = "cd '" + folder_.string() + "' && '" + environment("PENSTOCK_BIN") + "/penstock' train --data input.txt" + sizes;
+  const std::string sizes =
+      " --layers 2 --model.width 16 --heads 2 --key_value_heads 2 --feed_width 32 --context 16 "
+      "--microbatches 4 --microbatch_size 2 --device cpu --steps 2";
+  const std::string there = "cd '" + folder_.string() + "' && '" + environment("PENSTOCK_BIN") +
+                            "/penstock' train --data input.txt" + sizes;
   const Ended dry = run_command(there + " --dry-run");
   EXPECT_EQ(dry.exit_code, 0) << dry.output;
   EXPECT_TRUE(has_text(dry.output, "for validation, cut inside documents"));
@@ -209,7 +239,8 @@ TEST_F(TrainCli, OneTextFileJustTrains) {
 
 TEST_F(TrainCli, ALayoutThatThisHostDoesNotStartLeavesNoFolder) {
   for (const char* dry : {"", " --dry-run"}) {
-    const Ended ended = run_command("cd '" + folder_.string() + "' && '" + environment("PENSTOCK_BIN") + "/penstock' train train.toml --pp 1 --dp 65536" + dry);
+    const Ended ended = run_command("cd '" + folder_.string() + "' && '" + environment("PENSTOCK_BIN") +
+                                    "/penstock' train train.toml --pp 1 --dp 65536" + dry);
     EXPECT_EQ(ended.exit_code, 2) << ended.output;
     EXPECT_TRUE(has_text(ended.output, "layout.ranks: got 65536, expected at most 1024"));
     EXPECT_FALSE(fs::exists(folder_ / "runs"));
@@ -219,7 +250,8 @@ TEST_F(TrainCli, ALayoutThatThisHostDoesNotStartLeavesNoFolder) {
 // The number of ranks of another launcher is not limited; the output still fits on a screen.
 TEST_F(TrainCli, ADryRunOfAHugeWorld) {
   const auto dry_run = [&](const std::string& world, const std::string& layout) {
-    return run_command(world + " MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 '" + environment("PENSTOCK_BIN") + "/penstock' train " + config() + " --dry-run --pp 4 --schedule GPipe " + layout);
+    return run_command(world + " MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 '" + environment("PENSTOCK_BIN") +
+                       "/penstock' train " + config() + " --dry-run --pp 4 --schedule GPipe " + layout);
   };
   const Ended ended = dry_run("RANK=0 WORLD_SIZE=65536 LOCAL_RANK=0 LOCAL_WORLD_SIZE=8", "--dp 8192 --tp 2");
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
@@ -240,7 +272,8 @@ TEST_F(TrainCli, ModelsOfTokenFilesGenerateNoText) {
   const std::string run = (folder_ / "run").string();
   const std::string there = config() + " --data '" + (folder_ / "train.bin").string() + "'";
   EXPECT_TRUE(has_text(penstock("train " + there + " --dry-run").output, "data.format = \"uint16\""));
-  const Ended ended = penstock("train " + there + " --data.format uint16 --pp 1 --steps 3 --run_folder '" + run + "'");
+  const Ended ended =
+      penstock("train " + there + " --data.format uint16 --pp 1 --steps 3 --run_folder '" + run + "'");
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
   EXPECT_FALSE(has_text(ended.output, "Sample from the model"));
   const Ended text = penstock("generate '" + run + "'");

@@ -24,7 +24,10 @@ std::set<std::string> messages(const std::vector<std::vector<std::string>>& line
   std::set<std::string> found;
   std::mutex mutex;
   run_ranks(static_cast<int>(lines.size()), 20s, [&](World& world) {
-    const std::string text = message_of<ValueError>([&] { require_agreement(world.group(), "things", lines[static_cast<std::size_t>(world.rank())], "use the same"); });
+    const std::string text = message_of<ValueError>([&] {
+      require_agreement(world.group(), "things", lines[static_cast<std::size_t>(world.rank())],
+                        "use the same");
+    });
     // The group has not failed: all ranks took part in every operation.
     at::Tensor one = at::ones({1});
     world.group().all_reduce(one).wait();

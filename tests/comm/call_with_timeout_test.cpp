@@ -20,11 +20,13 @@ TEST(CallWithTimeout, RunsOneAfterTheOther) {
   for (int i = 0; i < 4; ++i)
     threads.emplace_back([&] {
       for (int j = 0; j < 50; ++j)
-        EXPECT_TRUE(caller.run([&] {
-          most = std::max(most.load(), ++inside);
-          ++runs;
-          --inside;
-        }, 60s));
+        EXPECT_TRUE(caller.run(
+            [&] {
+              most = std::max(most.load(), ++inside);
+              ++runs;
+              --inside;
+            },
+            60s));
     });
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ(runs, 200);
@@ -59,10 +61,12 @@ TEST(CallWithTimeout, WaitersAfterAStuckCallGiveUp) {
   const auto ran = std::make_shared<std::atomic<bool>>(false);
   std::promise<void> started;
   std::thread first([&, release] {
-    EXPECT_FALSE(caller.run([&, release] {
-      started.set_value();
-      release->get_future().wait();
-    }, 300ms));
+    EXPECT_FALSE(caller.run(
+        [&, release] {
+          started.set_value();
+          release->get_future().wait();
+        },
+        300ms));
   });
   started.get_future().wait();
   EXPECT_FALSE(caller.run([ran] { *ran = true; }, 20ms));

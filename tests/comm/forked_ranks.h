@@ -24,9 +24,10 @@
 namespace penstock::test {
 
 // Inside a forked rank GoogleTest's checks would report into a process that nobody reads: throw instead.
-#define RANK_CHECK(condition)                                                                                       \
-  do {                                                                                                              \
-    if (!(condition)) throw std::runtime_error(std::string(__FILE__) + ":" + std::to_string(__LINE__) + ": " #condition); \
+#define RANK_CHECK(condition)                                                                             \
+  do {                                                                                                    \
+    if (!(condition))                                                                                     \
+      throw std::runtime_error(std::string(__FILE__) + ":" + std::to_string(__LINE__) + ": " #condition); \
   } while (false)
 
 // A folder as a key-value store: a key is a file, written under another name and then renamed.
@@ -44,7 +45,8 @@ class FileStore {
   std::string get(const std::string& key, std::chrono::seconds limit = std::chrono::seconds(20)) const {
     const auto deadline = std::chrono::steady_clock::now() + limit;
     while (!std::filesystem::exists(path_of(key))) {
-      if (std::chrono::steady_clock::now() > deadline) throw std::runtime_error("store: nobody published " + key);
+      if (std::chrono::steady_clock::now() > deadline)
+        throw std::runtime_error("store: nobody published " + key);
       std::this_thread::sleep_for(std::chrono::microseconds(200));
     }
     std::ifstream file(path_of(key), std::ios::binary);
@@ -74,7 +76,8 @@ class FileStore {
 
 // How each rank ended, as reported by waitpid: 0 for success. Ranks that still run at the deadline are killed
 // (SIGKILL).
-inline std::vector<int> run_ranks(int size, std::chrono::seconds limit, const std::function<void(int, const FileStore&)>& body) {
+inline std::vector<int> run_ranks(int size, std::chrono::seconds limit,
+                                  const std::function<void(int, const FileStore&)>& body) {
   std::string folder = (std::filesystem::temp_directory_path() / "penstock_ranks_XXXXXX").string();
   if (mkdtemp(folder.data()) == nullptr) throw std::runtime_error("no temporary folder");
   std::vector<pid_t> processes;

@@ -2,11 +2,11 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "penstock/errors.h"
 #include "penstock/base/warnings.h"
 #include "penstock/comm/backend/backend.h"
 #include "penstock/comm/group/operators.h"
 #include "penstock/comm/group/self_test.h"
+#include "penstock/errors.h"
 #include "penstock/world.h"
 #include "tests/has_text.h"
 
@@ -20,7 +20,8 @@ TEST(Gpu, NcclWithOneRank) {
   ASSERT_TRUE(torch::cuda::is_available());
   World world = World::from_env();
   EXPECT_TRUE(has_text(world.group().describe_backends(), "CUDA nccl"));
-  for (const auto& result : self_test(world.group(), at::Device(at::kCUDA, 0))) EXPECT_TRUE(result.ok) << result.operation << ": " << result.error;
+  for (const auto& result : self_test(world.group(), at::Device(at::kCUDA, 0)))
+    EXPECT_TRUE(result.ok) << result.operation << ": " << result.error;
 }
 
 TEST(Gpu, NcclContractIsChecked) {
@@ -40,10 +41,12 @@ TEST(Gpu, RanksThatShareAGpuGoThroughHostMemoryWithOneWarning) {
   if (!gloo_available()) return;  // reported at configuration
   WarningCapture capture;
   run_ranks(2, 120s, [](World& world) {
-    for (const auto& result : self_test(world.group(), at::Device(at::kCUDA, 0))) EXPECT_TRUE(result.ok) << result.operation << ": " << result.error;
+    for (const auto& result : self_test(world.group(), at::Device(at::kCUDA, 0)))
+      EXPECT_TRUE(result.ok) << result.operation << ": " << result.error;
   });
   int warnings = 0;
-  for (const auto& warning : capture.warnings()) warnings += warning.message.find("host memory") != std::string::npos ? 1 : 0;
+  for (const auto& warning : capture.warnings())
+    warnings += warning.message.find("host memory") != std::string::npos ? 1 : 0;
   EXPECT_EQ(warnings, 1);
 }
 

@@ -9,13 +9,13 @@
 #include <filesystem>
 #include <mutex>
 
-#include "penstock/errors.h"
 #include "penstock/base/warnings.h"
-#include "penstock/comm/record/recorder.h"
 #include "penstock/comm/group/self_test.h"
-#include "penstock/world.h"
+#include "penstock/comm/record/recorder.h"
+#include "penstock/errors.h"
 #include "penstock/fake.h"
 #include "penstock/step_context.h"
+#include "penstock/world.h"
 #include "tests/has_text.h"
 
 namespace penstock::comm {
@@ -52,7 +52,8 @@ class SelfTest : public ::testing::TestWithParam<int> {};
 TEST_P(SelfTest, EveryOperationGivesTheRightValues) {
   run_ranks(GetParam(), 120s, [](World& world) {
     Group group = world.group();
-    for (const auto& result : self_test(group, at::kCPU)) EXPECT_TRUE(result.ok) << "rank " << world.rank() << " " << result.operation << ": " << result.error;
+    for (const auto& result : self_test(group, at::kCPU))
+      EXPECT_TRUE(result.ok) << "rank " << world.rank() << " " << result.operation << ": " << result.error;
   });
 }
 
@@ -131,7 +132,8 @@ TEST(Group, TagsMatchInAnyOrderAndEqualTagsInOrder) {
     Group group = world.group();
     if (world.rank() == 0) {
       std::vector<Work> works;
-      for (int i = 0; i < 6; ++i) works.push_back(group.isend(at::full({i < 3 ? 10 : 50'000}, i), 1, {.tag = i % 3}));
+      for (int i = 0; i < 6; ++i)
+        works.push_back(group.isend(at::full({i < 3 ? 10 : 50'000}, i), 1, {.tag = i % 3}));
       wait_all(works);
     } else {
       std::vector<at::Tensor> got(6);
@@ -139,7 +141,8 @@ TEST(Group, TagsMatchInAnyOrderAndEqualTagsInOrder) {
         got[static_cast<std::size_t>(i)] = at::zeros({i < 3 ? 10 : 50'000}, at::kLong);
         group.recv(got[static_cast<std::size_t>(i)], 0, {.tag = i % 3});
       }
-      for (int i = 0; i < 6; ++i) EXPECT_TRUE((got[static_cast<std::size_t>(i)] == i).all().item<bool>()) << i;
+      for (int i = 0; i < 6; ++i)
+        EXPECT_TRUE((got[static_cast<std::size_t>(i)] == i).all().item<bool>()) << i;
     }
   });
 }
@@ -161,12 +164,14 @@ TEST_P(MismatchTest, IsAnErrorOnBothSidesThatNamesBoth) {
                          [&](World& world) {
                            try {
                              if (world.rank() == 0) {
-                               world.group().send(at::zeros({c.sent}, c.sent_type), 1, {.tag = 7, .label = "2F0"});
+                               world.group().send(at::zeros({c.sent}, c.sent_type), 1,
+                                                  {.tag = 7, .label = "2F0"});
                                // A short message may be sent before the other side reports the error: the
                                // next one fails.
                                world.group().recv(at::zeros({1}), 1, {.tag = 8});
                              } else {
-                               world.group().recv(at::zeros({c.expected}, c.expected_type), 0, {.tag = 7, .label = "2F0"});
+                               world.group().recv(at::zeros({c.expected}, c.expected_type), 0,
+                                                  {.tag = 7, .label = "2F0"});
                              }
                            } catch (const std::exception& error) {
                              messages[static_cast<std::size_t>(world.rank())] = error.what();
@@ -182,9 +187,12 @@ TEST_P(MismatchTest, IsAnErrorOnBothSidesThatNamesBoth) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Cases, MismatchTest,
-                         ::testing::Values(Mismatch{"shorter", at::kFloat, 4, at::kFloat, 8}, Mismatch{"longer", at::kFloat, 8, at::kFloat, 4},
-                                           Mismatch{"dtype", at::kFloat, 8, at::kInt, 8}, Mismatch{"largeForSmall", at::kFloat, 100'000, at::kFloat, 8},
-                                           Mismatch{"smallForLarge", at::kFloat, 8, at::kFloat, 100'000}, Mismatch{"largeShorter", at::kFloat, 50'000, at::kFloat, 100'000},
+                         ::testing::Values(Mismatch{"shorter", at::kFloat, 4, at::kFloat, 8},
+                                           Mismatch{"longer", at::kFloat, 8, at::kFloat, 4},
+                                           Mismatch{"dtype", at::kFloat, 8, at::kInt, 8},
+                                           Mismatch{"largeForSmall", at::kFloat, 100'000, at::kFloat, 8},
+                                           Mismatch{"smallForLarge", at::kFloat, 8, at::kFloat, 100'000},
+                                           Mismatch{"largeShorter", at::kFloat, 50'000, at::kFloat, 100'000},
                                            Mismatch{"empty", at::kFloat, 0, at::kFloat, 1}),
                          [](const auto& info) { return std::string(info.param.name); });
 
@@ -217,13 +225,18 @@ TEST(Group, SubgroupsAreMadeInOrderAndKeepGlobalRanks) {
 }
 
 TEST(Group, ListsThatDifferOrAreBadAreAnErrorOnEveryRank) {
-  for (const auto& message : errors_of<ValueError>(3, [](World& world) { world.new_group(world.rank() == 2 ? std::vector<int>{0, 2} : std::vector<int>{0, 1}); })) {
+  for (const auto& message : errors_of<ValueError>(3, [](World& world) {
+         world.new_group(world.rank() == 2 ? std::vector<int>{0, 2} : std::vector<int>{0, 1});
+       })) {
     EXPECT_TRUE(has_text(message, "rank 0 requested"));
     EXPECT_TRUE(has_text(message, "rank 2 requested"));
   }
-  for (const auto& message : errors_of<ValueError>(3, [](World& world) { world.new_group({0, 1, 1}); })) EXPECT_TRUE(has_text(message, "rank 1 is listed twice"));
-  for (const auto& message : errors_of<ValueError>(3, [](World& world) { world.new_group({0, 3}); })) EXPECT_TRUE(has_text(message, "rank 3 is outside the world of 3"));
-  for (const auto& message : errors_of<ValueError>(2, [](World& world) { world.new_group({}); })) EXPECT_TRUE(has_text(message, "empty"));
+  for (const auto& message : errors_of<ValueError>(3, [](World& world) { world.new_group({0, 1, 1}); }))
+    EXPECT_TRUE(has_text(message, "rank 1 is listed twice"));
+  for (const auto& message : errors_of<ValueError>(3, [](World& world) { world.new_group({0, 3}); }))
+    EXPECT_TRUE(has_text(message, "rank 3 is outside the world of 3"));
+  for (const auto& message : errors_of<ValueError>(2, [](World& world) { world.new_group({}); }))
+    EXPECT_TRUE(has_text(message, "empty"));
 }
 
 TEST(Group, AMissingRankIsNamedOnEveryOther) {
@@ -300,15 +313,33 @@ TEST(Group, WrongArgumentsSayWhatToChange) {
       }
       return std::string("no error");
     };
-    EXPECT_TRUE(has_text(message([&] { group.all_gather(at::zeros({5}), at::zeros({3})).wait(); }), "2 x 3 = 6"));
-    EXPECT_TRUE(has_text(message([&] { group.all_gather(at::zeros({6}, at::kInt), at::zeros({3})).wait(); }), "dtype"));
-    EXPECT_TRUE(has_text(message([&] { group.reduce_scatter(at::zeros({5}), at::zeros({3})).wait(); }), "elements of input"));
-    EXPECT_TRUE(has_text(message([&] { group.all_reduce(at::zeros({5}, at::kLong), ReduceOp::Avg).wait(); }), "floating point"));
-    EXPECT_TRUE(has_text(message([&] { group.all_reduce(at::zeros({5}, at::kBool)).wait(); }), "max for any"));
-    EXPECT_TRUE(has_text(message([&] { group.all_to_all(at::zeros({3}), at::zeros({3})).wait(); }), "multiple of 2"));
-    EXPECT_TRUE(has_text(message([&] { group.all_to_all(at::zeros({4}), at::zeros({4}), {1, 2}, {2, 2}).wait(); }), "sum of the splits"));
-    EXPECT_TRUE(has_text(message([&] { group.all_to_all(at::zeros({4}), at::zeros({4}), world.rank() == 0 ? std::vector<std::int64_t>{1, 3} : std::vector<std::int64_t>{3, 1}, {2, 2}).wait(); }), "rows kept"));
-    EXPECT_TRUE(has_text(message([&] { group.all_gather_uneven({at::zeros({1})}, at::zeros({1})).wait(); }), "one per member"));
+    EXPECT_TRUE(
+        has_text(message([&] { group.all_gather(at::zeros({5}), at::zeros({3})).wait(); }), "2 x 3 = 6"));
+    EXPECT_TRUE(has_text(message([&] { group.all_gather(at::zeros({6}, at::kInt), at::zeros({3})).wait(); }),
+                         "dtype"));
+    EXPECT_TRUE(has_text(message([&] { group.reduce_scatter(at::zeros({5}), at::zeros({3})).wait(); }),
+                         "elements of input"));
+    EXPECT_TRUE(has_text(message([&] { group.all_reduce(at::zeros({5}, at::kLong), ReduceOp::Avg).wait(); }),
+                         "floating point"));
+    EXPECT_TRUE(
+        has_text(message([&] { group.all_reduce(at::zeros({5}, at::kBool)).wait(); }), "max for any"));
+    EXPECT_TRUE(
+        has_text(message([&] { group.all_to_all(at::zeros({3}), at::zeros({3})).wait(); }), "multiple of 2"));
+    EXPECT_TRUE(has_text(message([&] {
+                           group.all_to_all(at::zeros({4}), at::zeros({4}), {1, 2}, {2, 2}).wait();
+                         }),
+                         "sum of the splits"));
+    EXPECT_TRUE(has_text(message([&] {
+                           group
+                               .all_to_all(at::zeros({4}), at::zeros({4}),
+                                           world.rank() == 0 ? std::vector<std::int64_t>{1, 3}
+                                                             : std::vector<std::int64_t>{3, 1},
+                                           {2, 2})
+                               .wait();
+                         }),
+                         "rows kept"));
+    EXPECT_TRUE(has_text(message([&] { group.all_gather_uneven({at::zeros({1})}, at::zeros({1})).wait(); }),
+                         "one per member"));
     EXPECT_THROW(group.send(at::Tensor(), 1 - world.rank()), TypeError);
     group.barrier().wait();  // still usable: nothing was transferred
   });
@@ -318,7 +349,9 @@ TEST(Group, SplitsThatDisagreeAreAnErrorNotWrongData) {
   EXPECT_THROW(run_ranks(2, 30s,
                          [](World& world) {
                            // Rank 0 expects two rows from rank 1, which sends one.
-                           const std::vector<std::int64_t> splits = world.rank() == 0 ? std::vector<std::int64_t>{2, 2} : std::vector<std::int64_t>{1, 3};
+                           const std::vector<std::int64_t> splits = world.rank() == 0
+                                                                        ? std::vector<std::int64_t>{2, 2}
+                                                                        : std::vector<std::int64_t>{1, 3};
                            at::Tensor out = at::zeros({4, 3});
                            world.group().all_to_all(out, at::ones({4, 3}), splits, splits).wait();
                          }),
@@ -447,7 +480,9 @@ TEST(Group, ARankThatStillWaitsIsNotSilent) {
       return;
     }
     try {
-      world.group().all_reduce(tensor, ReduceOp::Sum, {.label = "later", .timeout = world.rank() == 0 ? 3s : 6s}).wait();
+      world.group()
+          .all_reduce(tensor, ReduceOp::Sum, {.label = "later", .timeout = world.rank() == 0 ? 3s : 6s})
+          .wait();
     } catch (const TimeoutError& error) {
       if (world.rank() == 0) said = error.what();
       throw;
@@ -467,11 +502,14 @@ TEST(Group, CommunicatesNothingInATrialRun) {
       context.trial = true;
       const StepGuard guard(context);
       for (const bool fake : {false, true}) {
-        const auto full = [&](std::int64_t rows) { return fake ? make_fake({rows, 3}) : at::full({rows, 3}, 5.0); };
+        const auto full = [&](std::int64_t rows) {
+          return fake ? make_fake({rows, 3}) : at::full({rows, 3}, 5.0);
+        };
         const auto expect_value = [&](const at::Tensor& tensor, double value) {
           EXPECT_TRUE(fake || tensor.eq(value).all().item<bool>());
         };
-        const at::Tensor sum = full(2), sent = full(2), all = full(4), part = full(1), got = full(2), exchanged = full(2);
+        const at::Tensor sum = full(2), sent = full(2), all = full(4), part = full(1), got = full(2),
+                         exchanged = full(2);
         const std::vector<at::Tensor> uneven = {full(2), full(1)};
         group.all_reduce(sum).wait();
         group.broadcast(sum, 1).wait();
@@ -486,7 +524,8 @@ TEST(Group, CommunicatesNothingInATrialRun) {
         group.barrier().wait();
         expect_value(sum, 5.0);
         expect_value(sent, 5.0);
-        for (const at::Tensor& received : {all, uneven[0], uneven[1], part, exchanged, got}) expect_value(received, 0.0);
+        for (const at::Tensor& received : {all, uneven[0], uneven[1], part, exchanged, got})
+          expect_value(received, 0.0);
       }
     }
     at::Tensor one = at::ones({1});

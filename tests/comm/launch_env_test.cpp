@@ -33,20 +33,32 @@ TEST(LaunchEnv, NothingSetIsOneRank) {
 }
 
 TEST(LaunchEnv, OwnLauncherAndTorchrun) {
-  const LaunchEnv env = parse({{"RANK", "5"}, {"WORLD_SIZE", "8"}, {"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "4"}, {"MASTER_ADDR", "node7"}, {"MASTER_PORT", "1234"}});
+  const LaunchEnv env = parse({{"RANK", "5"},
+                               {"WORLD_SIZE", "8"},
+                               {"LOCAL_RANK", "1"},
+                               {"LOCAL_WORLD_SIZE", "4"},
+                               {"MASTER_ADDR", "node7"},
+                               {"MASTER_PORT", "1234"}});
   EXPECT_EQ(env.rank, 5);
   EXPECT_EQ(env.local_rank, 1);
   EXPECT_EQ(env.rendezvous.describe(), "tcp://node7:1234");
   EXPECT_TRUE(env.rendezvous.hosted_by_rank0);
   EXPECT_FALSE(env.rendezvous.loopback_only());
-  const LaunchEnv agent = parse({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"TORCHELASTIC_USE_AGENT_STORE", "True"}, {"TORCHELASTIC_RESTART_COUNT", "3"}});
+  const LaunchEnv agent = parse({{"RANK", "0"},
+                                 {"WORLD_SIZE", "2"},
+                                 {"TORCHELASTIC_USE_AGENT_STORE", "True"},
+                                 {"TORCHELASTIC_RESTART_COUNT", "3"}});
   EXPECT_FALSE(agent.rendezvous.hosted_by_rank0);
   EXPECT_EQ(agent.rendezvous.prefix, "attempt3");
   EXPECT_TRUE(agent.rendezvous.loopback_only());
 }
 
 TEST(LaunchEnv, OpenMpi) {
-  const std::map<std::string, std::string> base = {{"OMPI_COMM_WORLD_RANK", "1"}, {"OMPI_COMM_WORLD_SIZE", "2"}, {"OMPI_COMM_WORLD_LOCAL_RANK", "1"}, {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}, {"PMIX_NAMESPACE", "job.7"}};
+  const std::map<std::string, std::string> base = {{"OMPI_COMM_WORLD_RANK", "1"},
+                                                   {"OMPI_COMM_WORLD_SIZE", "2"},
+                                                   {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
+                                                   {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
+                                                   {"PMIX_NAMESPACE", "job.7"}};
   const LaunchEnv env = parse(base);
   EXPECT_EQ(env.launcher, "Open MPI");
   EXPECT_EQ(env.rank, 1);
@@ -61,7 +73,13 @@ TEST(LaunchEnv, OpenMpi) {
 }
 
 TEST(LaunchEnv, SlurmStepButNotBatchScript) {
-  const LaunchEnv env = parse({{"SLURM_STEP_ID", "0"}, {"SLURM_JOB_ID", "99"}, {"SLURM_PROCID", "3"}, {"SLURM_NTASKS", "4"}, {"SLURM_LOCALID", "1"}, {"SLURM_NNODES", "2"}, {"SLURM_STEP_NODELIST", "gpu[07-08]"}});
+  const LaunchEnv env = parse({{"SLURM_STEP_ID", "0"},
+                               {"SLURM_JOB_ID", "99"},
+                               {"SLURM_PROCID", "3"},
+                               {"SLURM_NTASKS", "4"},
+                               {"SLURM_LOCALID", "1"},
+                               {"SLURM_NNODES", "2"},
+                               {"SLURM_STEP_NODELIST", "gpu[07-08]"}});
   EXPECT_EQ(env.launcher, "Slurm");
   EXPECT_EQ(env.rank, 3);
   EXPECT_EQ(env.world_size, 4);
@@ -79,21 +97,31 @@ TEST(LaunchEnv, SlurmNodeLists) {
 }
 
 TEST(LaunchEnv, RendezvousOverride) {
-  const LaunchEnv file = parse({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"PENSTOCK_RENDEZVOUS", "file:///tmp/meet"}});
+  const LaunchEnv file =
+      parse({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"PENSTOCK_RENDEZVOUS", "file:///tmp/meet"}});
   EXPECT_EQ(file.rendezvous.kind, Rendezvous::Kind::File);
   EXPECT_EQ(file.rendezvous.path, "/tmp/meet");
-  EXPECT_EQ(parse({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"PENSTOCK_RENDEZVOUS", "tcp://h:9"}}).rendezvous.port, 9);
+  EXPECT_EQ(parse({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"PENSTOCK_RENDEZVOUS", "tcp://h:9"}}).rendezvous.port,
+            9);
   for (const char* bad : {"meet", "tcp://host", "tcp://:5", "file://relative", "tcp://h:70000", "tcp://h:x"})
-    EXPECT_NE(message_for({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"PENSTOCK_RENDEZVOUS", bad}}).find("PENSTOCK_RENDEZVOUS"), std::string::npos) << bad;
+    EXPECT_NE(message_for({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"PENSTOCK_RENDEZVOUS", bad}})
+                  .find("PENSTOCK_RENDEZVOUS"),
+              std::string::npos)
+        << bad;
 }
 
 TEST(LaunchEnv, BadValuesNameTheVariable) {
   EXPECT_NE(message_for({{"RANK", "1"}}).find("WORLD_SIZE"), std::string::npos);
   EXPECT_NE(message_for({{"WORLD_SIZE", "2"}}).find("RANK"), std::string::npos);
-  EXPECT_NE(message_for({{"RANK", "2"}, {"WORLD_SIZE", "2"}}).find("below WORLD_SIZE = 2"), std::string::npos);
+  EXPECT_NE(message_for({{"RANK", "2"}, {"WORLD_SIZE", "2"}}).find("below WORLD_SIZE = 2"),
+            std::string::npos);
   EXPECT_NE(message_for({{"RANK", "one"}, {"WORLD_SIZE", "2"}}).find("\"one\""), std::string::npos);
-  EXPECT_NE(message_for({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "3"}, {"LOCAL_WORLD_SIZE", "2"}}).find("local rank"), std::string::npos);
-  EXPECT_NE(message_for({{"RANK", "0"}, {"WORLD_SIZE", "4"}, {"LOCAL_RANK", "0"}, {"LOCAL_WORLD_SIZE", "2"}}).find("MASTER_ADDR"), std::string::npos);
+  EXPECT_NE(message_for({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "3"}, {"LOCAL_WORLD_SIZE", "2"}})
+                .find("local rank"),
+            std::string::npos);
+  EXPECT_NE(message_for({{"RANK", "0"}, {"WORLD_SIZE", "4"}, {"LOCAL_RANK", "0"}, {"LOCAL_WORLD_SIZE", "2"}})
+                .find("MASTER_ADDR"),
+            std::string::npos);
 }
 
 }  // namespace launch_env_test

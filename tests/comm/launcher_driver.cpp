@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "penstock/errors.h"
 #include "penstock/cli/common/commands.h"
 #include "penstock/comm/launch/compute_environment.h"
+#include "penstock/errors.h"
 
 int main(int argc, char** argv) {
   // A test run may itself be in the background of a shell that ignores these signals; the tests send them.
@@ -26,7 +26,8 @@ int main(int argc, char** argv) {
   rank->callback([&] {
     penstock::comm::restart_with_compute_environment(4);
     for (const std::string& word : words) std::printf("<%s>", word.c_str());
-    for (const char* name : {"OMP_NUM_THREADS", "GOMP_SPINCOUNT"}) std::printf(" %s=%s", name, std::getenv(name));
+    for (const char* name : {"OMP_NUM_THREADS", "GOMP_SPINCOUNT"})
+      std::printf(" %s=%s", name, std::getenv(name));
     std::printf("\n");
   });
   try {

@@ -11,11 +11,11 @@
 #include <cstdio>
 #include <cstring>
 
-#include "penstock/errors.h"
 #include "penstock/comm/launch/compute_environment.h"
 #include "penstock/comm/launch/launch_attempt.h"
 #include "penstock/comm/launch/launch_cores.h"
 #include "penstock/comm/launch/launcher.h"
+#include "penstock/errors.h"
 #include "tests/comm/launcher_harness.h"
 
 namespace penstock::comm::launcher_test {
@@ -84,15 +84,19 @@ TEST(Cores, ReadsLimitsOfControlGroups) {
 }
 
 std::map<std::string, std::string> computed(int threads, const std::map<std::string, std::string>& given) {
-  const auto added = compute_environment(threads, [&](const std::string& name) { return given.contains(name) ? given.at(name) : std::string(); });
+  const auto added = compute_environment(threads, [&](const std::string& name) {
+    return given.contains(name) ? given.at(name) : std::string();
+  });
   std::map<std::string, std::string> result(added.begin(), added.end());
   EXPECT_EQ(result.size(), added.size()) << "no variable twice";
-  for (const auto& [name, value] : given) EXPECT_TRUE(name == "LD_LIBRARY_PATH" || !result.contains(name)) << name << " is the user's";
+  for (const auto& [name, value] : given)
+    EXPECT_TRUE(name == "LD_LIBRARY_PATH" || !result.contains(name)) << name << " is the user's";
   return result;
 }
 
 TEST(ComputeEnvironment, EveryLibraryHasTheSameThreads) {
-  for (const char* name : {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"}) EXPECT_EQ(computed(3, {})[name], "3");
+  for (const char* name : {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"})
+    EXPECT_EQ(computed(3, {})[name], "3");
   // LibTorch prefers MKL_NUM_THREADS to OMP_NUM_THREADS: setting it would override the user's value.
   EXPECT_EQ(computed(3, {{"OMP_NUM_THREADS", "1"}})["MKL_NUM_THREADS"], "1");
   EXPECT_EQ(computed(3, {{"OMP_NUM_THREADS", "1"}})["OPENBLAS_NUM_THREADS"], "1");
@@ -109,7 +113,8 @@ TEST(ComputeEnvironment, IsCompleteAfterOneRound) {
   std::map<std::string, std::string> environment = {{"LD_LIBRARY_PATH", "/opt/lib"}};
   for (const auto& [name, value] : computed(2, environment)) environment[name] = value;
   EXPECT_TRUE(environment["LD_LIBRARY_PATH"].ends_with("/opt/lib"));
-  EXPECT_THAT(compute_environment(2, [&](const std::string& name) { return environment[name]; }), ElementsAre());
+  EXPECT_THAT(compute_environment(2, [&](const std::string& name) { return environment[name]; }),
+              ElementsAre());
 }
 
 TEST(ComputeEnvironment, TheOpenMpBuildOfOpenBlasIsFoundBesideTheOther) {
@@ -117,7 +122,8 @@ TEST(ComputeEnvironment, TheOpenMpBuildOfOpenBlasIsFoundBesideTheOther) {
   const fs::path libraries = fs::canonical(folder / "");
   const auto install = [&](const std::string& build) {
     fs::create_directories(libraries / build);
-    for (const char* name : {"libopenblas.so.0", "libblas.so.3", "liblapack.so.3"}) std::ofstream(libraries / build / name) << "x";
+    for (const char* name : {"libopenblas.so.0", "libblas.so.3", "liblapack.so.3"})
+      std::ofstream(libraries / build / name) << "x";
   };
   const auto choose = [&](const std::string& build) {
     fs::remove(libraries / "libopenblas.so.0");
@@ -218,7 +224,8 @@ TEST(LaunchInProcess, SomeExitCodesAreFinal) {
 // Ranks that save before they end have a separate grace time after a signal; after a failure the short one
 // applies.
 TEST(LaunchInProcess, TheGraceAfterASignalIsItsOwn) {
-  InProcess saves(1, "trap 'sleep 0.7; echo saved; exit 0' TERM; kill -TERM $PPID; while :; do sleep 0.05; done");
+  InProcess saves(
+      1, "trap 'sleep 0.7; echo saved; exit 0' TERM; kill -TERM $PPID; while :; do sleep 0.05; done");
   saves.options.grace = 50ms;
   saves.options.stop_grace = 20s;
   const LaunchResult stopped = launch(saves.options);

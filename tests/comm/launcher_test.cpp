@@ -47,7 +47,9 @@ TEST(LauncherEnvironment, SetsTheRankOfEachProcess) {
     const std::string threads = std::to_string(std::max(1, available_cores() / 3));
     for (const char* name : {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"})
       EXPECT_EQ(env[name], threads) << name;
-    for (const char* name : {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MIMALLOC_PURGE_DELAY", "GOMP_SPINCOUNT"}) EXPECT_FALSE(env[name].empty()) << name;
+    for (const char* name :
+         {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MIMALLOC_PURGE_DELAY", "GOMP_SPINCOUNT"})
+      EXPECT_FALSE(env[name].empty()) << name;
     ports.insert(env["MASTER_PORT"]);
   }
   ASSERT_EQ(ports.size(), 1u);
@@ -70,10 +72,27 @@ TEST(LauncherEnvironment, KeepsTheUsersThreadsAndPort) {
 // Like ranks of mpirun: the variables must be set before the libraries that read them are loaded.
 TEST(LauncherEnvironment, ARankOfAnotherLauncherRestartsItself) {
   const std::string driver = std::getenv("PENSTOCK_LAUNCHER_DRIVER");
-  const std::vector<std::string> command = {"-n", "1", "--no-prefix", "--", "env", "-u", "PENSTOCK_LAUNCH_ID", "-u", "OMP_NUM_THREADS", "-u", "MKL_NUM_THREADS", "-u", "GOMP_SPINCOUNT", driver, "rank", "a b", "c"};
+  const std::vector<std::string> command = {"-n",
+                                            "1",
+                                            "--no-prefix",
+                                            "--",
+                                            "env",
+                                            "-u",
+                                            "PENSTOCK_LAUNCH_ID",
+                                            "-u",
+                                            "OMP_NUM_THREADS",
+                                            "-u",
+                                            "MKL_NUM_THREADS",
+                                            "-u",
+                                            "GOMP_SPINCOUNT",
+                                            driver,
+                                            "rank",
+                                            "a b",
+                                            "c"};
   Launcher run(command);
   ASSERT_EQ(run.wait(), 0) << run.err();
-  EXPECT_EQ(run.out(), "<a b><c> OMP_NUM_THREADS=" + std::to_string(std::max(1, available_cores() / 4)) + " GOMP_SPINCOUNT=2000\n");
+  EXPECT_EQ(run.out(), "<a b><c> OMP_NUM_THREADS=" + std::to_string(std::max(1, available_cores() / 4)) +
+                           " GOMP_SPINCOUNT=2000\n");
 }
 
 TEST(LauncherEnvironment, PassesArgumentsUnchanged) {

@@ -10,8 +10,8 @@
 #include <random>
 #include <thread>
 
-#include "penstock/errors.h"
 #include "penstock/comm/group/member_groups.h"
+#include "penstock/errors.h"
 #include "penstock/step_context.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
@@ -24,7 +24,8 @@ using test::has_text;
 using test::message_of;
 using Ranks = std::vector<int>;
 
-DeviceMesh mesh_of(const World& world, const std::vector<std::int64_t>& shape, const std::vector<std::string>& names) {
+DeviceMesh mesh_of(const World& world, const std::vector<std::int64_t>& shape,
+                   const std::vector<std::string>& names) {
   return init_device_mesh("cpu", shape, names, world.rank(), world.size());
 }
 
@@ -101,7 +102,8 @@ TEST(MeshGroups, AnyOrderOfRequests) {
   for (unsigned seed = 0; seed < 4; ++seed) {
     run_ranks(8, 60s, [seed](World& world) {
       const DeviceMesh mesh = mesh_of(world, {2, 2, 2}, {"pp", "dp", "tp"});
-      std::vector<DeviceMesh> parts = {mesh["pp"], mesh["dp"], mesh["tp"], mesh[{"pp", "dp"}], mesh[{"pp", "tp"}], mesh[{"dp", "tp"}]};
+      std::vector<DeviceMesh> parts = {mesh["pp"],         mesh["dp"],         mesh["tp"],
+                                       mesh[{"pp", "dp"}], mesh[{"pp", "tp"}], mesh[{"dp", "tp"}]};
       std::vector<std::size_t> order = {0, 1, 2, 3, 4, 5};
       std::mt19937 random(seed * 100 + static_cast<unsigned>(world.rank()));
       std::shuffle(order.begin(), order.end(), random);
@@ -124,7 +126,8 @@ TEST(MeshGroups, ThreadsOfOneRankMayAskAtOnce) {
   run_ranks(2, 60s, [](World& world) {
     const MeshGroups groups(world, mesh_of(world, {2, 1}, {"dp", "tp"}));
     std::vector<std::thread> threads;
-    for (int i = 0; i < 4; ++i) threads.emplace_back([&, i] { EXPECT_EQ(groups.group(i % 2).size(), i % 2 == 0 ? 2 : 1); });
+    for (int i = 0; i < 4; ++i)
+      threads.emplace_back([&, i] { EXPECT_EQ(groups.group(i % 2).size(), i % 2 == 0 ? 2 : 1); });
     threads.emplace_back([&] { EXPECT_EQ(world.group_of({1, 0}).size(), 2); });
     for (std::thread& thread : threads) thread.join();
   });
@@ -137,14 +140,17 @@ TEST(MeshGroups, AMemberThatNeverAsksIsNamed) {
   EXPECT_THROW(run_ranks(4, 60s,
                          [&](World& world) {
                            if (world.rank() == 2) {  // busy with something else
-                             while (!told && std::chrono::steady_clock::now() - begin < 30s) std::this_thread::sleep_for(10ms);
+                             while (!told && std::chrono::steady_clock::now() - begin < 30s)
+                               std::this_thread::sleep_for(10ms);
                              return;
                            }
                            if (world.rank() == 1) {
                              world.group_of({1}, 1s);
                              return;
                            }
-                           const std::string message = message_of<TimeoutError>([&] { world.group_of({0, 2, 3}, 1s); });
+                           const std::string message = message_of<TimeoutError>([&] {
+                             world.group_of({0, 2, 3}, 1s);
+                           });
                            messages[static_cast<std::size_t>(world.rank())] = message;
                            told = true;
                            throw TimeoutError(message, {});
@@ -185,7 +191,8 @@ TEST(MeshGroups, AFailureElsewhereEndsTheWait) {
                          [&](World& world) {
                            if (world.rank() == 2) throw ConfigError("bad layer");
                            if (world.rank() == 1) {  // busy with something else
-                             while (!told && std::chrono::steady_clock::now() - begin < 30s) std::this_thread::sleep_for(10ms);
+                             while (!told && std::chrono::steady_clock::now() - begin < 30s)
+                               std::this_thread::sleep_for(10ms);
                              return;
                            }
                            message = message_of<PeerLostError>([&] { world.group_of({0, 1}); });
@@ -211,11 +218,13 @@ TEST(MeshGroups, AHelperThatLeaves) {
                              throw PeerLostError(message, {});
                            }
                            if (world.rank() == 2) {
-                             while (!told && std::chrono::steady_clock::now() - begin < 30s) std::this_thread::sleep_for(10ms);
+                             while (!told && std::chrono::steady_clock::now() - begin < 30s)
+                               std::this_thread::sleep_for(10ms);
                              return;
                            }
                            while (!asked) std::this_thread::sleep_for(1ms);
-                           if (world.rank() == 1) std::this_thread::sleep_for(300ms);  // rank 0 waits and reads its inbox
+                           if (world.rank() == 1)
+                             std::this_thread::sleep_for(300ms);  // rank 0 waits and reads its inbox
                            world.group_of({0, 1});
                          }),
                PeerLostError);
@@ -225,7 +234,9 @@ TEST(MeshGroups, AHelperThatLeaves) {
 
 TEST(MeshGroups, BadRequestsSayWhatToChange) {
   run_ranks(2, 60s, [](World& world) {
-    const auto ask = [&](const Ranks& ranks) { return message_of<ValueError>([&] { world.group_of(ranks); }); };
+    const auto ask = [&](const Ranks& ranks) {
+      return message_of<ValueError>([&] { world.group_of(ranks); });
+    };
     EXPECT_TRUE(has_text(ask({}), "at least one rank"));
     EXPECT_TRUE(has_text(ask({world.rank(), world.rank()}), "listed twice"));
     EXPECT_TRUE(has_text(ask({world.rank(), 2}), "outside the world of 2"));
@@ -234,8 +245,11 @@ TEST(MeshGroups, BadRequestsSayWhatToChange) {
     const MeshGroups groups(world, mesh);
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { groups.group("tp"); }), "\"dp\""));
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { groups.group(1); }), "mesh axis"));
-    EXPECT_TRUE(has_text(message_of<ValueError>([&] { MeshGroups(world, mesh.as_rank(1 - world.rank())); }), "as_rank"));
-    EXPECT_TRUE(has_text(message_of<ValueError>([&] { MeshGroups(world, init_device_mesh("cpu", {4}, {}, world.rank(), 4)); }), "start more ranks"));
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] { MeshGroups(world, mesh.as_rank(1 - world.rank())); }),
+                         "as_rank"));
+    EXPECT_TRUE(has_text(
+        message_of<ValueError>([&] { MeshGroups(world, init_device_mesh("cpu", {4}, {}, world.rank(), 4)); }),
+        "start more ranks"));
     const MeshGroups half(world, init_device_mesh("cpu", {1}, {"dp"}, world.rank(), 2));
     if (world.rank() == 1) {
       EXPECT_TRUE(has_text(message_of<ValueError>([&] { half.group("dp"); }), "rank 1"));
@@ -270,8 +284,14 @@ TEST(MeshGroups, MeshOfAWorld) {
     EXPECT_EQ(world.mesh("cpu", {{"dp", world.size()}}).group("dp").name(), world.group().name());
   });
   const World world = World::fake(1, 4);
-  EXPECT_TRUE(has_text(message_of<ValueError>([&] { world.mesh("cpu", {{"dp", 4}, {"tp", 2}}); }), "4 x 2, 8 ranks"));
-  EXPECT_TRUE(has_text(message_of<ValueError>([&] { world.mesh("cpu", {{"dp", 1}, {"tp", 2}}); }), "all 4 ranks of the world"));
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] {
+                         world.mesh("cpu", {{"dp", 4}, {"tp", 2}});
+                       }),
+                       "4 x 2, 8 ranks"));
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] {
+                         world.mesh("cpu", {{"dp", 1}, {"tp", 2}});
+                       }),
+                       "all 4 ranks of the world"));
   EXPECT_THROW(world.mesh("cpu", {{"dp", 2}, {"dp", 2}}), ValueError);
 }
 

@@ -45,10 +45,26 @@ struct Plan {
   bool operator==(const Plan&) const = default;
 };
 void encode(MessageWriter& writer, const Plan& p) {
-  writer.write(p.a).write(p.b).write(p.c).write(p.d).write(p.flag).write(p.parameters).write(p.table).write(p.masks).write(p.blob);
+  writer.write(p.a)
+      .write(p.b)
+      .write(p.c)
+      .write(p.d)
+      .write(p.flag)
+      .write(p.parameters)
+      .write(p.table)
+      .write(p.masks)
+      .write(p.blob);
 }
 void decode(MessageReader& reader, Plan& p) {
-  reader.read(p.a).read(p.b).read(p.c).read(p.d).read(p.flag).read(p.parameters).read(p.table).read(p.masks).read(p.blob);
+  reader.read(p.a)
+      .read(p.b)
+      .read(p.c)
+      .read(p.d)
+      .read(p.flag)
+      .read(p.parameters)
+      .read(p.table)
+      .read(p.masks)
+      .read(p.blob);
 }
 
 template <class T>
@@ -64,7 +80,8 @@ T from_bytes(const Bytes& bytes) {
 }
 
 Plan example() {
-  Plan plan{7, -300, 70000, -(std::int64_t{1} << 40), true, {{"weight", {4, 8}, 0.5}, {"", {}, {}}}, {}, {}, {0, 255, 1}};
+  Plan plan{7,  -300, 70000,      -(std::int64_t{1} << 40), true, {{"weight", {4, 8}, 0.5}, {"", {}, {}}},
+            {}, {},   {0, 255, 1}};
   plan.table = std::vector<std::pair<std::string, std::uint16_t>>{{"x", 1}, {"y", 65535}};
   plan.masks = {std::nullopt, std::vector<bool>{true, false, true}};
   return plan;
@@ -102,7 +119,8 @@ TEST(Message, EveryIntegerKeepsItsExtremes) {
 TEST(Message, FloatingPointTravelsBitByBit) {
   const double odd_nan = std::bit_cast<double>(std::uint64_t{0x7ff8dead0000beef});
   for (const double value : {0.0, -0.0, 1e-310, std::numeric_limits<double>::infinity(), odd_nan})
-    EXPECT_EQ(std::bit_cast<std::uint64_t>(from_bytes<double>(to_bytes(value))), std::bit_cast<std::uint64_t>(value));
+    EXPECT_EQ(std::bit_cast<std::uint64_t>(from_bytes<double>(to_bytes(value))),
+              std::bit_cast<std::uint64_t>(value));
   EXPECT_EQ(from_bytes<float>(to_bytes(-1.25f)), -1.25f);
   EXPECT_NE(to_bytes(0.0), to_bytes(-0.0));
 }
@@ -116,7 +134,11 @@ TEST(Message, BytesAreStable) {
                           0x00, 0x00, 0xc3, 0xa9, 0x02, 0x00, 0x00, 0x00, 0x01, 0x00, 0xcd, 0xab, 0x00,
                           0x01, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff};
   MessageWriter writer(kShapes, 2);
-  writer.write(std::int32_t{-2}).write(true).write(1.5).write("\xc3\xa9").write(std::vector<std::uint16_t>{1, 0xabcd});
+  writer.write(std::int32_t{-2})
+      .write(true)
+      .write(1.5)
+      .write("\xc3\xa9")
+      .write(std::vector<std::uint16_t>{1, 0xabcd});
   writer.write(std::optional<std::int64_t>{}).write(std::optional<std::int64_t>{-1});
   EXPECT_EQ(writer.finish(), expected);
   const Bytes letter = {'a'};
@@ -144,7 +166,8 @@ TEST(Message, EveryTruncationFails) {
 TEST(Message, EveryTruncationOfThePayloadFailsWithoutTheChecksumToo) {
   const Bytes whole = to_bytes(example());
   for (std::size_t size = kMessageHeaderBytes; size < whole.size(); ++size) {
-    const Bytes cut = framed({whole.begin() + kMessageHeaderBytes, whole.begin() + static_cast<std::ptrdiff_t>(size)});
+    const Bytes cut =
+        framed({whole.begin() + kMessageHeaderBytes, whole.begin() + static_cast<std::ptrdiff_t>(size)});
     EXPECT_THROW(from_bytes<Plan>(cut), MismatchError) << size;
   }
 }
@@ -176,19 +199,29 @@ TEST(Message, GarbageFails) {
 TEST(Message, BytesThatAreNotAMessageAreNamed) {
   Bytes http = {'H', 'T', 'T', 'P'};
   http.resize(40);
-  const std::string text = message_of<MismatchError>([&] { MessageReader(std::span(http), kShapes, {1, 1}); });
-  EXPECT_EQ(text.substr(0, text.find(';')), "message \"SHAP\", byte 0: these bytes are not a message: got \"HTTP\", expected \"PNSK\"");
+  const std::string text = message_of<MismatchError>([&] {
+    MessageReader(std::span(http), kShapes, {1, 1});
+  });
+  EXPECT_EQ(text.substr(0, text.find(';')),
+            "message \"SHAP\", byte 0: these bytes are not a message: got \"HTTP\", expected \"PNSK\"");
   const Bytes nothing;
-  EXPECT_THAT(message_of<MismatchError>([&] { MessageReader(std::span(nothing), kShapes, {1, 1}); }),
+  EXPECT_THAT(message_of<MismatchError>([&] {
+                MessageReader(std::span(nothing), kShapes, {1, 1});
+              }),
               HasSubstr("the header is truncated: got 0 bytes, expected at least 24"));
 }
 
 TEST(Message, VersionSkewNamesBothVersionsAndTheRemedy) {
   const Bytes bytes = MessageWriter(kShapes, 5).finish();
-  EXPECT_EQ(message_of<MismatchError>([&] { MessageReader(std::span(bytes), kShapes, {2, 4}); }),
+  EXPECT_EQ(message_of<MismatchError>([&] {
+              MessageReader(std::span(bytes), kShapes, {2, 4});
+            }),
             "message \"SHAP\", byte 6: the sender's version of this message is not supported: got version 5, "
             "expected version 2 to 4; run the same build of Penstock on all ranks");
-  EXPECT_THAT(message_of<MismatchError>([&] { MessageReader(std::span(bytes), kShapes, {6, 6}); }), HasSubstr("expected version 6;"));
+  EXPECT_THAT(message_of<MismatchError>([&] {
+                MessageReader(std::span(bytes), kShapes, {6, 6});
+              }),
+              HasSubstr("expected version 6;"));
   for (const VersionRange range : {VersionRange{5, 5}, VersionRange{0, 5}, VersionRange{5, 65535}})
     EXPECT_EQ(MessageReader(bytes, kShapes, range).version(), 5);
   EXPECT_THROW(MessageReader(std::span(bytes), kShapes, {6, 5}), ValueError);
@@ -197,19 +230,25 @@ TEST(Message, VersionSkewNamesBothVersionsAndTheRemedy) {
 TEST(Message, AnotherFormatIsNamed) {
   Bytes bytes = to_bytes(true);
   bytes[4] = 2;
-  EXPECT_THAT(message_of<MismatchError>([&] { MessageReader(std::span(bytes), kShapes, {1, 1}); }),
-              HasSubstr("byte 4: the message format differs: got format 2, expected format 1; run the same build"));
+  EXPECT_THAT(
+      message_of<MismatchError>([&] {
+        MessageReader(std::span(bytes), kShapes, {1, 1});
+      }),
+      HasSubstr("byte 4: the message format differs: got format 2, expected format 1; run the same build"));
 }
 
 TEST(Message, WrongKindIsNamed) {
   const Bytes bytes = MessageWriter(MessageKind("PLAN"), 1).finish();
-  EXPECT_THAT(message_of<MismatchError>([&] { MessageReader(std::span(bytes), kShapes, {1, 1}); }),
+  EXPECT_THAT(message_of<MismatchError>([&] {
+                MessageReader(std::span(bytes), kShapes, {1, 1});
+              }),
               HasSubstr("byte 8: another kind of message was received: got \"PLAN\", expected \"SHAP\""));
   EXPECT_THROW(MessageKind("a b!"), ValueError);
 }
 
 TEST(Message, BadBoolIsRefused) {
-  EXPECT_THAT(message_of<MismatchError>([] { from_bytes<bool>(framed({2})); }), HasSubstr("byte 24: this byte is not a bool: got 2, expected 0 or 1"));
+  EXPECT_THAT(message_of<MismatchError>([] { from_bytes<bool>(framed({2})); }),
+              HasSubstr("byte 24: this byte is not a bool: got 2, expected 0 or 1"));
   EXPECT_THROW(from_bytes<std::optional<std::uint8_t>>(framed({255, 1})), MismatchError);
   EXPECT_FALSE(from_bytes<bool>(framed({0})));
 }
@@ -218,22 +257,28 @@ TEST(Message, TrailingBytesAreRefused) {
   const Bytes bytes = framed({1, 0, 9});
   MessageReader reader(bytes, kShapes, {1, 1});
   EXPECT_EQ(reader.read<std::uint16_t>(), 1);
-  EXPECT_THAT(message_of<MismatchError>([&] { reader.expect_end(); }), HasSubstr("byte 26: bytes are left over after the last field: got 1, expected 0"));
+  EXPECT_THAT(message_of<MismatchError>([&] { reader.expect_end(); }),
+              HasSubstr("byte 26: bytes are left over after the last field: got 1, expected 0"));
   EXPECT_EQ(reader.read<std::uint8_t>(), 9);
   reader.expect_end();
-  EXPECT_THAT(message_of<MismatchError>([&] { reader.read<std::uint32_t>(); }), HasSubstr("byte 27: a field extends past the end: got 0 bytes left, expected 4"));
+  EXPECT_THAT(message_of<MismatchError>([&] { reader.read<std::uint32_t>(); }),
+              HasSubstr("byte 27: a field extends past the end: got 0 bytes left, expected 4"));
 }
 
 TEST(Message, AppendedBytesAreRefused) {
   Bytes bytes = to_bytes(example());
   bytes.push_back(0);
-  EXPECT_THAT(message_of<MismatchError>([&] { MessageReader(std::span(bytes), kShapes, {1, 1}); }), HasSubstr("the length does not match"));
+  EXPECT_THAT(message_of<MismatchError>([&] {
+                MessageReader(std::span(bytes), kShapes, {1, 1});
+              }),
+              HasSubstr("the length does not match"));
 }
 
 TEST(Message, HugeCountsFailBeforeMemoryIsTaken) {
   const Bytes all_ones = framed({255, 255, 255, 255, 1, 2, 3});
   EXPECT_THAT(message_of<MismatchError>([&] { from_bytes<std::vector<std::uint64_t>>(all_ones); }),
-              HasSubstr("byte 24: a count is larger than the bytes that follow allow: got 4294967295 elements, expected at most 0 in 3 bytes"));
+              HasSubstr("byte 24: a count is larger than the bytes that follow allow: got 4294967295 "
+                        "elements, expected at most 0 in 3 bytes"));
   EXPECT_THROW(from_bytes<std::string>(all_ones), MismatchError);
   EXPECT_THROW(from_bytes<Bytes>(all_ones), MismatchError);
   EXPECT_THROW(from_bytes<std::vector<Plan>>(all_ones), MismatchError);
@@ -256,17 +301,21 @@ TEST(Message, MemoryIsNotReservedOnTrust) {
   const Bytes bytes = framed(payload);
   MessageReader reader(bytes, kShapes, {1, 1});
   std::vector<Wide> values;
-  EXPECT_THAT(message_of<MismatchError>([&] { reader.read(values); }), HasSubstr("byte 29: wide: got 255, expected less"));
+  EXPECT_THAT(message_of<MismatchError>([&] { reader.read(values); }),
+              HasSubstr("byte 29: wide: got 255, expected less"));
   EXPECT_LE(values.capacity() * sizeof(Wide), bytes.size());
 }
 
 TEST(Message, OversizeIsRefusedOnBothSides) {
   MessageWriter writer(kShapes, 1, 100);
   writer.write(std::string(72, 'x'));  // 24 + 4 + 72
-  EXPECT_THAT(message_of<MismatchError>([&] { writer.write(true); }), HasSubstr("writing a message that is too large: got 101 bytes, expected at most 100"));
+  EXPECT_THAT(message_of<MismatchError>([&] { writer.write(true); }),
+              HasSubstr("writing a message that is too large: got 101 bytes, expected at most 100"));
   const Bytes bytes = writer.finish();
   EXPECT_EQ(bytes.size(), 100u);
-  EXPECT_THAT(message_of<MismatchError>([&] { MessageReader(std::span(bytes), kShapes, {1, 1}, 99); }),
+  EXPECT_THAT(message_of<MismatchError>([&] {
+                MessageReader(std::span(bytes), kShapes, {1, 1}, 99);
+              }),
               HasSubstr("the message is too large: got 100 bytes, expected at most 99"));
   EXPECT_EQ(MessageReader(bytes, kShapes, {1, 1}, 100).read<std::string>(), std::string(72, 'x'));
   EXPECT_THROW(MessageWriter(kShapes, 1, 23), ValueError);
@@ -293,20 +342,24 @@ TEST(Message, ElementsWithoutBytesAreRefusedWhenWritten) {
 
 template <class T>
 rc::Gen<std::optional<T>> any_optional(rc::Gen<T> gen) {
-  return rc::gen::map(rc::gen::maybe(std::move(gen)),
-                      [](const rc::Maybe<T>& maybe) { return maybe ? std::optional<T>(*maybe) : std::nullopt; });
+  return rc::gen::map(rc::gen::maybe(std::move(gen)), [](const rc::Maybe<T>& maybe) {
+    return maybe ? std::optional<T>(*maybe) : std::nullopt;
+  });
 }
 
 rc::Gen<Parameter> any_parameter() {
-  return rc::gen::build<Parameter>(rc::gen::set(&Parameter::name), rc::gen::set(&Parameter::sizes),
-                                   rc::gen::set(&Parameter::scale, any_optional(rc::gen::arbitrary<double>())));
+  return rc::gen::build<Parameter>(
+      rc::gen::set(&Parameter::name), rc::gen::set(&Parameter::sizes),
+      rc::gen::set(&Parameter::scale, any_optional(rc::gen::arbitrary<double>())));
 }
 
 rc::Gen<Plan> any_plan() {
   return rc::gen::build<Plan>(
-      rc::gen::set(&Plan::a), rc::gen::set(&Plan::b), rc::gen::set(&Plan::c), rc::gen::set(&Plan::d), rc::gen::set(&Plan::flag),
+      rc::gen::set(&Plan::a), rc::gen::set(&Plan::b), rc::gen::set(&Plan::c), rc::gen::set(&Plan::d),
+      rc::gen::set(&Plan::flag),
       rc::gen::set(&Plan::parameters, rc::gen::container<std::vector<Parameter>>(any_parameter())),
-      rc::gen::set(&Plan::table, any_optional(rc::gen::arbitrary<std::vector<std::pair<std::string, std::uint16_t>>>())),
+      rc::gen::set(&Plan::table,
+                   any_optional(rc::gen::arbitrary<std::vector<std::pair<std::string, std::uint16_t>>>())),
       rc::gen::set(&Plan::masks, rc::gen::container<std::vector<std::optional<std::vector<bool>>>>(
                                      any_optional(rc::gen::arbitrary<std::vector<bool>>()))),
       rc::gen::set(&Plan::blob));
@@ -328,7 +381,8 @@ RC_GTEST_PROP(MessageProperty, DifferentValuesGiveDifferentBytes, ()) {
 RC_GTEST_PROP(MessageProperty, DamageOfAFewBytesIsFound, ()) {
   Bytes bytes = to_bytes(*any_plan());
   const Bytes whole = bytes;
-  const auto hits = *rc::gen::nonEmpty(rc::gen::arbitrary<std::vector<std::pair<std::uint32_t, std::uint8_t>>>());
+  const auto hits =
+      *rc::gen::nonEmpty(rc::gen::arbitrary<std::vector<std::pair<std::uint32_t, std::uint8_t>>>());
   for (const auto& [at, value] : hits) bytes[at % bytes.size()] = value;
   RC_PRE(bytes != whole);
   RC_ASSERT_THROWS_AS(MessageReader(std::span(bytes), kShapes, {1, 1}), MismatchError);

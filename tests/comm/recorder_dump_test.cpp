@@ -18,9 +18,9 @@
 #include <nlohmann/json.hpp>
 #include <thread>
 
-#include "penstock/errors.h"
 #include "penstock/base/files.h"
 #include "penstock/comm/record/recorder.h"
+#include "penstock/errors.h"
 
 namespace penstock::comm {
 namespace recorder_dump_test {
@@ -62,8 +62,13 @@ class RecorderDump : public ::testing::Test {
       if (before_install_) before_install_();
       install_fatal_signal_dump(folder_, 5, signals);
       Recorder::global().set_world_size(8);
-      Recorder::global().end(Recorder::global().begin({.operation = "all_reduce", .bytes = 16}), OperationState::Done);
-      Recorder::global().begin({.operation = "recv", .group = "pp.backward", .label = "stuck \"here\"\n\xff", .bytes = 64, .peer = 4});
+      Recorder::global().end(Recorder::global().begin({.operation = "all_reduce", .bytes = 16}),
+                             OperationState::Done);
+      Recorder::global().begin({.operation = "recv",
+                                .group = "pp.backward",
+                                .label = "stuck \"here\"\n\xff",
+                                .bytes = 64,
+                                .peer = 4});
       die();
       std::_Exit(99);
     }
@@ -115,13 +120,15 @@ TEST_F(RecorderDump, Abort) {
 }
 
 TEST_F(RecorderDump, EverySignalThatIsSent) {
-  const std::pair<int, const char*> cases[] = {{SIGSEGV, "fatal signal SIGSEGV"}, {SIGABRT, "fatal signal SIGABRT"},
-                                               {SIGBUS, "fatal signal SIGBUS"},   {SIGFPE, "fatal signal SIGFPE"},
-                                               {SIGILL, "fatal signal SIGILL"},   {SIGTERM, "signal SIGTERM"},
-                                               {SIGQUIT, "signal SIGQUIT"}};
+  const std::pair<int, const char*> cases[] = {
+      {SIGSEGV, "fatal signal SIGSEGV"}, {SIGABRT, "fatal signal SIGABRT"}, {SIGBUS, "fatal signal SIGBUS"},
+      {SIGFPE, "fatal signal SIGFPE"},   {SIGILL, "fatal signal SIGILL"},   {SIGTERM, "signal SIGTERM"},
+      {SIGQUIT, "signal SIGQUIT"}};
   for (const auto& [number, reason] : cases) {
-    const Death death = run_child([number = number] { ::kill(::getpid(), number); }, FatalSignals::CrashesAndTermination);
-    EXPECT_TRUE(WIFSIGNALED(death.status) && WTERMSIG(death.status) == number) << reason << " " << death.status;
+    const Death death =
+        run_child([number = number] { ::kill(::getpid(), number); }, FatalSignals::CrashesAndTermination);
+    EXPECT_TRUE(WIFSIGNALED(death.status) && WTERMSIG(death.status) == number)
+        << reason << " " << death.status;
     expect_story(death.dump, reason);
   }
 }
@@ -191,7 +198,9 @@ TEST_F(RecorderDump, ACrashWhileOtherThreadsRecord) {
   const Death death = run_child([] {
     for (int t = 0; t < 3; ++t)
       std::thread([] {
-        for (;;) Recorder::global().end(Recorder::global().begin({.operation = "send", .label = "busy", .bytes = 1}), OperationState::Done);
+        for (;;)
+          Recorder::global().end(Recorder::global().begin({.operation = "send", .label = "busy", .bytes = 1}),
+                                 OperationState::Done);
       }).detach();
     while (Recorder::global().totals()["send"].operations < 10000) std::this_thread::yield();
     std::abort();
@@ -206,8 +215,11 @@ TEST_F(RecorderDump, TheFolderMustBeUsable) {
   fs::create_directories(folder_);
   std::ofstream(folder_ / "file") << "x";
   EXPECT_THROW(install_fatal_signal_dump(folder_ / "file", 0), ConfigError);
-  EXPECT_THROW(install_fatal_signal_dump(folder_ / std::string(200, 'a') / std::string(200, 'b') / std::string(200, 'c') /
-                                             std::string(200, 'd') / std::string(200, 'e'), 0), ConfigError);
+  EXPECT_THROW(
+      install_fatal_signal_dump(folder_ / std::string(200, 'a') / std::string(200, 'b') /
+                                    std::string(200, 'c') / std::string(200, 'd') / std::string(200, 'e'),
+                                0),
+      ConfigError);
 }
 
 TEST_F(RecorderDump, TheFolderComesFromTheEnvironment) {
@@ -222,12 +234,14 @@ TEST_F(RecorderDump, AnErrorSaysWhereItsDumpIs) {
   Recorder::global().set_rank(6);
   const std::string name = "recorder-rank6-" + std::to_string(::getpid()) + ".json";
   ::setenv("PENSTOCK_RECORDER_DIR", (folder_ / "made").c_str(), 1);
-  EXPECT_EQ(dump_for_error("recv timed out"), "the last operations of this rank are in " + (folder_ / "made" / name).string());
+  EXPECT_EQ(dump_for_error("recv timed out"),
+            "the last operations of this rank are in " + (folder_ / "made" / name).string());
   std::ifstream file(folder_ / "made" / name);
   EXPECT_EQ(json::parse(file)["reason"], "recv timed out");
 
   ::unsetenv("PENSTOCK_RECORDER_DIR");
-  EXPECT_EQ(dump_for_error("again"), "the last operations of this rank are in " + (fs::temp_directory_path() / name).string());
+  EXPECT_EQ(dump_for_error("again"),
+            "the last operations of this rank are in " + (fs::temp_directory_path() / name).string());
   EXPECT_TRUE(fs::remove(fs::temp_directory_path() / name));
 
   std::ofstream(folder_ / "file") << "x";

@@ -14,8 +14,8 @@
 #include <nlohmann/json.hpp>
 #include <thread>
 
-#include "penstock/errors.h"
 #include "penstock/base/files.h"
+#include "penstock/errors.h"
 #include "tests/comm/allocation_counter.h"
 
 namespace penstock::comm {
@@ -26,7 +26,13 @@ using ::testing::ElementsAre;
 using ::testing::Pair;
 
 Operation send(std::uint64_t bytes, std::string_view label = "") {
-  return {.operation = "send", .group = "pp.forward", .label = label, .tag = -7, .sequence = 11, .bytes = bytes, .peer = 3};
+  return {.operation = "send",
+          .group = "pp.forward",
+          .label = label,
+          .tag = -7,
+          .sequence = 11,
+          .bytes = bytes,
+          .peer = 3};
 }
 
 TEST(ShortText, IsCutAtItsSizeAndAtNul) {
@@ -90,7 +96,8 @@ TEST(Recorder, TotalsDoNotWrapWithTheRing) {
   Recorder recorder(4);
   for (int i = 0; i < 1000; ++i) recorder.end(recorder.begin(send(1 << 20)), OperationState::Done);
   recorder.begin({.operation = "all_reduce", .bytes = 8});  // counted when it begins
-  EXPECT_THAT(recorder.totals(), ElementsAre(Pair("all_reduce", OperationTotals{1, 8}), Pair("send", OperationTotals{1000, 1000u << 20})));
+  EXPECT_THAT(recorder.totals(), ElementsAre(Pair("all_reduce", OperationTotals{1, 8}),
+                                             Pair("send", OperationTotals{1000, 1000u << 20})));
   recorder.reset_totals();
   EXPECT_TRUE(recorder.totals().empty());
   EXPECT_EQ(recorder.snapshot().size(), 4u);
@@ -113,7 +120,10 @@ TEST(Recorder, KindsBeyondTheTableAreCountedTogether) {
 
 TEST(Recorder, RecordingAllocatesNothing) {
   Recorder recorder(16);
-  const auto once = [&] { recorder.end(recorder.begin(send(1, "a label longer than any small string buffer, cut")), OperationState::Done); };
+  const auto once = [&] {
+    recorder.end(recorder.begin(send(1, "a label longer than any small string buffer, cut")),
+                 OperationState::Done);
+  };
   once();
   const std::uint64_t before = test::allocations();
   for (int i = 0; i < 100; ++i) once();
@@ -128,12 +138,16 @@ TEST(Recorder, CostIsPrinted) {
   double best_ns = std::numeric_limits<double>::max();
   for (int repeat = 0; repeat < 5; ++repeat) {
     const auto begin = std::chrono::steady_clock::now();
-    for (int i = 0; i < kRounds; ++i) recorder.end(recorder.begin(send(64, "2F0 -> stage 3")), OperationState::Done);
-    best_ns = std::min(best_ns, std::chrono::duration<double, std::nano>(std::chrono::steady_clock::now() - begin).count() / kRounds);
+    for (int i = 0; i < kRounds; ++i)
+      recorder.end(recorder.begin(send(64, "2F0 -> stage 3")), OperationState::Done);
+    best_ns = std::min(
+        best_ns,
+        std::chrono::duration<double, std::nano>(std::chrono::steady_clock::now() - begin).count() / kRounds);
   }
   const auto begin = std::chrono::steady_clock::now();
   for (int i = 0; i < kRounds; ++i) static_cast<void>(std::chrono::steady_clock::now());
-  const double clock_ns = std::chrono::duration<double, std::nano>(std::chrono::steady_clock::now() - begin).count() / kRounds;
+  const double clock_ns =
+      std::chrono::duration<double, std::nano>(std::chrono::steady_clock::now() - begin).count() / kRounds;
   std::printf("begin + end: %.1f ns, of which two clock reads: %.1f ns\n", best_ns, 2 * clock_ns);
   EXPECT_EQ(recorder.totals().at("send").operations, 5u * kRounds);
 }
@@ -141,8 +155,13 @@ TEST(Recorder, CostIsPrinted) {
 // Every entry has the same value in all of its fields, so that a mixture of two entries is detected.
 Operation consistent(std::uint64_t n) {
   const std::string digits = std::to_string(n);
-  return {.operation = n % 2 ? "odd" : "even", .group = std::string_view(digits), .label = std::string_view(digits),
-          .tag = static_cast<std::int64_t>(n), .sequence = n, .bytes = n, .peer = static_cast<std::int32_t>(n % 1000)};
+  return {.operation = n % 2 ? "odd" : "even",
+          .group = std::string_view(digits),
+          .label = std::string_view(digits),
+          .tag = static_cast<std::int64_t>(n),
+          .sequence = n,
+          .bytes = n,
+          .peer = static_cast<std::int32_t>(n % 1000)};
 }
 void expect_consistent(const OperationRecord& entry) {
   const Operation expected = consistent(entry.bytes);
@@ -210,7 +229,9 @@ TEST(Recorder, JsonHasAllFields) {
   recorder.set_world_size(4);
   recorder.end(recorder.begin(send(512, "first")), OperationState::Failed);
   recorder.begin({.operation = "barrier"});
-  const auto before = std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::system_clock::now().time_since_epoch()).count();
+  const auto before = std::chrono::duration_cast<std::chrono::microseconds>(
+                          std::chrono::system_clock::now().time_since_epoch())
+                          .count();
   dump = json::parse(recorder.to_json("a test"));
   EXPECT_EQ(dump["format"], 1);
   EXPECT_EQ(dump["reason"], "a test");
@@ -236,7 +257,9 @@ TEST(Recorder, JsonHasAllFields) {
   EXPECT_EQ(dump["entries"][1]["state"], "running");
   EXPECT_EQ(dump["entries"][1]["peer"], nullptr);
   EXPECT_GT(dump["entries"][1]["duration_ns"], 0);
-  EXPECT_EQ(dump["totals"], json::parse(R"({"send": {"operations": 1, "bytes": 512}, "barrier": {"operations": 1, "bytes": 0}})"));
+  EXPECT_EQ(
+      dump["totals"],
+      json::parse(R"({"send": {"operations": 1, "bytes": 512}, "barrier": {"operations": 1, "bytes": 0}})"));
 }
 
 TEST(Recorder, LabelsAreCutAt47) {
@@ -251,15 +274,17 @@ TEST(Recorder, OddCharactersStayValidJson) {
       {"\n\t\x01\x1f\x7f", "\n\t\x01\x1f\x7f"},
       {"stage \xe2\x86\x92 \xc3\xa9 \xf0\x9f\x98\x80", "stage \xe2\x86\x92 \xc3\xa9 \xf0\x9f\x98\x80"},
       {"\xff", "\xef\xbf\xbd"},
-      {"a\xc3", "a\xef\xbf\xbd"},                              // cut in the middle
-      {"\xc0\xaf", "\xef\xbf\xbd\xef\xbf\xbd"},                // overlong
-      {"\xed\xa0\x80", "\xef\xbf\xbd\xef\xbf\xbd\xef\xbf\xbd"},  // surrogate
+      {"a\xc3", "a\xef\xbf\xbd"},                                                // cut in the middle
+      {"\xc0\xaf", "\xef\xbf\xbd\xef\xbf\xbd"},                                  // overlong
+      {"\xed\xa0\x80", "\xef\xbf\xbd\xef\xbf\xbd\xef\xbf\xbd"},                  // surrogate
       {"\xf4\x90\x80\x80", "\xef\xbf\xbd\xef\xbf\xbd\xef\xbf\xbd\xef\xbf\xbd"},  // past the last code point
       {"</script>,]}", "</script>,]}"},
   };
   for (const auto& [label, shown] : cases) {
     Recorder recorder(2);
-    recorder.begin({.operation = std::string_view(label), .group = std::string_view(label), .label = std::string_view(label)});
+    recorder.begin({.operation = std::string_view(label),
+                    .group = std::string_view(label),
+                    .label = std::string_view(label)});
     const json dump = json::parse(recorder.to_json(label));
     EXPECT_EQ(dump["entries"][0]["label"], shown);
     EXPECT_EQ(dump["entries"][0]["group"], shown);
@@ -283,13 +308,20 @@ TEST(Recorder, EveryPairOfBytesStaysValidJson) {
 
 TEST(JsonWriter, NumbersAtTheirLimits) {
   StringSink sink;
-  JsonWriter(sink).begin_array().number(std::numeric_limits<std::int64_t>::min()).number(0).number(-1)
-      .number(std::numeric_limits<std::int64_t>::max()).count(std::numeric_limits<std::uint64_t>::max()).end_array();
+  JsonWriter(sink)
+      .begin_array()
+      .number(std::numeric_limits<std::int64_t>::min())
+      .number(0)
+      .number(-1)
+      .number(std::numeric_limits<std::int64_t>::max())
+      .count(std::numeric_limits<std::uint64_t>::max())
+      .end_array();
   EXPECT_EQ(sink.text, "[-9223372036854775808,0,-1,9223372036854775807,18446744073709551615]");
 }
 
 TEST(Recorder, DumpWritesAFileOrSaysWhyNot) {
-  const auto folder = std::filesystem::temp_directory_path() / ("recorder_test_" + std::to_string(::getpid()));
+  const auto folder =
+      std::filesystem::temp_directory_path() / ("recorder_test_" + std::to_string(::getpid()));
   std::filesystem::create_directories(folder);
   Recorder recorder(4);
   recorder.begin(send(1));

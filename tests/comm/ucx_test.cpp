@@ -41,7 +41,8 @@ Bytes pattern(std::size_t bytes, std::uint32_t seed) {
   return data;
 }
 
-void send_now(UcxTransport& transport, const Bytes& data, int peer, std::uint32_t tag, std::uint16_t kind = 0) {
+void send_now(UcxTransport& transport, const Bytes& data, int peer, std::uint32_t tag,
+              std::uint16_t kind = 0) {
   RANK_CHECK(transport.send(data.data(), data.size(), peer, tag, kind)->wait(in(20s)) == WaitResult::Done);
 }
 
@@ -67,7 +68,9 @@ std::string message_of(const std::function<void()>& call) {
   throw std::runtime_error("nothing of that type was thrown");
 }
 
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
 
 bool all_well(const std::vector<int>& ended) {
   return std::all_of(ended.begin(), ended.end(), [](int status) { return status == 0; });
@@ -82,8 +85,9 @@ class Ucx : public ::testing::TestWithParam<const char*> {
   bool in_pieces() const { return std::string(GetParam()) == "posix,self"; }
 };
 
-INSTANTIATE_TEST_SUITE_P(, Ucx, ::testing::Values("posix,cma,self", "posix,self"),
-                         [](const auto& info) { return std::string(info.param) == "posix,self" ? "InPieces" : "Fetching"; });
+INSTANTIATE_TEST_SUITE_P(, Ucx, ::testing::Values("posix,cma,self", "posix,self"), [](const auto& info) {
+  return std::string(info.param) == "posix,self" ? "InPieces" : "Fetching";
+});
 
 TEST_P(Ucx, SizesContentAndKindArrive) {
   const bool pieces = in_pieces();
@@ -112,18 +116,23 @@ TEST_P(Ucx, ManyInFlightBothWaysAndTagsOutOfOrder) {
   const auto ended = run_ranks(2, 60s, [](int rank, const FileStore& store) {
     UcxTransport transport = make(rank, 2, store);
     constexpr std::uint32_t kCount = 200;
-    const auto size_of = [](std::uint32_t i) { return std::size_t{i} * i * 11 % 200'003; };  // both sides of every threshold
+    const auto size_of = [](std::uint32_t i) {
+      return std::size_t{i} * i * 11 % 200'003;
+    };  // both sides of every threshold
     std::vector<Bytes> out, into;
     std::vector<std::shared_ptr<UcxTransfer>> sends, receives;
     for (std::uint32_t i = 0; i < kCount; ++i) {
       out.push_back(pattern(size_of(i), i + 1000u * static_cast<unsigned>(rank)));
       into.emplace_back(size_of(i));
     }
-    for (std::uint32_t i = 0; i < kCount; ++i) sends.push_back(transport.send(out[i].data(), out[i].size(), 1 - rank, i, 7));
-    for (std::uint32_t i = kCount; i-- > 0;) receives.push_back(transport.recv(into[i].data(), into[i].size(), 1 - rank, i));
+    for (std::uint32_t i = 0; i < kCount; ++i)
+      sends.push_back(transport.send(out[i].data(), out[i].size(), 1 - rank, i, 7));
+    for (std::uint32_t i = kCount; i-- > 0;)
+      receives.push_back(transport.recv(into[i].data(), into[i].size(), 1 - rank, i));
     for (const auto& transfer : receives) RANK_CHECK(transfer->wait(in(20s)) == WaitResult::Done);
     for (const auto& transfer : sends) RANK_CHECK(transfer->wait(in(20s)) == WaitResult::Done);
-    for (std::uint32_t i = 0; i < kCount; ++i) RANK_CHECK(into[i] == pattern(size_of(i), i + 1000u * static_cast<unsigned>(1 - rank)));
+    for (std::uint32_t i = 0; i < kCount; ++i)
+      RANK_CHECK(into[i] == pattern(size_of(i), i + 1000u * static_cast<unsigned>(1 - rank)));
   });
   EXPECT_TRUE(all_well(ended));
 }
@@ -219,7 +228,8 @@ TEST_P(Ucx, InterruptWakesAPresentAndAFutureWait) {
       RANK_CHECK(transfer->wait(in(20s)) == WaitResult::Interrupted);
       other.get();
       store.set("interrupted", "");
-      for (const auto deadline = in(20s); !transfer->done() && Clock::now() < deadline;) std::this_thread::yield();
+      for (const auto deadline = in(20s); !transfer->done() && Clock::now() < deadline;)
+        std::this_thread::yield();
       RANK_CHECK(transfer->wait(in(20s)) == WaitResult::Done);  // done takes precedence over interrupted
       RANK_CHECK(value == 42);
     } else {
@@ -259,7 +269,8 @@ TEST_P(Ucx, ASenderWaitsForASlowReceiverWithoutSpinning) {
     if (rank == 0) {
       std::vector<std::shared_ptr<UcxTransfer>> sends;
       const double before = cpu_seconds();
-      for (std::uint32_t i = 0; i < kCount; ++i) sends.push_back(transport.send(data.data(), data.size(), 1, i, 0));
+      for (std::uint32_t i = 0; i < kCount; ++i)
+        sends.push_back(transport.send(data.data(), data.size(), 1, i, 0));
       for (const auto& transfer : sends) RANK_CHECK(transfer->wait(in(20s)) == WaitResult::Done);
       RANK_CHECK(cpu_seconds() - before < 0.4);
     } else {
@@ -280,7 +291,8 @@ TEST_P(Ucx, AWaitForOneTransportMovesTheOthers) {
     const auto other_keys = [&](const std::string& key) { return "second/" + key; };
     UcxTransport first = make(rank, 2, store);
     UcxTransport second(
-        rank, 2, [&](const std::string& key, const std::string& bytes) { store.set(other_keys(key), bytes); }, [&](const std::string& key) { return store.get(other_keys(key)); });
+        rank, 2, [&](const std::string& key, const std::string& bytes) { store.set(other_keys(key), bytes); },
+        [&](const std::string& key) { return store.get(other_keys(key)); });
     constexpr std::size_t kLarge = 24 << 20;
     for (std::uint32_t round = 0; round < 3; ++round) {
       const Bytes out = pattern(kLarge, 2 * round + static_cast<std::uint32_t>(rank));
@@ -323,8 +335,9 @@ TEST_P(Ucx, ALargeMessageArrivesWhileItsSenderComputes) {
 TEST_P(Ucx, ADeadPeerEndsWaitsAndClosingIsQuick) {
   for (const bool sending : {false, true}) {
     const auto ended = run_ranks(2, 60s, [&](int rank, const FileStore& store) {
-      auto transport = std::make_unique<UcxTransport>(0 + rank, 2, [&](const std::string& k, const std::string& v) { store.set(k, v); },
-                                                      [&](const std::string& k) { return store.get(k); });
+      auto transport = std::make_unique<UcxTransport>(
+          0 + rank, 2, [&](const std::string& k, const std::string& v) { store.set(k, v); },
+          [&](const std::string& k) { return store.get(k); });
       Bytes data(32u << 20), small(8);
       send_now(*transport, pattern(8, 1), 1 - rank, 0);
       recv_now(*transport, small, 1 - rank, 0);
@@ -334,7 +347,8 @@ TEST_P(Ucx, ADeadPeerEndsWaitsAndClosingIsQuick) {
         std::this_thread::sleep_for(100ms);
         raise(SIGKILL);
       }
-      const auto transfer = sending ? transport->send(data.data(), data.size(), 1, 1, 0) : transport->recv(data.data(), data.size(), 1, 1);
+      const auto transfer = sending ? transport->send(data.data(), data.size(), 1, 1, 0)
+                                    : transport->recv(data.data(), data.size(), 1, 1);
       store.set("waiting", "");
       const auto begun = Clock::now();
       const auto text = message_of<std::runtime_error>([&] { transfer->wait(in(20s)); });
@@ -357,8 +371,9 @@ TEST_P(Ucx, ADeadPeerEndsWaitsAndClosingIsQuick) {
 // The kernel does not report a stopped process.
 TEST_P(Ucx, InterruptEndsAWaitForAStoppedPeer) {
   const auto ended = run_ranks(2, 60s, [&](int rank, const FileStore& store) {
-    auto transport = std::make_unique<UcxTransport>(0 + rank, 2, [&](const std::string& k, const std::string& v) { store.set(k, v); },
-                                                    [&](const std::string& k) { return store.get(k); });
+    auto transport = std::make_unique<UcxTransport>(
+        0 + rank, 2, [&](const std::string& k, const std::string& v) { store.set(k, v); },
+        [&](const std::string& k) { return store.get(k); });
     Bytes data(32u << 20);
     if (rank == 1) {
       store.set("pid", std::to_string(getpid()));
@@ -386,8 +401,9 @@ TEST_P(Ucx, InterruptEndsAWaitForAStoppedPeer) {
 // The peer announced a large message and died before it was received.
 TEST_P(Ucx, AMessageOfADeadSenderIsAnError) {
   const auto ended = run_ranks(2, 60s, [](int rank, const FileStore& store) {
-    auto transport = std::make_unique<UcxTransport>(0 + rank, 2, [&](const std::string& k, const std::string& v) { store.set(k, v); },
-                                                    [&](const std::string& k) { return store.get(k); });
+    auto transport = std::make_unique<UcxTransport>(
+        0 + rank, 2, [&](const std::string& k, const std::string& v) { store.set(k, v); },
+        [&](const std::string& k) { return store.get(k); });
     Bytes data(32u << 20);
     if (rank == 1) {
       const auto transfer = transport->send(data.data(), data.size(), 0, 1, 0);
@@ -410,11 +426,13 @@ TEST_P(Ucx, AMessageOfADeadSenderIsAnError) {
 
 TEST_P(Ucx, AbandonedTransfersLeaveMemoryAlone) {
   const auto ended = run_ranks(2, 60s, [](int rank, const FileStore& store) {
-    auto transport = std::make_unique<UcxTransport>(0 + rank, 2, [&](const std::string& k, const std::string& v) { store.set(k, v); },
-                                                    [&](const std::string& k) { return store.get(k); });
+    auto transport = std::make_unique<UcxTransport>(
+        0 + rank, 2, [&](const std::string& k, const std::string& v) { store.set(k, v); },
+        [&](const std::string& k) { return store.get(k); });
     Bytes large(4u << 20, 0xaa), dropped(64, 0xaa), kept(64);
     if (rank == 0) {
-      transport->recv(dropped.data(), dropped.size(), 1, 1)->wait(in(20ms));  // dropped: must not take the message
+      transport->recv(dropped.data(), dropped.size(), 1, 1)
+          ->wait(in(20ms));  // dropped: must not take the message
       const auto unfinished = transport->recv(large.data(), large.size(), 1, 2);
       store.set("dropped", "");
       recv_now(*transport, kept, 1, 1);
@@ -433,7 +451,8 @@ TEST_P(Ucx, AbandonedTransfersLeaveMemoryAlone) {
       try {
         RANK_CHECK(transfer->wait(in(200ms)) == WaitResult::TimedOut);
       } catch (const std::runtime_error& error) {
-        RANK_CHECK(contains(error.what(), "axis rank 0 has probably died"));  // UCX may notice that the peer is gone
+        RANK_CHECK(
+            contains(error.what(), "axis rank 0 has probably died"));  // UCX may notice that the peer is gone
       }
       store.set("sent", "");
       const auto start = Clock::now();
@@ -460,7 +479,9 @@ TEST_P(Ucx, FourProcessesAllToAll) {
       }
       for (const auto& transfer : transfers) RANK_CHECK(transfer->wait(in(20s)) == WaitResult::Done);
       for (int peer = 0; peer < 4; ++peer)
-        if (peer != rank) RANK_CHECK(into[static_cast<std::size_t>(peer)] == pattern(bytes, static_cast<std::uint32_t>(peer * 10 + rank) + round * 100));
+        if (peer != rank)
+          RANK_CHECK(into[static_cast<std::size_t>(peer)] ==
+                     pattern(bytes, static_cast<std::uint32_t>(peer * 10 + rank) + round * 100));
     }
   });
   EXPECT_TRUE(all_well(ended));
@@ -496,12 +517,14 @@ TEST_P(Ucx, ThreadsOfOneProcess) {
 
 TEST_P(Ucx, ClosingEndsTheWaitOfAnotherThread) {
   const auto ended = run_ranks(2, 60s, [](int rank, const FileStore& store) {
-    auto transport = std::make_unique<UcxTransport>(0 + rank, 2, [&](const std::string& k, const std::string& v) { store.set(k, v); },
-                                                    [&](const std::string& k) { return store.get(k); });
+    auto transport = std::make_unique<UcxTransport>(
+        0 + rank, 2, [&](const std::string& k, const std::string& v) { store.set(k, v); },
+        [&](const std::string& k) { return store.get(k); });
     if (rank == 0) {
       int value = 0;
       const auto transfer = transport->recv(&value, sizeof value, 1, 1);
-      auto waiting = std::async(std::launch::async, [&] { return message_of<StateError>([&] { transfer->wait(in(20s)); }); });
+      auto waiting = std::async(std::launch::async,
+                                [&] { return message_of<StateError>([&] { transfer->wait(in(20s)); }); });
       std::this_thread::sleep_for(100ms);
       transport.reset();
       RANK_CHECK(waiting.wait_for(5s) == std::future_status::ready);

@@ -28,12 +28,17 @@ using namespace std::chrono_literals;
 std::string worker() { return environment("PENSTOCK_DIST_WORKER"); }
 std::string command_line_tool() { return environment("PENSTOCK_BIN") + "/penstock"; }
 
-Ended run(const std::string& command, std::chrono::seconds limit = 60s) { return run_command(command, limit); }
+Ended run(const std::string& command, std::chrono::seconds limit = 60s) {
+  return run_command(command, limit);
+}
 
 // Ranks that hang get 6 s after the first failure: all but a stopped one must end by themselves well before
 // that.
-Ended launch(int ranks, const std::string& scenario, const std::string& variables = "", std::chrono::seconds limit = 60s) {
-  return run(fmt::format("{} '{}' launch -n {} --grace 6 -- '{}' {}", variables, command_line_tool(), ranks, worker(), scenario), limit);
+Ended launch(int ranks, const std::string& scenario, const std::string& variables = "",
+             std::chrono::seconds limit = 60s) {
+  return run(fmt::format("{} '{}' launch -n {} --grace 6 -- '{}' {}", variables, command_line_tool(), ranks,
+                         worker(), scenario),
+             limit);
 }
 
 int workers_alive() {
@@ -98,14 +103,20 @@ TEST_F(Processes, FileRendezvous) {
 
 TEST_F(Processes, Mpirun) {
   ASSERT_EQ(run("command -v mpirun").exit_code, 0) << "mpirun is one of the packages the bootstrap installs";
-  const Ended ended = run(fmt::format("OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 mpirun --oversubscribe -n 2 '{}' everything", worker()));
+  const Ended ended = run(fmt::format(
+      "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 mpirun --oversubscribe -n 2 '{}' everything",
+      worker()));
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
   EXPECT_TRUE(has_text(ended.output, "rank 1 of 2"));
 }
 
 TEST_F(Processes, SlurmVariables) {
-  const std::string common = fmt::format("SLURM_JOB_ID={} SLURM_STEP_ID=0 SLURM_NTASKS=2 SLURM_NNODES=1 SLURM_STEP_NODELIST=here", getpid());
-  const Ended ended = run(fmt::format("{0} SLURM_PROCID=1 SLURM_LOCALID=1 '{1}' everything & {0} SLURM_PROCID=0 SLURM_LOCALID=0 '{1}' everything && wait $!", common, worker()));
+  const std::string common = fmt::format(
+      "SLURM_JOB_ID={} SLURM_STEP_ID=0 SLURM_NTASKS=2 SLURM_NNODES=1 SLURM_STEP_NODELIST=here", getpid());
+  const Ended ended =
+      run(fmt::format("{0} SLURM_PROCID=1 SLURM_LOCALID=1 '{1}' everything & {0} SLURM_PROCID=0 "
+                      "SLURM_LOCALID=0 '{1}' everything && wait $!",
+                      common, worker()));
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
   EXPECT_TRUE(has_text(ended.output, "rank 1 of 2"));
 }
@@ -119,7 +130,12 @@ TEST_F(Processes, NoLauncherIsOneRank) {
 // Every socket of rank 0 that accepts connections does so from this host only.
 TEST_F(Processes, ListensOnLoopbackOnly) {
   const int port = free_port();
-  std::thread job([&] { EXPECT_EQ(run(fmt::format("'{}' launch -n 2 --port {} -- '{}' lingers", command_line_tool(), port, worker())).exit_code, 0); });
+  std::thread job([&] {
+    EXPECT_EQ(
+        run(fmt::format("'{}' launch -n 2 --port {} -- '{}' lingers", command_line_tool(), port, worker()))
+            .exit_code,
+        0);
+  });
   // The address of this machine on its own network, if it has one.
   const std::string own = run("hostname -I 2>/dev/null | awk '{print $1}'").output;
   std::string address = own.substr(0, own.find_first_of(" \n"));
@@ -151,15 +167,19 @@ TEST_F(Processes, ListensOnLoopbackOnly) {
 // ---------------------------------------------------------------------------------------------------- deaths
 
 // One of 4 ranks dies; the others must end by themselves, non-zero, within the deadline, naming it.
-void expect_death_is_told(const std::string& scenario, const std::string& variables, int victim = 2, double limit_s = 15) {
-  const Ended ended = launch(4, scenario, fmt::format("PENSTOCK_TIMEOUT_S=60 PENSTOCK_TEST_VICTIM={} {}", victim, variables), 40s);
+void expect_death_is_told(const std::string& scenario, const std::string& variables, int victim = 2,
+                          double limit_s = 15) {
+  const Ended ended = launch(
+      4, scenario, fmt::format("PENSTOCK_TIMEOUT_S=60 PENSTOCK_TEST_VICTIM={} {}", victim, variables), 40s);
   EXPECT_EQ(ended.exit_code, 128 + SIGKILL) << ended.output;
   EXPECT_LT(ended.seconds, limit_s + 3) << ended.output;  // 3 s to start 4 processes on a busy machine
   EXPECT_TRUE(has_text(ended.output, fmt::format("rank {} failed first", victim)));
   EXPECT_FALSE(has_text(ended.output, "ended by SIGTERM after"));
   for (int rank = 0; rank < 4; ++rank)
     if (rank != victim) {
-      EXPECT_TRUE(has_text(lines_of(ended, rank), fmt::format("PeerLostError: rank {} was lost", victim))) << "rank " << rank << "\n" << ended.output;
+      EXPECT_TRUE(has_text(lines_of(ended, rank), fmt::format("PeerLostError: rank {} was lost", victim)))
+          << "rank " << rank << "\n"
+          << ended.output;
     }
 }
 
@@ -169,7 +189,9 @@ TEST_F(Processes, KillInBatchUcx) {
   if (environment("PENSTOCK_HAVE_UCX") == "1") expect_death_is_told("killed_in_batch", "PENSTOCK_P2P=ucx");
 }
 TEST_F(Processes, KillOfTheHost) { expect_death_is_told("killed_in_all_reduce", "", 0); }
-TEST_F(Processes, KillWhileOthersWaitForLivingRanks) { expect_death_is_told("killed_elsewhere", "PENSTOCK_P2P=gloo", 3); }
+TEST_F(Processes, KillWhileOthersWaitForLivingRanks) {
+  expect_death_is_told("killed_elsewhere", "PENSTOCK_P2P=gloo", 3);
+}
 
 TEST_F(Processes, KillInRendezvous) {
   const Ended ended = launch(4, "killed_in_rendezvous", "PENSTOCK_TIMEOUT_S=5", 40s);
@@ -190,7 +212,9 @@ TEST_F(Processes, AnExceptionOnOneRankReachesAll) {
   const Ended ended = launch(3, "throws", "PENSTOCK_TIMEOUT_S=60", 40s);
   EXPECT_EQ(ended.exit_code, 3);
   EXPECT_LT(ended.seconds, 15);
-  for (const int rank : {0, 1}) EXPECT_TRUE(has_text(lines_of(ended, rank), "rank 2 failed: an exception ended the program")) << ended.output;
+  for (const int rank : {0, 1})
+    EXPECT_TRUE(has_text(lines_of(ended, rank), "rank 2 failed: an exception ended the program"))
+        << ended.output;
 }
 
 TEST_F(Processes, LeavingEarlyIsNamed) {
@@ -204,7 +228,10 @@ TEST_F(Processes, MismatchIsAnErrorOnEveryRank) {
   const Ended ended = launch(3, "mismatch", "PENSTOCK_TIMEOUT_S=60", 40s);
   EXPECT_EQ(ended.exit_code, 3);
   EXPECT_LT(ended.seconds, 15);
-  for (int rank = 0; rank < 3; ++rank) EXPECT_TRUE(has_text(lines_of(ended, rank), "rank 0 sent Float[1048576] (4.0 MiB) with tag 3, rank 1 expected Int[8]")) << ended.output;
+  for (int rank = 0; rank < 3; ++rank)
+    EXPECT_TRUE(has_text(lines_of(ended, rank),
+                         "rank 0 sent Float[1048576] (4.0 MiB) with tag 3, rank 1 expected Int[8]"))
+        << ended.output;
 }
 
 // ---------------------------------------------------------------------------------------------- groups
@@ -213,7 +240,8 @@ TEST_F(Processes, MismatchIsAnErrorOnEveryRank) {
 void expect_groups_of_axes(const std::string& variables) {
   const Ended ended = launch(4, "mesh_axes", variables);
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
-  for (const char* line : {"rank 0: dp ranks[0,2], tp ranks[0-1]", "rank 1: dp ranks[1,3], tp ranks[0-1]", "rank 2: dp ranks[0,2], tp ranks[2-3]", "rank 3: dp ranks[1,3], tp ranks[2-3]"})
+  for (const char* line : {"rank 0: dp ranks[0,2], tp ranks[0-1]", "rank 1: dp ranks[1,3], tp ranks[0-1]",
+                           "rank 2: dp ranks[0,2], tp ranks[2-3]", "rank 3: dp ranks[1,3], tp ranks[2-3]"})
     EXPECT_TRUE(has_text(ended.output, line));
 }
 
@@ -233,7 +261,9 @@ TEST_F(Processes, KillOfAMemberBeforeItAsks) { expect_death_is_told("killed_befo
 TEST_F(Processes, AMemberThatNeverAsksIsNamedOnEveryOther) {
   const Ended ended = launch(4, "never_asks", "PENSTOCK_TIMEOUT_S=3 PENSTOCK_TEST_VICTIM=2", 60s);
   EXPECT_EQ(ended.exit_code, 3) << ended.output;
-  for (const int rank : {0, 1, 3}) EXPECT_TRUE(has_text(lines_of(ended, rank), "group of ranks[3,2,1,0]: rank 2 did not request it in time")) << ended.output;
+  for (const int rank : {0, 1, 3})
+    EXPECT_TRUE(has_text(lines_of(ended, rank), "group of ranks[3,2,1,0]: rank 2 did not request it in time"))
+        << ended.output;
 }
 
 // --------------------------------------------------------------------------------------- distributed tensors
@@ -241,7 +271,8 @@ TEST_F(Processes, AMemberThatNeverAsksIsNamedOnEveryOther) {
 TEST_F(Processes, DistributedTraining) {
   const Ended ended = launch(4, "distributed_training");
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
-  for (int rank = 0; rank < 4; ++rank) EXPECT_TRUE(has_text(lines_of(ended, rank), "of one process")) << ended.output;
+  for (int rank = 0; rank < 4; ++rank)
+    EXPECT_TRUE(has_text(lines_of(ended, rank), "of one process")) << ended.output;
 }
 
 TEST_F(Processes, DistributedTrainingOnAGpuThatAllShare) {
@@ -255,7 +286,8 @@ TEST_F(Processes, KillDuringRedistribution) { expect_death_is_told("killed_in_re
 TEST_F(Processes, PartsThatDisagreeAreAnErrorEverywhere) {
   const Ended ended = launch(3, "parts_disagree");
   EXPECT_EQ(ended.exit_code, 3) << ended.output;
-  for (int rank = 0; rank < 3; ++rank) EXPECT_TRUE(has_text(lines_of(ended, rank), "from_local: the rank at (")) << ended.output;
+  for (int rank = 0; rank < 3; ++rank)
+    EXPECT_TRUE(has_text(lines_of(ended, rank), "from_local: the rank at (")) << ended.output;
 }
 
 TEST_F(Processes, AnErrorInAnOperatorOfOneRankReachesAll) {
@@ -285,18 +317,30 @@ constexpr const char* kInGather = "operation all_gather";
 constexpr const char* kInReduction = "operation reduce_scatter";
 constexpr const char* kOverReplicas = "operation all_reduce";
 
-TEST_F(Processes, KillInGatherOfShards) { expect_sharded_death_is_told("killed_in_gather", {{0, kInGather}, {1, kInGather}, {3, kInGather}}); }
-TEST_F(Processes, KillInReductionOfShards) { expect_sharded_death_is_told("killed_in_reduction", {{0, kInReduction}, {1, kInReduction}, {3, kInReduction}}); }
+TEST_F(Processes, KillInGatherOfShards) {
+  expect_sharded_death_is_told("killed_in_gather", {{0, kInGather}, {1, kInGather}, {3, kInGather}});
+}
+TEST_F(Processes, KillInReductionOfShards) {
+  expect_sharded_death_is_told("killed_in_reduction",
+                               {{0, kInReduction}, {1, kInReduction}, {3, kInReduction}});
+}
 // Rank 3 shares the victim's parameters. The others have a replica of them, which they can gather and reduce
 // until they need rank 2 or rank 3, which waits for it.
-TEST_F(Processes, KillInGatherOfReplicatedShards) { expect_sharded_death_is_told("killed_in_gather_with_replicas", {{0, kOverReplicas}, {1, kOverReplicas}, {3, kInGather}}); }
-TEST_F(Processes, KillInReductionOfReplicatedShards) { expect_sharded_death_is_told("killed_in_reduction_with_replicas", {{0, kOverReplicas}, {1, kOverReplicas}, {3, kInReduction}}); }
+TEST_F(Processes, KillInGatherOfReplicatedShards) {
+  expect_sharded_death_is_told("killed_in_gather_with_replicas",
+                               {{0, kOverReplicas}, {1, kOverReplicas}, {3, kInGather}});
+}
+TEST_F(Processes, KillInReductionOfReplicatedShards) {
+  expect_sharded_death_is_told("killed_in_reduction_with_replicas",
+                               {{0, kOverReplicas}, {1, kOverReplicas}, {3, kInReduction}});
+}
 
 // ------------------------------------------------------------------------------------------------- pipelines
 
 // The report of each surviving rank names the lost one, and its neighbours report what they needed from it.
 TEST_F(Processes, KillInPipeline) {
-  const Ended ended = launch(4, "killed_in_pipeline", "PENSTOCK_P2P=gloo PENSTOCK_TIMEOUT_S=60 PENSTOCK_TEST_VICTIM=2", 40s);
+  const Ended ended =
+      launch(4, "killed_in_pipeline", "PENSTOCK_P2P=gloo PENSTOCK_TIMEOUT_S=60 PENSTOCK_TEST_VICTIM=2", 40s);
   EXPECT_EQ(ended.exit_code, 128 + SIGKILL) << ended.output;
   EXPECT_LT(ended.seconds, 15) << ended.output;
   EXPECT_FALSE(has_text(ended.output, "ended by SIGTERM after"));
@@ -313,7 +357,10 @@ TEST_F(Processes, KillInPipeline) {
 // Only the stopped rank is blamed, and all others end.
 void expect_stop_is_told(int ranks, int victim, const std::vector<std::string>& told) {
   const std::string folder = fmt::format("/tmp/penstock-stall-{}-{}", getpid(), victim);
-  const Ended ended = run(fmt::format("PENSTOCK_TIMEOUT_S=2 PENSTOCK_TEST_VICTIM={} PENSTOCK_STALL_DIR='{}' '{}' launch -n {} --grace 2 -- '{}' stopped_in_pipeline", victim, folder, command_line_tool(), ranks, worker()), 40s);
+  const Ended ended = run(fmt::format("PENSTOCK_TIMEOUT_S=2 PENSTOCK_TEST_VICTIM={} PENSTOCK_STALL_DIR='{}' "
+                                      "'{}' launch -n {} --grace 2 -- '{}' stopped_in_pipeline",
+                                      victim, folder, command_line_tool(), ranks, worker()),
+                          40s);
   EXPECT_EQ(ended.exit_code, 3) << ended.output;
   EXPECT_TRUE(has_text(ended.output, "TimeoutError: timed out"));
   for (int rank = 0; rank < ranks; ++rank) {
@@ -322,23 +369,31 @@ void expect_stop_is_told(int ranks, int victim, const std::vector<std::string>& 
     if (rank == victim) continue;
     const std::string lines = lines_of(ended, rank);
     EXPECT_TRUE(has_text(lines, fmt::format("pipeline stalled, seen from rank {}", rank)));
-    EXPECT_TRUE(has_text(lines, fmt::format("no word from rank {}, which is stopped or cut off and holds up", victim)));
+    EXPECT_TRUE(has_text(
+        lines, fmt::format("no word from rank {}, which is stopped or cut off and holds up", victim)));
     for (const std::string& part : told) EXPECT_TRUE(has_text(lines, part));
   }
   remove_tree(folder);
 }
 
 TEST_F(Processes, StopInPipeline) {
-  expect_stop_is_told(3, 1, {"rank 1  no word", "await 2RECV_F1 (activation of stage 1 to stage 2), waits for rank 1", "(gradient of stage 1 to stage 0), waits for rank 1"});
+  expect_stop_is_told(
+      3, 1,
+      {"rank 1  no word", "await 2RECV_F1 (activation of stage 1 to stage 2), waits for rank 1",
+       "(gradient of stage 1 to stage 0), waits for rank 1"});
 }
 
 // The stopped rank hosts the store: no status can be read, but a rank that waits for it knows.
-TEST_F(Processes, StopOfTheHostInPipeline) { expect_stop_is_told(2, 0, {"rank 0  no word", "await 1RECV_F1 (activation of stage 0 to stage 1), waits for rank 0"}); }
+TEST_F(Processes, StopOfTheHostInPipeline) {
+  expect_stop_is_told(
+      2, 0, {"rank 0  no word", "await 1RECV_F1 (activation of stage 0 to stage 1), waits for rank 0"});
+}
 
 TEST_F(Processes, PipelineSoak) {
   const Ended ended = launch(2, "pipeline_soak", "PENSTOCK_P2P=gloo", 240s);
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
-  for (int rank = 0; rank < 2; ++rank) EXPECT_TRUE(has_text(lines_of(ended, rank), "200 steps as in one process")) << ended.output;
+  for (int rank = 0; rank < 2; ++rank)
+    EXPECT_TRUE(has_text(lines_of(ended, rank), "200 steps as in one process")) << ended.output;
 }
 
 TEST_F(Processes, PipelineSoakUcx) {
@@ -374,7 +429,8 @@ TEST_F(Processes, PortInUse) {
   address.sin_port = htons(static_cast<std::uint16_t>(port));
   ASSERT_EQ(bind(holder, reinterpret_cast<sockaddr*>(&address), sizeof address), 0);
   ASSERT_EQ(listen(holder, 8), 0);
-  const Ended ended = run(fmt::format("RANK=0 WORLD_SIZE=2 MASTER_PORT={} PENSTOCK_TIMEOUT_S=5 '{}' connects", port, worker()));
+  const Ended ended = run(
+      fmt::format("RANK=0 WORLD_SIZE=2 MASTER_PORT={} PENSTOCK_TIMEOUT_S=5 '{}' connects", port, worker()));
   close(holder);
   EXPECT_EQ(ended.exit_code, 3) << ended.output;
   EXPECT_TRUE(has_text(ended.output, fmt::format("cannot listen on TCP port {}", port)));
@@ -382,7 +438,8 @@ TEST_F(Processes, PortInUse) {
 }
 
 TEST_F(Processes, NobodyAtTheMaster) {
-  const Ended ended = run(fmt::format("RANK=1 WORLD_SIZE=2 MASTER_PORT={} PENSTOCK_TIMEOUT_S=3 '{}' connects", free_port(), worker()));
+  const Ended ended = run(fmt::format("RANK=1 WORLD_SIZE=2 MASTER_PORT={} PENSTOCK_TIMEOUT_S=3 '{}' connects",
+                                      free_port(), worker()));
   EXPECT_EQ(ended.exit_code, 3);
   EXPECT_LT(ended.seconds, 10);
   EXPECT_TRUE(has_text(ended.output, "TimeoutError: no answer from the rendezvous"));
@@ -392,7 +449,8 @@ TEST_F(Processes, NobodyAtTheMaster) {
 TEST_F(Processes, AMissingRankIsNamedOnEveryOther) {
   const Ended ended = launch(3, "stays_away", "PENSTOCK_TIMEOUT_S=3", 40s);
   EXPECT_NE(ended.exit_code, 0);
-  for (const int rank : {0, 1}) EXPECT_TRUE(has_text(lines_of(ended, rank), "rank 2 of 3 did not join in time")) << ended.output;
+  for (const int rank : {0, 1})
+    EXPECT_TRUE(has_text(lines_of(ended, rank), "rank 2 of 3 did not join in time")) << ended.output;
 }
 
 }  // namespace process_test

@@ -3,9 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <cstdint>
 #include <filesystem>
 #include <fstream>
-#include <cstdint>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -26,19 +26,25 @@ class Train : public ::testing::Test {
   void SetUp() override {
     for (int file = 0; file < 12; ++file) {
       std::string text;
-      for (int line = 0; line < 30; ++line) text += fmt::format("int value_{} = {};\n", file * line % 7, file + line);
+      for (int line = 0; line < 30; ++line)
+        text += fmt::format("int value_{} = {};\n", file * line % 7, file + line);
       folder.write(fmt::format("text/{}.h", file), text);
     }
   }
 
   // Settings common to all runs of these tests; `name` is the folder.
   std::string flags(const std::string& name, int steps = 12) const {
-    return fmt::format("--data '{}' --run_folder '{}' --width 32 --layers 4 --heads 2 --key_value_heads 2 --feed_width 64 --context 32 --microbatches 4 --microbatch_size 2 --steps {} --warmup_steps 2 --validate_every 6 "
-                       "--validate_batches 1 --validation_fraction 0.2 --checkpoint.every 2 --sample_tokens 16 --progress lines --device cpu",
-                       (folder / "text").string(), (folder / name).string(), steps);
+    return fmt::format(
+        "--data '{}' --run_folder '{}' --width 32 --layers 4 --heads 2 --key_value_heads 2 --feed_width 64 "
+        "--context 32 --microbatches 4 --microbatch_size 2 --steps {} --warmup_steps 2 --validate_every 6 "
+        "--validate_batches 1 --validation_fraction 0.2 --checkpoint.every 2 --sample_tokens 16 --progress "
+        "lines --device cpu",
+        (folder / "text").string(), (folder / name).string(), steps);
   }
   static std::string penstock() { return "'" + environment("PENSTOCK_BIN") + "/penstock'"; }
-  Ended train(const std::string& name, const std::string& more = "", int steps = 12) const { return run_command(fmt::format("{} train {} {}", penstock(), flags(name, steps), more), 120s); }
+  Ended train(const std::string& name, const std::string& more = "", int steps = 12) const {
+    return run_command(fmt::format("{} train {} {}", penstock(), flags(name, steps), more), 120s);
+  }
 
   // Enough steps to interrupt a run in the middle.
   static constexpr int kMany = 200;
@@ -48,13 +54,16 @@ class Train : public ::testing::Test {
     std::map<int, double> result;
     std::ifstream file(folder / name / "metrics.jsonl");
     for (std::string line; std::getline(file, line);)
-      if (const auto entry = nlohmann::json::parse(line); entry.at("type") == "step") result[entry.at("step")] = entry.at("loss");
+      if (const auto entry = nlohmann::json::parse(line); entry.at("type") == "step")
+        result[entry.at("step")] = entry.at("loss");
     return result;
   }
 
   // A shell command that waits until the run has done `step` steps, for at most 60 s.
   std::string wait_for_step(const std::string& name, int step) const {
-    return fmt::format("for i in $(seq 600); do grep -q '\"step\":{}[,}}]' '{}' 2>/dev/null && break; sleep 0.1; done", step, (folder / name / "metrics.jsonl").string());
+    return fmt::format(
+        "for i in $(seq 600); do grep -q '\"step\":{}[,}}]' '{}' 2>/dev/null && break; sleep 0.1; done", step,
+        (folder / name / "metrics.jsonl").string());
   }
 
   ScratchFolder folder;
@@ -63,8 +72,11 @@ class Train : public ::testing::Test {
 TEST_F(Train, RunsToTheEndAndLeavesEverything) {
   const Ended ended = train("run");
   ASSERT_EQ(ended.exit_code, 0) << ended.output;
-  for (const char* left : {"config.toml", "metrics.jsonl", "data", "checkpoints/step-00000012/model.safetensors", "report.html"}) EXPECT_TRUE(fs::exists(folder / "run" / left)) << left;
-  EXPECT_FALSE(fs::exists(folder / "run" / "checkpoints" / "step-00000002")) << "only the last checkpoints are kept";
+  for (const char* left :
+       {"config.toml", "metrics.jsonl", "data", "checkpoints/step-00000012/model.safetensors", "report.html"})
+    EXPECT_TRUE(fs::exists(folder / "run" / left)) << left;
+  EXPECT_FALSE(fs::exists(folder / "run" / "checkpoints" / "step-00000002"))
+      << "only the last checkpoints are kept";
   EXPECT_TRUE(has_text(ended.output, "#include <")) << "a sample";
   const auto seen = losses("run");
   ASSERT_EQ(seen.size(), 12u);
@@ -79,24 +91,35 @@ TEST_F(Train, RunsToTheEndAndLeavesEverything) {
 // bit.
 TEST_F(Train, AKilledRankCostsNothing) {
   ASSERT_EQ(train("whole", "", kMany).exit_code, 0);
-  const Ended ended = run_command(fmt::format("{} train {} --restarts 2 & run=$!; {}; pkill -KILL -n -f 'train --worker {}'; wait $run", penstock(), flags("killed", kMany), wait_for_step("killed", 15), (folder / "killed").string()), 150s);
+  const Ended ended = run_command(
+      fmt::format("{} train {} --restarts 2 & run=$!; {}; pkill -KILL -n -f 'train --worker {}'; wait $run",
+                  penstock(), flags("killed", kMany), wait_for_step("killed", 15),
+                  (folder / "killed").string()),
+      150s);
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
   EXPECT_EQ(losses("killed"), losses("whole"));
   EXPECT_TRUE(has_text(ended.output, "continues after step")) << ended.output;
 }
 
 TEST_F(Train, SigtermSavesAndEndsWell) {
-  const Ended ended = run_command(fmt::format("{} train {} & run=$!; {}; kill -TERM $run; wait $run", penstock(), flags("stopped", 100'000), wait_for_step("stopped", 3)), 120s);
+  const Ended ended =
+      run_command(fmt::format("{} train {} & run=$!; {}; kill -TERM $run; wait $run", penstock(),
+                              flags("stopped", 100'000), wait_for_step("stopped", 3)),
+                  120s);
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
   const auto seen = losses("stopped");
   ASSERT_FALSE(seen.empty());
-  EXPECT_TRUE(fs::exists(folder / "stopped" / "checkpoints" / fmt::format("step-{:08}", seen.rbegin()->first))) << ended.output;
+  EXPECT_TRUE(
+      fs::exists(folder / "stopped" / "checkpoints" / fmt::format("step-{:08}", seen.rbegin()->first)))
+      << ended.output;
 }
 
 // Stopped under one layout, continued under another: pipelines produce the same bits.
 TEST_F(Train, ContinuesUnderAnotherLayout) {
   ASSERT_EQ(train("whole", "", kMany).exit_code, 0);
-  const Ended begun = run_command(fmt::format("{} train {} & run=$!; {}; kill -TERM $run; wait $run", penstock(), flags("moved", kMany), wait_for_step("moved", 15)), 120s);
+  const Ended begun = run_command(fmt::format("{} train {} & run=$!; {}; kill -TERM $run; wait $run",
+                                              penstock(), flags("moved", kMany), wait_for_step("moved", 15)),
+                                  120s);
   ASSERT_EQ(begun.exit_code, 0) << begun.output;
   ASSERT_LT(losses("moved").size(), static_cast<std::size_t>(kMany)) << "it ended before it could be stopped";
   const Ended ended = train("moved", "--pp 4 --schedule GPipe", kMany);
@@ -105,9 +128,14 @@ TEST_F(Train, ContinuesUnderAnotherLayout) {
 }
 
 TEST_F(Train, MpirunGivesTheSameLosses) {
-  ASSERT_EQ(run_command("command -v mpirun").exit_code, 0) << "mpirun is one of the packages the bootstrap installs";
+  ASSERT_EQ(run_command("command -v mpirun").exit_code, 0)
+      << "mpirun is one of the packages the bootstrap installs";
   ASSERT_EQ(train("own").exit_code, 0);
-  const Ended ended = run_command(fmt::format("OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 mpirun --oversubscribe -n 2 {} train {}", penstock(), flags("mpi")), 120s);
+  const Ended ended = run_command(
+      fmt::format(
+          "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 mpirun --oversubscribe -n 2 {} train {}",
+          penstock(), flags("mpi")),
+      120s);
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
   EXPECT_EQ(losses("mpi"), losses("own"));
 }
@@ -132,7 +160,8 @@ TEST_F(Train, MistakesSayWhatToChange) {
   const Ended layout = train("bad", "--tp 3");
   EXPECT_EQ(layout.exit_code, 2);
   EXPECT_TRUE(has_text(layout.output, "heads")) << layout.output;
-  const Ended data = run_command(fmt::format("{} train --data /nowhere --run_folder '{}'", penstock(), (folder / "bad").string()));
+  const Ended data = run_command(
+      fmt::format("{} train --data /nowhere --run_folder '{}'", penstock(), (folder / "bad").string()));
   EXPECT_NE(data.exit_code, 0);
   EXPECT_TRUE(has_text(data.output, "/nowhere")) << data.output;
 }

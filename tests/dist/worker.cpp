@@ -12,17 +12,17 @@
 #include <thread>
 
 #include "penstock/base/env.h"
-#include "penstock/errors.h"
-#include "penstock/world.h"
 #include "penstock/comm/group/self_test.h"
-#include "penstock/dtensor.h"
-#include "penstock/tensor_parallel.h"
-#include "penstock/pipeline.h"
-#include "penstock/fully_shard.h"
-#include "penstock/step_context.h"
-#include "tests/pipeline/soak.h"
 #include "penstock/comm/launch/launch_env.h"
+#include "penstock/dtensor.h"
+#include "penstock/errors.h"
+#include "penstock/fully_shard.h"
+#include "penstock/pipeline.h"
 #include "penstock/pipeline/report/step_trace.h"
+#include "penstock/step_context.h"
+#include "penstock/tensor_parallel.h"
+#include "penstock/world.h"
+#include "tests/pipeline/soak.h"
 
 namespace {
 
@@ -55,7 +55,8 @@ int everything() {
       print_line(fmt::format("{}: {}", result.operation, result.error));
       ok = false;
     }
-  print_line(fmt::format("rank {} of {} over {}", world.rank(), world.size(), world.group().describe_backends()));
+  print_line(
+      fmt::format("rank {} of {} over {}", world.rank(), world.size(), world.group().describe_backends()));
   return ok ? 0 : 1;
 }
 
@@ -69,11 +70,13 @@ int killed_in_all_reduce() {
 int killed_in_batch() {
   World world = World::from_env();
   die_later(world, 700ms);
-  const int next = (world.rank() + 1) % world.size(), previous = (world.rank() + world.size() - 1) % world.size();
+  const int next = (world.rank() + 1) % world.size(),
+            previous = (world.rank() + world.size() - 1) % world.size();
   const at::Tensor out = at::ones({1 << 18});
   at::Tensor in = at::zeros({1 << 18});
   for (;;) {
-    auto works = world.group().batch_isend_irecv({P2POp::send(out, next, {.label = "ring"}), P2POp::recv(in, previous, {.label = "ring"})});
+    auto works = world.group().batch_isend_irecv(
+        {P2POp::send(out, next, {.label = "ring"}), P2POp::recv(in, previous, {.label = "ring"})});
     wait_all(works);
   }
 }
@@ -178,7 +181,8 @@ int mesh_axes() {
         print_line(fmt::format("{} over {}: {}", result.operation, axis, result.error));
         ok = false;
       }
-  print_line(fmt::format("rank {}: dp {}, tp {}", world.rank(), groups.group("dp").name(), groups.group("tp").name()));
+  print_line(fmt::format("rank {}: dp {}, tp {}", world.rank(), groups.group("dp").name(),
+                         groups.group("tp").name()));
   return ok ? 0 : 1;
 }
 
@@ -204,7 +208,8 @@ int never_asks() {
 // process.
 int distributed_training() {
   World world = World::from_env();
-  const MeshGroups mesh(world, init_device_mesh("cpu", {2, world.size() / 2}, {"dp", "tp"}, world.rank(), world.size()));
+  const MeshGroups mesh(
+      world, init_device_mesh("cpu", {2, world.size() / 2}, {"dp", "tp"}, world.rank(), world.size()));
   const at::Device device(env_choice("PENSTOCK_TEST_DEVICE", {"cpu", "cuda"}, "cpu"));
   const auto train = [&](bool distributed) {
     torch::manual_seed(3);
@@ -212,7 +217,8 @@ int distributed_training() {
     model->to(device, at::kDouble);
     at::Tensor x = at::randn({8, 6}, at::kDouble).to(device), y = at::randn({8, 4}, at::kDouble).to(device);
     if (distributed) {
-      parallelize_module(*model, mesh, {{"0", colwise_parallel()}, {"2", rowwise_parallel()}}, {.axis = "tp"});
+      parallelize_module(*model, mesh, {{"0", colwise_parallel()}, {"2", rowwise_parallel()}},
+                         {.axis = "tp"});
       x = distribute_tensor(x, mesh, {Shard{0}, Replicate{}});
       y = distribute_tensor(y, mesh, {Shard{0}, Replicate{}});
     }
@@ -262,7 +268,8 @@ int one_rank_throws_in_operator() {
 // reduction of its gradients.
 int killed_sharded(const std::vector<std::int64_t>& shape, bool in_gather) {
   World world = World::from_env();
-  const std::vector<std::string> names = shape.size() == 1 ? std::vector<std::string>{"shards"} : std::vector<std::string>{"replicas", "shards"};
+  const std::vector<std::string> names =
+      shape.size() == 1 ? std::vector<std::string>{"shards"} : std::vector<std::string>{"replicas", "shards"};
   const MeshGroups mesh(world, init_device_mesh("cpu", shape, names, world.rank(), world.size()));
   torch::nn::Sequential model(torch::nn::Linear(64, 64), torch::nn::Tanh(), torch::nn::Linear(64, 64));
   for (const auto& child : model->children())
@@ -304,8 +311,10 @@ int pipeline_with_signal(int signal) {
         return torch::tanh(layer->forward(x));
       },
       {linear.ptr()});
-  const PipelineLoss loss([](const at::Tensor& output, const at::Tensor& target) { return (output - target).square().mean(); });
-  PipelineRuntime pipeline = make_pipeline("1F1B", {PipelineStage(module, stage, world.size(), at::kCPU)}, 6, loss, PipelineOptions{world});
+  const PipelineLoss loss(
+      [](const at::Tensor& output, const at::Tensor& target) { return (output - target).square().mean(); });
+  PipelineRuntime pipeline = make_pipeline("1F1B", {PipelineStage(module, stage, world.size(), at::kCPU)}, 6,
+                                           loss, PipelineOptions{world});
   const at::Tensor x = at::ones({12, 8});
   for (;;) pipeline.step(Tree::tuple({x}), {}, x);
 }
@@ -318,8 +327,11 @@ int traced_pipeline() {
   World world = World::from_env();
   const int stage = world.rank();
   torch::nn::Linear linear(64, 64);
-  const PipelineLoss loss([](const at::Tensor& output, const at::Tensor& target) { return (output - target).square().mean(); });
-  PipelineRuntime pipeline = make_pipeline("1F1B", {PipelineStage(StageModule(linear), stage, world.size(), at::kCPU)}, 6, loss, PipelineOptions{world});
+  const PipelineLoss loss(
+      [](const at::Tensor& output, const at::Tensor& target) { return (output - target).square().mean(); });
+  PipelineRuntime pipeline =
+      make_pipeline("1F1B", {PipelineStage(StageModule(linear), stage, world.size(), at::kCPU)}, 6, loss,
+                    PipelineOptions{world});
   const at::Tensor x = at::ones({96, 64});
   for (int step = 0; step < 2; ++step) pipeline.step(Tree::tuple({x}), {}, x);
   pipeline.write_trace(env_text("PENSTOCK_TEST_TRACE").value());
@@ -340,15 +352,33 @@ int pipeline_soak() {
 
 int main(int argc, char** argv) {
   const std::map<std::string, int (*)()> scenarios = {
-      {"everything", everything}, {"killed_in_all_reduce", killed_in_all_reduce}, {"killed_in_batch", killed_in_batch}, {"killed_elsewhere", killed_elsewhere},
-      {"killed_in_rendezvous", killed_in_rendezvous}, {"stays_away", stays_away}, {"stopped_rank", stopped_rank}, {"throws", throws},
-      {"leaves_early", leaves_early}, {"mismatch", mismatch}, {"connects", connects}, {"lingers", lingers},
-      {"mesh_axes", mesh_axes}, {"killed_before_group_of", killed_before_group_of}, {"never_asks", never_asks},
-      {"distributed_training", distributed_training}, {"killed_in_redistribute", killed_in_redistribute}, {"parts_disagree", parts_disagree},
-      {"one_rank_throws_in_operator", one_rank_throws_in_operator}, {"killed_in_pipeline", killed_in_pipeline},
-      {"killed_in_gather", killed_in_gather}, {"killed_in_reduction", killed_in_reduction},
-      {"killed_in_gather_with_replicas", killed_in_gather_with_replicas}, {"killed_in_reduction_with_replicas", killed_in_reduction_with_replicas},
-      {"stopped_in_pipeline", stopped_in_pipeline}, {"traced_pipeline", traced_pipeline}, {"pipeline_soak", pipeline_soak}};
+      {"everything", everything},
+      {"killed_in_all_reduce", killed_in_all_reduce},
+      {"killed_in_batch", killed_in_batch},
+      {"killed_elsewhere", killed_elsewhere},
+      {"killed_in_rendezvous", killed_in_rendezvous},
+      {"stays_away", stays_away},
+      {"stopped_rank", stopped_rank},
+      {"throws", throws},
+      {"leaves_early", leaves_early},
+      {"mismatch", mismatch},
+      {"connects", connects},
+      {"lingers", lingers},
+      {"mesh_axes", mesh_axes},
+      {"killed_before_group_of", killed_before_group_of},
+      {"never_asks", never_asks},
+      {"distributed_training", distributed_training},
+      {"killed_in_redistribute", killed_in_redistribute},
+      {"parts_disagree", parts_disagree},
+      {"one_rank_throws_in_operator", one_rank_throws_in_operator},
+      {"killed_in_pipeline", killed_in_pipeline},
+      {"killed_in_gather", killed_in_gather},
+      {"killed_in_reduction", killed_in_reduction},
+      {"killed_in_gather_with_replicas", killed_in_gather_with_replicas},
+      {"killed_in_reduction_with_replicas", killed_in_reduction_with_replicas},
+      {"stopped_in_pipeline", stopped_in_pipeline},
+      {"traced_pipeline", traced_pipeline},
+      {"pipeline_soak", pipeline_soak}};
   const auto found = argc == 2 ? scenarios.find(argv[1]) : scenarios.end();
   if (found == scenarios.end()) {
     fmt::print(stderr, "usage: {} SCENARIO\n", argv[0]);

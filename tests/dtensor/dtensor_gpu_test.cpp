@@ -20,7 +20,8 @@ using namespace test;
 
 void check_training(int ranks, const Plan& plan) {
   const at::Device device(at::kCUDA, 0);
-  const Training expected = train(make_model(device), [&](const at::Tensor& tokens) { return tokens.to(device); });
+  const Training expected =
+      train(make_model(device), [&](const at::Tensor& tokens) { return tokens.to(device); });
   std::vector<Model> models;
   for (int rank = 0; rank < ranks; ++rank) models.push_back(make_model(device));
   std::mutex mutex;
@@ -29,9 +30,12 @@ void check_training(int ranks, const Plan& plan) {
     Model model = models[static_cast<std::size_t>(world.rank())];
     parallelize_module(*model, mesh, plan);
     distribute_module(*model, mesh);
-    const Training actual = train(model, [&](const at::Tensor& tokens) { return distribute_tensor(tokens.to(device), mesh, {Replicate{}}); });
+    const Training actual = train(model, [&](const at::Tensor& tokens) {
+      return distribute_tensor(tokens.to(device), mesh, {Replicate{}});
+    });
     const std::lock_guard lock(mutex);
-    for (std::size_t step = 0; step < expected.losses.size(); ++step) EXPECT_NEAR(actual.losses[step], expected.losses[step], 1e-9) << step;
+    for (std::size_t step = 0; step < expected.losses.size(); ++step)
+      EXPECT_NEAR(actual.losses[step], expected.losses[step], 1e-9) << step;
     for (const auto& [name, value] : expected.parameters) {
       EXPECT_TRUE(actual.parameters.at(name).is_cuda()) << name;
       EXPECT_TRUE(at::allclose(actual.parameters.at(name), value, 1e-9, 1e-9)) << name;

@@ -6,12 +6,12 @@
 
 #include <future>
 
-#include "penstock/errors.h"
 #include "penstock/base/warnings.h"
-#include "penstock/pipeline/contract/record_messages.h"
 #include "penstock/dtensor.h"
-#include "penstock/torch/tree/distributed_type.h"
+#include "penstock/errors.h"
 #include "penstock/pipeline/contract/record_checks.h"
+#include "penstock/pipeline/contract/record_messages.h"
+#include "penstock/torch/tree/distributed_type.h"
 #include "tests/dtensor/rule_checker.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
@@ -27,8 +27,13 @@ comm::MeshGroups mesh_on(comm::World& world, const Numbers& shape, const std::ve
 }
 
 std::vector<Placements> some_placements() {
-  return {{Replicate{}, Replicate{}}, {Shard{0}, Replicate{}},      {Shard{0}, Shard{1}},    {Shard{1}, Shard{1}},
-          {Shard{0}, Partial{}},      {StridedShard{0, 2}, Shard{0}}, {Partial{PartialOp::Max}, Shard{0}}};
+  return {{Replicate{}, Replicate{}},
+          {Shard{0}, Replicate{}},
+          {Shard{0}, Shard{1}},
+          {Shard{1}, Shard{1}},
+          {Shard{0}, Partial{}},
+          {StridedShard{0, 2}, Shard{0}},
+          {Partial{PartialOp::Max}, Shard{0}}};
 }
 
 TEST(DTensorRecord, SaysWhatTheTensorIs) {
@@ -58,10 +63,12 @@ TEST(DTensorRecord, SaysWhatTheTensorIs) {
 TEST(DTensorRecord, AMeshWithoutNamesAndASlice) {
   comm::run_ranks(4, 60s, [](comm::World& world) {
     const auto unnamed = mesh_on(world, {4}, {});
-    EXPECT_EQ(record_of_dtensor(distribute_tensor(sample({5}), unnamed, {Shard{0}})).mesh_key(), (MeshKey{{}, MeshLayout({4})}));
+    EXPECT_EQ(record_of_dtensor(distribute_tensor(sample({5}), unnamed, {Shard{0}})).mesh_key(),
+              (MeshKey{{}, MeshLayout({4})}));
     const auto root = mesh_on(world, {2, 2}, {"dp", "tp"});
     const auto dp = root.with_mesh(root.mesh()["dp"]);
-    EXPECT_EQ(record_of_dtensor(distribute_tensor(sample({5}), dp, {Shard{0}})).mesh_key(), (MeshKey{{"dp"}, MeshLayout({2}, {2})}));
+    EXPECT_EQ(record_of_dtensor(distribute_tensor(sample({5}), dp, {Shard{0}})).mesh_key(),
+              (MeshKey{{"dp"}, MeshLayout({2}, {2})}));
   });
 }
 
@@ -76,7 +83,8 @@ TEST(DTensorRecord, IsSentAndRecreated) {
           tensor = tensor.detach().requires_grad_(requires_grad);
           const TensorMeta meta = meta_of(tensor);
           ASSERT_TRUE(is_distributed(meta));
-          const auto record = std::get<DistributedRecord>(comm::from_message<TensorMeta>(comm::to_message(meta)));
+          const auto record =
+              std::get<DistributedRecord>(comm::from_message<TensorMeta>(comm::to_message(meta)));
           EXPECT_EQ(TensorMeta(record), meta) << to_string(meta);
 
           const at::Tensor made = make_dtensor_from_record(record, at::kCPU, mesh);
@@ -96,8 +104,9 @@ TEST(DTensorRecord, IsSentAndRecreated) {
 TEST(DTensorRecord, AMadeTensorGetsItsGradient) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     const auto mesh = mesh_on(world, {2}, {"tp"});
-    const DistributedRecord record(TensorRecord::contiguous({mesh.coordinate()[0] == 0 ? 2 : 1, 2}, at::kFloat, true), {3, 2}, {2, 1}, {Shard{0}},
-                                   mesh.mesh().key());
+    const DistributedRecord record(
+        TensorRecord::contiguous({mesh.coordinate()[0] == 0 ? 2 : 1, 2}, at::kFloat, true), {3, 2}, {2, 1},
+        {Shard{0}}, mesh.mesh().key());
     const at::Tensor made = make_dtensor_from_record(record, at::kCPU, mesh);
     (made * 3).sum().backward();
     ASSERT_TRUE(is_dtensor(made.grad()));
@@ -115,7 +124,8 @@ TEST(DTensorRecord, CreatingNeedsNoOtherRank) {
       EXPECT_EQ(made.get_future().wait_for(20s), std::future_status::ready);
       return;
     }
-    const DistributedRecord record(TensorRecord::contiguous({2, 2}, at::kDouble), {3, 2}, {2, 1}, {Shard{0}}, mesh.mesh().key());
+    const DistributedRecord record(TensorRecord::contiguous({2, 2}, at::kDouble), {3, 2}, {2, 1}, {Shard{0}},
+                                   mesh.mesh().key());
     EXPECT_EQ(local_shape_of(make_dtensor_from_record(record, at::kCPU, mesh)), (Numbers{2, 2}));
     made.set_value();
   });
@@ -125,24 +135,32 @@ TEST(DTensorRecord, ErrorsSayWhatToChange) {
   comm::run_ranks(3, 60s, [](comm::World& world) {
     const auto root = mesh_on(world, {3}, {"tp"});
     const auto record_at = [&](std::int64_t rows) {
-      return DistributedRecord(TensorRecord::contiguous({rows, 2}, at::kFloat), {5, 2}, {2, 1}, {Shard{0}}, root.mesh().key());
+      return DistributedRecord(TensorRecord::contiguous({rows, 2}, at::kFloat), {5, 2}, {2, 1}, {Shard{0}},
+                               root.mesh().key());
     };
     // 5 rows over 3 ranks are 2, 2, 1: every rank takes a record of the other size.
     const std::int64_t mine = world.rank() == 2 ? 1 : 2;
     EXPECT_NO_THROW(make_dtensor_from_record(record_at(mine), at::kCPU, root));
-    const std::string shape = message_of<PipeliningMetadataError>([&] { make_dtensor_from_record(record_at(3 - mine), at::kCPU, root); });
+    const std::string shape = message_of<PipeliningMetadataError>(
+        [&] { make_dtensor_from_record(record_at(3 - mine), at::kCPU, root); });
     EXPECT_TRUE(has_text(shape, mine == 1 ? "got [2, 2], expected [1, 2]" : "got [1, 2], expected [2, 2]"));
     EXPECT_TRUE(has_text(shape, "the rank at the same coordinate"));
 
     const auto other = mesh_on(world, {3}, {"dp"});
-    EXPECT_TRUE(has_text(message_of<PipeliningMetadataError>([&] { make_dtensor_from_record(record_at(mine), at::kCPU, other); }), "record.mesh_key()"));
+    EXPECT_TRUE(has_text(message_of<PipeliningMetadataError>(
+                             [&] { make_dtensor_from_record(record_at(mine), at::kCPU, other); }),
+                         "record.mesh_key()"));
 
     const auto two = mesh_on(world, {2}, {"tp"});
     if (world.rank() == 2) {
-      const DistributedRecord record(TensorRecord::contiguous({1, 2}, at::kFloat), {2, 2}, {2, 1}, {Shard{0}}, two.mesh().key());
-      EXPECT_TRUE(has_text(message_of<PipeliningMetadataError>([&] { make_dtensor_from_record(record, at::kCPU, two); }), "rank 2, which is not in"));
+      const DistributedRecord record(TensorRecord::contiguous({1, 2}, at::kFloat), {2, 2}, {2, 1}, {Shard{0}},
+                                     two.mesh().key());
+      EXPECT_TRUE(has_text(
+          message_of<PipeliningMetadataError>([&] { make_dtensor_from_record(record, at::kCPU, two); }),
+          "rank 2, which is not in"));
     }
-    EXPECT_TRUE(has_text(message_of<TypeError>([] { record_of_dtensor(at::ones({2})); }), "record_of_dtensor: got a plain tensor"));
+    EXPECT_TRUE(has_text(message_of<TypeError>([] { record_of_dtensor(at::ones({2})); }),
+                         "record_of_dtensor: got a plain tensor"));
   });
 }
 
@@ -154,7 +172,8 @@ TEST(DTensorRecord, PenstockTorchKnowsTheType) {
     EXPECT_TRUE(is_distributed_tensor(tensor));
     EXPECT_FALSE(is_distributed_tensor(plain));
     EXPECT_EQ(distributed_record_of(tensor), record_of_dtensor(tensor));
-    EXPECT_TRUE(has_text(message_of<PipeliningMetadataError>([&] { record_of(tensor); }), "distributed_record_of"));
+    EXPECT_TRUE(
+        has_text(message_of<PipeliningMetadataError>([&] { record_of(tensor); }), "distributed_record_of"));
     EXPECT_EQ(make_raw_tensor(meta_of(tensor), at::kCPU).sizes(), at::IntArrayRef({2, 3}));
 
     // The local part, with or without the graph.
@@ -171,11 +190,13 @@ TEST(DTensorRecord, PenstockTorchKnowsTheType) {
     const auto found = check_meta("stage 1 input", meta_of(plain), tensor);
     ASSERT_EQ(found.size(), 1u);
     EXPECT_TRUE(has_text(found[0], "a distributed tensor"));
-    EXPECT_THROW(check_meta("stage 1 input", meta_of(plain), tensor, OnMismatch::Raise), PipeliningMetadataError);
+    EXPECT_THROW(check_meta("stage 1 input", meta_of(plain), tensor, OnMismatch::Raise),
+                 PipeliningMetadataError);
     const MetaList expected(TensorMetas{meta_of(tensor), meta_of(plain)});
     EXPECT_TRUE(check_metas("stage 1 inputs", expected, std::vector<at::Tensor>{tensor, plain}).empty());
     const at::Tensor gathered = redistribute(tensor.detach(), {Replicate{}});
-    const auto differ = check_metas("stage 1 inputs", expected, std::vector<at::Tensor>{gathered, plain}, OnMismatch::Collect);
+    const auto differ = check_metas("stage 1 inputs", expected, std::vector<at::Tensor>{gathered, plain},
+                                    OnMismatch::Collect);
     std::string all;
     for (const std::string& line : differ) all += line + "\n";
     EXPECT_TRUE(has_text(all, "placements: got [R], expected [S(0)]"));
@@ -198,7 +219,8 @@ TEST(DTensorRecord, WaitsForAPendingRedistribution) {
     const auto mesh = mesh_on(world, {2}, {"tp"});
     const at::Tensor tensor = distribute_tensor(sample({5, 3}), mesh, {Shard{0}});
     const at::Tensor gathered = redistribute(tensor, {Shard{1}}, {.async = true});
-    EXPECT_EQ(record_of_dtensor(gathered).local(), TensorRecord::contiguous({5, world.rank() == 0 ? 2 : 1}, at::kFloat));
+    EXPECT_EQ(record_of_dtensor(gathered).local(),
+              TensorRecord::contiguous({5, world.rank() == 0 ? 2 : 1}, at::kFloat));
     EXPECT_TRUE(at::equal(full_tensor(gathered), sample({5, 3})));
   });
 }

@@ -8,11 +8,11 @@
 #include <mutex>
 #include <random>
 
-#include "penstock/errors.h"
 #include "penstock/comm/record/recorder.h"
 #include "penstock/dtensor/plan/redistribute_plan.h"
-#include "penstock/sharding_rule.h"
+#include "penstock/errors.h"
 #include "penstock/mesh/local_shard.h"
+#include "penstock/sharding_rule.h"
 #include "tests/dtensor/rule_checker.h"
 
 namespace penstock {
@@ -23,10 +23,13 @@ using test::sample;
 using test::spread;
 using Numbers = std::vector<std::int64_t>;
 
-void on_mesh(const Numbers& shape, const std::vector<std::string>& names, const std::function<void(const comm::MeshGroups&)>& body) {
+void on_mesh(const Numbers& shape, const std::vector<std::string>& names,
+             const std::function<void(const comm::MeshGroups&)>& body) {
   int size = 1;
   for (const std::int64_t n : shape) size *= static_cast<int>(n);
-  comm::run_ranks(size, 120s, [&](comm::World& world) { body({world, init_device_mesh("cpu", shape, names, world.rank(), size)}); });
+  comm::run_ranks(size, 120s, [&](comm::World& world) {
+    body({world, init_device_mesh("cpu", shape, names, world.rank(), size)});
+  });
 }
 
 // The part of a whole tensor that a rank holds.
@@ -35,24 +38,34 @@ at::Tensor part_of(const at::Tensor& whole, const comm::MeshGroups& mesh, const 
   const auto dims = local_segments(whole.sizes().vec(), mesh.shape(), mesh.coordinate(), placements);
   for (std::size_t dim = 0; dim < dims.size(); ++dim) {
     std::vector<at::Tensor> pieces{part.narrow(static_cast<std::int64_t>(dim), 0, 0)};
-    for (const Segment& segment : dims[dim]) pieces.push_back(part.narrow(static_cast<std::int64_t>(dim), segment.offset, segment.length));
+    for (const Segment& segment : dims[dim])
+      pieces.push_back(part.narrow(static_cast<std::int64_t>(dim), segment.offset, segment.length));
     part = at::cat(pieces, static_cast<std::int64_t>(dim));
   }
   return part;
 }
 
-std::vector<Placements> random_placements(std::size_t axes, std::int64_t ndim, std::mt19937& random, bool partial, std::size_t count) {
+std::vector<Placements> random_placements(std::size_t axes, std::int64_t ndim, std::mt19937& random,
+                                          bool partial, std::size_t count) {
   std::vector<Placements> all;
   for (std::size_t i = 0; i < count; ++i) {
     Placements placements;
     for (std::size_t axis = 0; axis < axes; ++axis) {
       const auto dim = static_cast<std::int64_t>(random() % static_cast<unsigned>(ndim));
       switch (random() % (partial ? 5 : 4)) {
-        case 0: placements.push_back(Replicate{}); break;
+        case 0:
+          placements.push_back(Replicate{});
+          break;
         case 1:
-        case 2: placements.push_back(Shard{dim}); break;
-        case 3: placements.push_back(StridedShard{dim, 2 + static_cast<std::int64_t>(random() % 3)}); break;
-        default: placements.push_back(Partial{}); break;
+        case 2:
+          placements.push_back(Shard{dim});
+          break;
+        case 3:
+          placements.push_back(StridedShard{dim, 2 + static_cast<std::int64_t>(random() % 3)});
+          break;
+        default:
+          placements.push_back(Partial{});
+          break;
       }
     }
     all.push_back(std::move(placements));
@@ -67,7 +80,8 @@ TEST(DTensor, EveryRankHoldsItsPart) {
       const at::Tensor whole = sample({5, 6});
       // Only the source's values are used.
       const bool source = mesh.coordinate() == Numbers{1, 1};
-      const at::Tensor x = distribute_tensor(source ? whole : at::zeros({5, 6}), mesh, placements, {.source_axis_rank = 1});
+      const at::Tensor x =
+          distribute_tensor(source ? whole : at::zeros({5, 6}), mesh, placements, {.source_axis_rank = 1});
       EXPECT_EQ(x.sizes(), at::IntArrayRef({5, 6}));
       EXPECT_TRUE(at::equal(to_local(x), part_of(whole, mesh, placements))) << to_string(placements);
       EXPECT_TRUE(at::equal(full_tensor(x), whole)) << to_string(placements);
@@ -87,7 +101,8 @@ TEST(DTensor, RedistributeKeepsTheValue) {
         for (std::size_t i = 0; i < from.size(); ++i) {
           const at::Tensor y = redistribute(spread(whole, mesh, from[i]), to[i], {.async = i % 2 == 1});
           EXPECT_EQ(placements_of(y), to[i]);
-          EXPECT_TRUE(at::equal(to_local(y), part_of(whole, mesh, to[i]))) << to_string(from[i]) << " to " << to_string(to[i]);
+          EXPECT_TRUE(at::equal(to_local(y), part_of(whole, mesh, to[i])))
+              << to_string(from[i]) << " to " << to_string(to[i]);
         }
       }
     });
@@ -98,8 +113,11 @@ TEST(DTensor, EveryKindOfPartial) {
     const auto rank = static_cast<double>(mesh.coordinate()[0]);
     const at::Tensor term = at::tensor({1.0, 2.0, 3.0, 4.0}) * (rank + 1) * (rank == 1 ? -1 : 1);
     const std::vector<std::pair<PartialOp, std::vector<double>>> expected{
-        {PartialOp::Sum, {2, 4, 6, 8}}, {PartialOp::Avg, {2.0 / 3, 4.0 / 3, 2, 8.0 / 3}}, {PartialOp::Min, {-2, -4, -6, -8}},
-        {PartialOp::Max, {3, 6, 9, 12}}, {PartialOp::Product, {-6, -48, -162, -384}}};
+        {PartialOp::Sum, {2, 4, 6, 8}},
+        {PartialOp::Avg, {2.0 / 3, 4.0 / 3, 2, 8.0 / 3}},
+        {PartialOp::Min, {-2, -4, -6, -8}},
+        {PartialOp::Max, {3, 6, 9, 12}},
+        {PartialOp::Product, {-6, -48, -162, -384}}};
     for (const auto& [op, values] : expected) {
       const at::Tensor x = from_local(term, mesh, {Partial{op}});
       EXPECT_TRUE(at::allclose(full_tensor(x), at::tensor(values))) << to_text(op);
@@ -128,7 +146,9 @@ TEST(DTensor, GradientsComeBackInPlacements) {
     EXPECT_TRUE(at::equal(full_tensor(w.grad()), at::full({3}, 6.0)));
     // Of a partial value: the gradient of the sum.
     at::Tensor term = sample({3}, 2).requires_grad_();
-    full_tensor(from_local(term, mesh, {Partial{}}) * distribute_tensor(sample({3}, 3), mesh, {Replicate{}})).sum().backward();
+    full_tensor(from_local(term, mesh, {Partial{}}) * distribute_tensor(sample({3}, 3), mesh, {Replicate{}}))
+        .sum()
+        .backward();
     EXPECT_TRUE(at::equal(term.grad(), sample({3}, 3)));
   });
 }
@@ -137,8 +157,8 @@ TEST(DTensor, GradientsComeBackInPlacements) {
 TEST(DTensor, SendsWhatThePlanNeeds) {
   struct Step {
     Placements from, to;
-    std::string operation;       // empty: nothing may be sent
-    std::uint64_t bytes;         // by all four ranks together, as the operation counts them
+    std::string operation;  // empty: nothing may be sent
+    std::uint64_t bytes;    // by all four ranks together, as the operation counts them
   };
   constexpr std::uint64_t kWhole = 8 * 8 * 4;
   const std::vector<Step> steps{
@@ -185,7 +205,8 @@ TEST(DTensor, SendsWhatThePlanNeeds) {
 // Operators that need no communication send nothing, and are decided once.
 TEST(DTensor, DecisionsAreCached) {
   on_mesh({2}, {"tp"}, [](const comm::MeshGroups& mesh) {
-    const at::Tensor x = distribute_tensor(sample({4, 3}), mesh, {Shard{0}}), w = distribute_tensor(sample({3, 6}, 1), mesh, {Replicate{}});
+    const at::Tensor x = distribute_tensor(sample({4, 3}), mesh, {Shard{0}}),
+                     w = distribute_tensor(sample({3, 6}, 1), mesh, {Replicate{}});
     clear_sharding_cache();
     for (int i = 0; i < 5; ++i) (x.mm(w) * (0.5 + i)).relu();
     const ShardingCacheStats before = sharding_cache_stats();
@@ -199,7 +220,8 @@ TEST(DTensor, DecisionsAreCached) {
 TEST(DTensor, PendingValuesAreWaitedFor) {
   on_mesh({2}, {"tp"}, [](const comm::MeshGroups& mesh) {
     const at::Tensor whole = sample({6, 4}), x = distribute_tensor(whole, mesh, {Shard{1}}).requires_grad_();
-    const at::Tensor a = redistribute(x, {Replicate{}}, {.async = true}), b = redistribute(x, {Shard{0}}, {.async = true});
+    const at::Tensor a = redistribute(x, {Replicate{}}, {.async = true}),
+                     b = redistribute(x, {Shard{0}}, {.async = true});
     EXPECT_EQ(a.sizes(), whole.sizes());
     EXPECT_TRUE(at::equal(full_tensor(b), whole));
     EXPECT_TRUE(at::equal(to_local(a), whole));
@@ -211,29 +233,49 @@ TEST(DTensor, PendingValuesAreWaitedFor) {
 }
 
 TEST(DTensor, OptimizersWork) {
-  const auto train = [](const std::function<at::Tensor(const at::Tensor&)>& place, const std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<at::Tensor>)>& make) {
-    at::Tensor w = place(sample({6, 4})).requires_grad_();
-    const at::Tensor x = place(sample({6, 4}, 1));
-    const auto optimizer = make({w});
-    for (int step = 0; step < 4; ++step) {
-      optimizer->zero_grad();
-      ((w * x).tanh() * w).sum().backward();
-      optimizer->step();
-    }
-    return is_dtensor(w) ? full_tensor(w.detach()) : w.detach();
-  };
-  const std::vector<std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<at::Tensor>)>> optimizers{
-      [](auto parameters) { return std::make_unique<torch::optim::SGD>(parameters, torch::optim::SGDOptions(0.1).momentum(0.9).nesterov(true)); },
-      [](auto parameters) { return std::make_unique<torch::optim::AdamW>(parameters, torch::optim::AdamWOptions(0.1).amsgrad(true)); },
-      [](auto parameters) { return std::make_unique<torch::optim::Adam>(parameters, torch::optim::AdamOptions(0.1)); },
-      [](auto parameters) { return std::make_unique<torch::optim::RMSprop>(parameters, torch::optim::RMSpropOptions(0.1).centered(true).momentum(0.5)); },
-      [](auto parameters) { return std::make_unique<torch::optim::Adagrad>(parameters, torch::optim::AdagradOptions(0.1)); }};
+  const auto train =
+      [](const std::function<at::Tensor(const at::Tensor&)>& place,
+         const std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<at::Tensor>)>& make) {
+        at::Tensor w = place(sample({6, 4})).requires_grad_();
+        const at::Tensor x = place(sample({6, 4}, 1));
+        const auto optimizer = make({w});
+        for (int step = 0; step < 4; ++step) {
+          optimizer->zero_grad();
+          ((w * x).tanh() * w).sum().backward();
+          optimizer->step();
+        }
+        return is_dtensor(w) ? full_tensor(w.detach()) : w.detach();
+      };
+  const std::vector<std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<at::Tensor>)>>
+      optimizers{[](auto parameters) {
+                   return std::make_unique<torch::optim::SGD>(
+                       parameters, torch::optim::SGDOptions(0.1).momentum(0.9).nesterov(true));
+                 },
+                 [](auto parameters) {
+                   return std::make_unique<torch::optim::AdamW>(
+                       parameters, torch::optim::AdamWOptions(0.1).amsgrad(true));
+                 },
+                 [](auto parameters) {
+                   return std::make_unique<torch::optim::Adam>(parameters, torch::optim::AdamOptions(0.1));
+                 },
+                 [](auto parameters) {
+                   return std::make_unique<torch::optim::RMSprop>(
+                       parameters, torch::optim::RMSpropOptions(0.1).centered(true).momentum(0.5));
+                 },
+                 [](auto parameters) {
+                   return std::make_unique<torch::optim::Adagrad>(parameters,
+                                                                  torch::optim::AdagradOptions(0.1));
+                 }};
   for (std::size_t i = 0; i < optimizers.size(); ++i) {
     const at::Tensor expected = train([](const at::Tensor& t) { return t.clone(); }, optimizers[i]);
     on_mesh({2}, {"tp"}, [&](const comm::MeshGroups& mesh) {
       for (const Placement& placement : {Placement(Shard{0}), Placement(Shard{1}), Placement(Replicate{})})
         // Nothing is summed over ranks: bitwise equal.
-        EXPECT_TRUE(at::equal(train([&](const at::Tensor& t) { return distribute_tensor(t, mesh, {placement}); }, optimizers[i]), expected)) << i << " " << placement.to_string();
+        EXPECT_TRUE(
+            at::equal(train([&](const at::Tensor& t) { return distribute_tensor(t, mesh, {placement}); },
+                            optimizers[i]),
+                      expected))
+            << i << " " << placement.to_string();
     });
   }
 }
@@ -242,7 +284,9 @@ TEST(DTensor, DescribesItself) {
   on_mesh({2, 2}, {"dp", "tp"}, [](const comm::MeshGroups& mesh) {
     const at::Tensor x = distribute_tensor(sample({5, 3}), mesh, {Shard{0}, Replicate{}});
     if (mesh.coordinate() == Numbers{1, 0}) {
-      EXPECT_EQ(describe_dtensor(x), "DTensor(float32[5, 3] as [S(0), R], local [2, 3] at (1, 0) of DeviceMesh(cpu, dp=2 x tp=2, ranks [[0,1],[2,3]]))");
+      EXPECT_EQ(describe_dtensor(x),
+                "DTensor(float32[5, 3] as [S(0), R], local [2, 3] at (1, 0) of DeviceMesh(cpu, dp=2 x tp=2, "
+                "ranks [[0,1],[2,3]]))");
     }
     EXPECT_EQ(local_shape_of(x)[0], mesh.coordinate()[0] == 0 ? 3 : 2);
   });

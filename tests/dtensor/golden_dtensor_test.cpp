@@ -7,8 +7,8 @@
 #include <functional>
 #include <mutex>
 
-#include "penstock/errors.h"
 #include "penstock/dtensor.h"
+#include "penstock/errors.h"
 #include "tests/golden_data.h"
 
 namespace penstock {
@@ -34,7 +34,8 @@ Placements placements_of_json(const json& list) {
 }
 
 at::Tensor tensor_of(const json& part) {
-  return at::tensor(part.at("values").get<std::vector<float>>(), at::kFloat).view(part.at("shape").get<Numbers>());
+  return at::tensor(part.at("values").get<std::vector<float>>(), at::kFloat)
+      .view(part.at("shape").get<Numbers>());
 }
 
 // Shape and ranks of a mesh that is given as nested lists.
@@ -42,7 +43,8 @@ struct MeshText {
   Numbers shape;
   std::vector<int> ranks;
   explicit MeshText(const json& list) {
-    for (const json* level = &list; level->is_array(); level = &level->at(0)) shape.push_back(static_cast<std::int64_t>(level->size()));
+    for (const json* level = &list; level->is_array(); level = &level->at(0))
+      shape.push_back(static_cast<std::int64_t>(level->size()));
     const std::function<void(const json&)> collect = [&](const json& item) {
       if (item.is_array())
         for (const json& inner : item) collect(inner);
@@ -54,10 +56,12 @@ struct MeshText {
 };
 
 // Runs cases of one mesh on one world: creating worlds takes longer than the cases.
-void run_by_mesh(const std::string& kind, const std::function<void(const json&, const comm::MeshGroups&, int)>& body) {
+void run_by_mesh(const std::string& kind,
+                 const std::function<void(const json&, const comm::MeshGroups&, int)>& body) {
   std::map<std::string, std::vector<json>> by_mesh;
   std::size_t run = 0;
-  for (const auto& [id, item] : test::golden_cases("dtensor", kind)) by_mesh[item.at("mesh").dump()].push_back(item);
+  for (const auto& [id, item] : test::golden_cases("dtensor", kind))
+    by_mesh[item.at("mesh").dump()].push_back(item);
   for (const auto& [text, cases] : by_mesh) {
     const MeshText shape(json::parse(text));
     comm::run_ranks(static_cast<int>(shape.ranks.size()), 120s, [&](comm::World& world) {
@@ -71,10 +75,10 @@ void run_by_mesh(const std::string& kind, const std::function<void(const json&, 
 
 std::mutex report;
 
-#define EXPECT_HERE(condition, id, rank, what)                                     \
-  if (!(condition)) {                                                              \
-    const std::lock_guard lock(report);                                            \
-    ADD_FAILURE() << id << ", rank " << rank << ": " << what;                      \
+#define EXPECT_HERE(condition, id, rank, what)                \
+  if (!(condition)) {                                         \
+    const std::lock_guard lock(report);                       \
+    ADD_FAILURE() << id << ", rank " << rank << ": " << what; \
   }
 
 TEST(GoldenDTensor, Redistribute) {
@@ -82,8 +86,9 @@ TEST(GoldenDTensor, Redistribute) {
     const std::string id = item.at("id");
     const auto at = static_cast<std::size_t>(rank);
     const Placements to = placements_of_json(item.at("dst"));
-    const at::Tensor x = from_local(tensor_of(item.at("before").at(at)), mesh, placements_of_json(item.at("src")),
-                                    {.shape = item.at("global_shape").get<Numbers>(), .stride = {}, .check = false});
+    const at::Tensor x =
+        from_local(tensor_of(item.at("before").at(at)), mesh, placements_of_json(item.at("src")),
+                   {.shape = item.at("global_shape").get<Numbers>(), .stride = {}, .check = false});
     if (item.contains("error_type")) {
       try {
         redistribute(x, to);
@@ -94,11 +99,13 @@ TEST(GoldenDTensor, Redistribute) {
     }
     const at::Tensor y = redistribute(x, to);
     const at::Tensor expected = tensor_of(item.at("after").at(at)), local = to_local(y);
-    EXPECT_HERE(local.sizes() == expected.sizes() && at::equal(local, expected), id, rank, "got " << local << "\nexpected " << expected);
+    EXPECT_HERE(local.sizes() == expected.sizes() && at::equal(local, expected), id, rank,
+                "got " << local << "\nexpected " << expected);
     EXPECT_HERE(local.is_contiguous(), id, rank, "the local part is not dense");
     const auto& after = item.at("after_placements");
     for (std::size_t axis = 0; axis < after.size(); ++axis)
-      EXPECT_HERE(placements_of(y)[axis] == parse_placement(after[axis].get<std::string>()), id, rank, to_string(placements_of(y)));
+      EXPECT_HERE(placements_of(y)[axis] == parse_placement(after[axis].get<std::string>()), id, rank,
+                  to_string(placements_of(y)));
   });
 }
 
@@ -111,10 +118,14 @@ TEST(GoldenDTensor, RedistributeGradients) {
     for (Placement& placement : parts)
       if (placement.is_partial()) placement = Replicate{};
     const at::Tensor value = to_local(distribute_tensor(at::ones(shape), mesh, parts));
-    at::Tensor x = from_local(value, mesh, from, {.shape = shape, .stride = {}, .check = false}).detach().requires_grad_();
+    at::Tensor x = from_local(value, mesh, from, {.shape = shape, .stride = {}, .check = false})
+                       .detach()
+                       .requires_grad_();
     (to_local(redistribute(x, placements_of_json(item.at("dst")))).sum() * (rank + 1)).backward();
-    const at::Tensor expected = tensor_of(item.at("local_grads").at(static_cast<std::size_t>(rank))), got = to_local(x.grad());
-    EXPECT_HERE(got.sizes() == expected.sizes() && at::equal(got, expected), id, rank, "got " << got << "\nexpected " << expected);
+    const at::Tensor expected = tensor_of(item.at("local_grads").at(static_cast<std::size_t>(rank))),
+                     got = to_local(x.grad());
+    EXPECT_HERE(got.sizes() == expected.sizes() && at::equal(got, expected), id, rank,
+                "got " << got << "\nexpected " << expected);
   });
 }
 

@@ -4,9 +4,9 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/dtensor_record.h"
+#include "penstock/errors.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 
@@ -47,13 +47,17 @@ TEST(MeshCache, ErrorsSayWhatToDo) {
   const std::string nobody = message_of<PipeliningMetadataError>([&] { cache.get(root.mesh().key()); });
   EXPECT_TRUE(has_text(nobody, root.mesh().key().to_string()));
   EXPECT_TRUE(has_text(nobody, "pass a callback"));
-  const std::string nothing = message_of<PipeliningMetadataError>([&] { cache.get(root.mesh().key(), [](const MeshKey&) { return std::nullopt; }); });
+  const std::string nothing = message_of<PipeliningMetadataError>(
+      [&] { cache.get(root.mesh().key(), [](const MeshKey&) { return std::nullopt; }); });
   EXPECT_TRUE(has_text(nothing, "no mesh for [dp, tp]"));
   EXPECT_TRUE(has_text(nothing, "one universe"));
-  const std::string other = message_of<PipeliningMetadataError>(
-      [&] { cache.get(root.mesh().key(), [&](const MeshKey&) { return root.with_mesh(root.mesh()["tp"]); }); });
+  const std::string other = message_of<PipeliningMetadataError>([&] {
+    cache.get(root.mesh().key(), [&](const MeshKey&) { return root.with_mesh(root.mesh()["tp"]); });
+  });
   EXPECT_TRUE(has_text(other, "got a mesh of [tp]"));
-  EXPECT_THROW(cache.get(root.mesh().key(), [](const MeshKey&) -> std::optional<comm::MeshGroups> { throw StateError("no"); }), StateError);
+  EXPECT_THROW(cache.get(root.mesh().key(),
+                         [](const MeshKey&) -> std::optional<comm::MeshGroups> { throw StateError("no"); }),
+               StateError);
   EXPECT_THROW(cache.insert({{"pp"}, std::nullopt}, root), PipeliningMetadataError);
   EXPECT_EQ(cache.size(), 0u);
 }
@@ -79,7 +83,8 @@ TEST(MeshCache, HarvestKeepsWhatIsThere) {
   const DistributeOptions equal{.source_axis_rank = {}};
   MeshCache cache;
   cache.insert(first);
-  cache.harvest({at::Tensor(), at::ones({2}), distribute_tensor(at::ones({4}), second, {Shard{0}, Replicate{}}, equal),
+  cache.harvest({at::Tensor(), at::ones({2}),
+                 distribute_tensor(at::ones({4}), second, {Shard{0}, Replicate{}}, equal),
                  distribute_tensor(at::ones({4}), tp, {Shard{0}}, equal), at::Tensor()});
   EXPECT_EQ(cache.size(), 2u);
   EXPECT_EQ(cache.get(first.mesh().key()), first);
@@ -96,7 +101,8 @@ TEST(MeshCache, HarvestRefusesOtherRanksUnderOneKey) {
   const DistributeOptions equal{.source_axis_rank = {}};
   MeshCache cache;
   const std::string message = message_of<PipeliningMetadataError>([&] {
-    cache.harvest({distribute_tensor(at::ones({4}), first, {Shard{0}, Replicate{}}, equal), distribute_tensor(at::ones({4}), second, {Shard{0}, Replicate{}}, equal)});
+    cache.harvest({distribute_tensor(at::ones({4}), first, {Shard{0}, Replicate{}}, equal),
+                   distribute_tensor(at::ones({4}), second, {Shard{0}, Replicate{}}, equal)});
   });
   EXPECT_TRUE(has_text(message, "[[0,2],[1,3]]"));
   EXPECT_TRUE(has_text(message, "[[0,1],[2,3]]"));
@@ -110,7 +116,8 @@ TEST(MeshCache, TheReceiverFindsItsOwnMesh) {
     const comm::MeshGroups tp = root.with_mesh(root.mesh()["tp"]);
     const DistributedRecord record = record_of_dtensor(distribute_tensor(at::ones({6, 2}), tp, {Shard{0}}));
     MeshCache cache;
-    const comm::MeshGroups found = cache.get(record.mesh_key(), [&](const MeshKey& key) { return root.with_mesh(root.mesh().find(key)); });
+    const comm::MeshGroups found = cache.get(
+        record.mesh_key(), [&](const MeshKey& key) { return root.with_mesh(root.mesh().find(key)); });
     EXPECT_EQ(found, tp);
     EXPECT_EQ(mesh_of(make_dtensor_from_record(record, at::kCPU, found)).mesh().ranks(),
               world.rank() < 2 ? (std::vector<int>{0, 1}) : (std::vector<int>{2, 3}));

@@ -16,7 +16,8 @@ bool is_tensor(const c10::Argument& argument) { return argument.type()->kind() =
 
 class StandIn final : public c10::OperatorKernel {
  public:
-  explicit StandIn(std::function<void(const c10::OperatorHandle&, Stack*)> kernel) : kernel_(std::move(kernel)) {}
+  explicit StandIn(std::function<void(const c10::OperatorHandle&, Stack*)> kernel)
+      : kernel_(std::move(kernel)) {}
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) { kernel_(op, stack); }
 
  private:
@@ -25,11 +26,14 @@ class StandIn final : public c10::OperatorKernel {
 
 }  // namespace
 
-c10::optional<c10::OperatorHandle> find_operator(const std::string& name) { return c10::Dispatcher::singleton().findSchema(name_of(name)); }
+c10::optional<c10::OperatorHandle> find_operator(const std::string& name) {
+  return c10::Dispatcher::singleton().findSchema(name_of(name));
+}
 
 bool has_operator(const std::string& name) { return find_operator(name).has_value(); }
 
-std::vector<at::Tensor> call_operator(const std::string& name, const std::vector<at::Tensor>& tensors, const std::map<std::string, c10::IValue>& named) {
+std::vector<at::Tensor> call_operator(const std::string& name, const std::vector<at::Tensor>& tensors,
+                                      const std::map<std::string, c10::IValue>& named) {
   const auto op = find_operator(name);
   if (!op) throw std::invalid_argument(name + ": no such operator in this LibTorch");
   Stack stack;
@@ -48,7 +52,8 @@ std::vector<at::Tensor> call_operator(const std::string& name, const std::vector
       throw std::invalid_argument(name + ": no value for argument " + argument.name());
     }
   }
-  if (known != named.size() || next != tensors.size()) throw std::invalid_argument(name + ": more values than the schema has arguments");
+  if (known != named.size() || next != tensors.size())
+    throw std::invalid_argument(name + ": more values than the schema has arguments");
   op->callBoxed(&stack);
   std::vector<at::Tensor> results;
   for (const c10::IValue& value : stack)
@@ -56,17 +61,25 @@ std::vector<at::Tensor> call_operator(const std::string& name, const std::vector
   return results;
 }
 
-RuleCase each_of(const std::string& name, const Tensors& inputs, const std::vector<OperatorRow>& rows, std::size_t most) {
+RuleCase each_of(const std::string& name, const Tensors& inputs, const std::vector<OperatorRow>& rows,
+                 std::size_t most) {
   std::vector<OperatorRow> known;
   for (const OperatorRow& row : rows)
     if (has_operator("aten::" + row.name)) known.push_back(row);
-  return {.name = name, .inputs = inputs, .body = [known](const Tensors& in) {
-            Tensors out;
-            for (const OperatorRow& row : known)
-              for (const at::Tensor& result : call_operator("aten::" + row.name, in, row.named)) out.push_back(result);
-            return out;
-          },
-          .backward = false, .rtol = 1e-4, .atol = 1e-5, .most = most};
+  return {.name = name,
+          .inputs = inputs,
+          .body =
+              [known](const Tensors& in) {
+                Tensors out;
+                for (const OperatorRow& row : known)
+                  for (const at::Tensor& result : call_operator("aten::" + row.name, in, row.named))
+                    out.push_back(result);
+                return out;
+              },
+          .backward = false,
+          .rtol = 1e-4,
+          .atol = 1e-5,
+          .most = most};
 }
 
 void stand_in(const std::string& name, std::function<void(const c10::OperatorHandle&, Stack*)> kernel) {
@@ -74,8 +87,9 @@ void stand_in(const std::string& name, std::function<void(const c10::OperatorHan
   if (!op || op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) return;
   // Never freed.
   new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().registerImpl(
-      name_of(name), c10::DispatchKey::CPU, c10::KernelFunction::makeFromBoxedFunctor<StandIn>(std::make_unique<StandIn>(std::move(kernel))), c10::nullopt, nullptr,
-      "a test replacement"));
+      name_of(name), c10::DispatchKey::CPU,
+      c10::KernelFunction::makeFromBoxedFunctor<StandIn>(std::make_unique<StandIn>(std::move(kernel))),
+      c10::nullopt, nullptr, "a test replacement"));
 }
 
 c10::IValue stacked(const c10::OperatorHandle& op, const Stack& stack, const std::string& name) {

@@ -1,7 +1,8 @@
 // Calls dispatcher operators by name, for operators that not every LibTorch has and that no header declares.
 //
 //   if (has_operator("aten::_fused_rms_norm"))
-//     Tensors out = call_operator("aten::_fused_rms_norm", {x}, {{"normalized_shape", std::vector<std::int64_t>{4}}, {"weight", w}});
+//     Tensors out = call_operator("aten::_fused_rms_norm", {x}, {{"normalized_shape",
+//     std::vector<std::int64_t>{4}}, {"weight", w}});
 #pragma once
 
 #include <ATen/ATen.h>
@@ -24,7 +25,8 @@ bool has_operator(const std::string& name);
 // `tensors` become the first arguments of type Tensor that are not in `named`, in order; the others get their
 // defaults, or None. Throws std::invalid_argument for a name that the schema does not have and for an
 // argument without a value. Returns every defined tensor of the results, lists flattened.
-std::vector<at::Tensor> call_operator(const std::string& name, const std::vector<at::Tensor>& tensors, const std::map<std::string, c10::IValue>& named = {});
+std::vector<at::Tensor> call_operator(const std::string& name, const std::vector<at::Tensor>& tensors,
+                                      const std::map<std::string, c10::IValue>& named = {});
 
 // An operator of the namespace aten, and its arguments other than tensors.
 struct OperatorRow {
@@ -32,7 +34,8 @@ struct OperatorRow {
   std::map<std::string, c10::IValue> named = {};
 };
 // Calls all operators of the rows that this LibTorch has, forward, on the same inputs.
-RuleCase each_of(const std::string& name, const Tensors& inputs, const std::vector<OperatorRow>& rows, std::size_t most = 12);
+RuleCase each_of(const std::string& name, const Tensors& inputs, const std::vector<OperatorRow>& rows,
+                 std::size_t most = 12);
 
 // Registers a CPU kernel for an operator that has none in this LibTorch (a cuDNN or GPU-only operator): what
 // distributed tensors do around the kernel is the same. Does nothing if there is a kernel, or no such

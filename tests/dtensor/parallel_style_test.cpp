@@ -7,9 +7,9 @@
 #include <map>
 #include <mutex>
 
-#include "penstock/errors.h"
 #include "penstock/comm/record/recorder.h"
 #include "penstock/dtensor.h"
+#include "penstock/errors.h"
 #include "tests/dtensor/rule_checker.h"
 #include "tests/dtensor/small_transformer.h"
 #include "tests/has_text.h"
@@ -25,17 +25,20 @@ using namespace test;
 // division.
 constexpr double kTolerance = 1e-9;
 
-void expect_equal(const Training& expected, const Training& actual, double tolerance, const std::string& where) {
+void expect_equal(const Training& expected, const Training& actual, double tolerance,
+                  const std::string& where) {
   static std::mutex mutex;
   const std::lock_guard lock(mutex);
-  for (std::size_t step = 0; step < expected.losses.size(); ++step) EXPECT_NEAR(actual.losses[step], expected.losses[step], tolerance) << where << ", step " << step;
+  for (std::size_t step = 0; step < expected.losses.size(); ++step)
+    EXPECT_NEAR(actual.losses[step], expected.losses[step], tolerance) << where << ", step " << step;
   for (const auto& [name, value] : expected.parameters)
     EXPECT_TRUE(at::allclose(actual.parameters.at(name), value, tolerance, tolerance))
-        << where << ", " << name << ": differs by " << (actual.parameters.at(name) - value).abs().max().item<double>();
+        << where << ", " << name << ": differs by "
+        << (actual.parameters.at(name) - value).abs().max().item<double>();
 }
 
-void check_training(const std::vector<std::int64_t>& mesh_shape, const std::vector<std::string>& names, const Plan& plan, const std::string& where,
-                    double tolerance = kTolerance) {
+void check_training(const std::vector<std::int64_t>& mesh_shape, const std::vector<std::string>& names,
+                    const Plan& plan, const std::string& where, double tolerance = kTolerance) {
   const Training expected = train(make_model(), [](const at::Tensor& tokens) { return tokens; });
   std::vector<Model> models;  // created one after the other: the generator belongs to the process
   int size = 1;
@@ -48,7 +51,8 @@ void check_training(const std::vector<std::int64_t>& mesh_shape, const std::vect
     distribute_module(*model, mesh);
     Placements batch(mesh_shape.size());
     if (mesh_shape.size() > 1) batch[0] = Shard{0};
-    const Training actual = train(model, [&](const at::Tensor& tokens) { return distribute_tensor(tokens, mesh, batch); });
+    const Training actual =
+        train(model, [&](const at::Tensor& tokens) { return distribute_tensor(tokens, mesh, batch); });
     expect_equal(expected, actual, tolerance, where + ", rank " + std::to_string(world.rank()));
   });
 }
@@ -57,16 +61,21 @@ TEST(TensorParallel, TwoRanks) { check_training({2}, {"tp"}, tensor_plan(), "ten
 TEST(TensorParallel, FourRanks) { check_training({4}, {"tp"}, tensor_plan(), "tensor parallel 4"); }
 TEST(TensorParallel, ThreeRanksUneven) { check_training({3}, {"tp"}, tensor_plan(), "tensor parallel 3"); }
 TEST(SequenceParallel, TwoRanks) { check_training({2}, {"tp"}, sequence_plan(), "sequence parallel 2"); }
-TEST(SequenceParallel, FourRanksUneven) { check_training({4}, {"tp"}, sequence_plan(), "sequence parallel 4"); }
+TEST(SequenceParallel, FourRanksUneven) {
+  check_training({4}, {"tp"}, sequence_plan(), "sequence parallel 4");
+}
 TEST(DataAndTensorParallel, TwoByTwo) { check_training({2, 2}, {"dp", "tp"}, tensor_plan(), "2 x 2"); }
-TEST(DataAndTensorParallel, TwoByTwoWithSequence) { check_training({2, 2}, {"dp", "tp"}, sequence_plan(), "2 x 2 with sequence parallel"); }
+TEST(DataAndTensorParallel, TwoByTwoWithSequence) {
+  check_training({2, 2}, {"dp", "tp"}, sequence_plan(), "2 x 2 with sequence parallel");
+}
 // Nothing is summed over ranks: bitwise equal.
 TEST(DataParallel, AllReplicated) { check_training({2}, {"tp"}, {}, "nothing parallel", 0); }
 
 // ---- at the boundary of a module ----
 
 // Operations of all ranks together while `body` runs on each.
-std::map<std::string, comm::OperationTotals> totals_of(const comm::MeshGroups& mesh, const std::function<void()>& body) {
+std::map<std::string, comm::OperationTotals> totals_of(const comm::MeshGroups& mesh,
+                                                       const std::function<void()>& body) {
   comm::Recorder& recorder = comm::Recorder::global();
   const auto meet = [&] { mesh.group(0).barrier().wait(); };
   meet();
@@ -82,7 +91,9 @@ std::map<std::string, comm::OperationTotals> totals_of(const comm::MeshGroups& m
 }
 
 void on_two(const std::function<void(const comm::MeshGroups&)>& body) {
-  comm::run_ranks(2, 60s, [&](comm::World& world) { body({world, init_device_mesh("cpu", {2}, {"tp"}, world.rank(), 2)}); });
+  comm::run_ranks(2, 60s, [&](comm::World& world) {
+    body({world, init_device_mesh("cpu", {2}, {"tp"}, world.rank(), 2)});
+  });
 }
 
 struct MlpImpl : nn::Module {
@@ -106,7 +117,8 @@ TEST(ModuleBoundary, PlainInputsStayPlain) {
   std::vector<Mlp> models{Mlp(), Mlp()};
   for (Mlp& model : models) {
     const torch::NoGradGuard no_grad;
-    for (const auto& item : whole->named_parameters()) model->named_parameters()[item.key()].copy_(item.value());
+    for (const auto& item : whole->named_parameters())
+      model->named_parameters()[item.key()].copy_(item.value());
   }
   on_two([&](const comm::MeshGroups& mesh) {
     Mlp model = models[static_cast<std::size_t>(mesh.coordinate()[0])];
@@ -155,9 +167,11 @@ TEST(ModuleBoundary, PlainInputsOfThreeDims) {
       Mlp model = models[static_cast<std::size_t>(rank)];
       {
         const torch::NoGradGuard no_grad;
-        for (const auto& item : whole->named_parameters()) model->named_parameters()[item.key()].copy_(item.value());
+        for (const auto& item : whole->named_parameters())
+          model->named_parameters()[item.key()].copy_(item.value());
       }
-      parallelize_module(*model, mesh, {{"up", colwise_parallel(layout.up)}, {"down", rowwise_parallel(layout.down)}});
+      parallelize_module(*model, mesh,
+                         {{"up", colwise_parallel(layout.up)}, {"down", rowwise_parallel(layout.down)}});
       const auto part = [&](const at::Tensor& t, bool split) { return split ? t.narrow(1, 2 * rank, 2) : t; };
       at::Tensor mine = part(x, layout.split_input).clone().requires_grad_();
       const at::Tensor y = model->forward(mine);
@@ -166,7 +180,9 @@ TEST(ModuleBoundary, PlainInputsOfThreeDims) {
       y.square().sum().backward();
       EXPECT_TRUE(at::allclose(mine.grad(), part(input.grad(), layout.split_input), 1e-5, 1e-6)) << i;
       for (const auto& item : whole->named_parameters())
-        EXPECT_TRUE(at::allclose(full_tensor(model->named_parameters()[item.key()].grad()), item.value().grad(), 1e-5, 1e-6)) << i << " " << item.key();
+        EXPECT_TRUE(at::allclose(full_tensor(model->named_parameters()[item.key()].grad()),
+                                 item.value().grad(), 1e-5, 1e-6))
+            << i << " " << item.key();
     });
   }
 }
@@ -219,12 +235,17 @@ TEST(ParallelizeModule, InputsOnAnotherMeshAreRefused) {
     const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, world.rank(), 4));
     const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"dp", "tp"}, world.rank()));
     Mlp model;
-    parallelize_module(*model, mesh, {{"up", colwise_parallel()}, {"down", rowwise_parallel()}}, {.axis = "tp"});
+    parallelize_module(*model, mesh, {{"up", colwise_parallel()}, {"down", rowwise_parallel()}},
+                       {.axis = "tp"});
     const at::Tensor x = at::ones({4, model->up->weight.size(1)}, model->up->weight.scalar_type());
     for (const comm::MeshGroups& wrong : {other, mesh.with_mesh(mesh.mesh()["tp"])}) {
-      const at::Tensor input = distribute_tensor(x, wrong, Placements(wrong.shape().size()), {.source_axis_rank = std::nullopt});
-      EXPECT_TRUE(has_text(message_of<ValueError>([&] { model->up(input); }), "the input of a parallelized module"));
-      EXPECT_TRUE(has_text(message_of<ValueError>([&] { prepare_layout(input, mesh, Replicate{}, Shard{0}, "tp"); }), "prepare_layout"));
+      const at::Tensor input =
+          distribute_tensor(x, wrong, Placements(wrong.shape().size()), {.source_axis_rank = std::nullopt});
+      EXPECT_TRUE(
+          has_text(message_of<ValueError>([&] { model->up(input); }), "the input of a parallelized module"));
+      EXPECT_TRUE(
+          has_text(message_of<ValueError>([&] { prepare_layout(input, mesh, Replicate{}, Shard{0}, "tp"); }),
+                   "prepare_layout"));
     }
   });
 }
@@ -232,17 +253,36 @@ TEST(ParallelizeModule, InputsOnAnotherMeshAreRefused) {
 TEST(ParallelizeModule, SaysWhatIsWrong) {
   on_two([](const comm::MeshGroups& mesh) {
     Mlp model;
-    EXPECT_TRUE(has_text(message_of<ValueError>([&] { parallelize_module(*model, mesh, {{"upp", colwise_parallel()}}); }), "'upp', which matches no module"));
-    EXPECT_TRUE(has_text(message_of<ValueError>([&] { parallelize_module(*model, mesh, {{"upp", colwise_parallel()}}); }), "up, down"));
-    EXPECT_TRUE(has_text(message_of<TypeError>([&] { parallelize_module(*model, mesh, {{"", rowwise_parallel()}}); }), "torch::nn::Linear"));
-    EXPECT_TRUE(has_text(message_of<ValueError>([&] { parallelize_module(*model, mesh, {{"up", colwise_parallel()}}, {.axis = "dp"}); }), "dp"));
-    EXPECT_TRUE(has_text(message_of<TypeError>([&] { parallelize_module(*model, mesh, {{"", prepare_module({})}}); }), "prepare_layout"));
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] {
+                           parallelize_module(*model, mesh, {{"upp", colwise_parallel()}});
+                         }),
+                         "'upp', which matches no module"));
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] {
+                           parallelize_module(*model, mesh, {{"upp", colwise_parallel()}});
+                         }),
+                         "up, down"));
+    EXPECT_TRUE(has_text(message_of<TypeError>([&] {
+                           parallelize_module(*model, mesh, {{"", rowwise_parallel()}});
+                         }),
+                         "torch::nn::Linear"));
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] {
+                           parallelize_module(*model, mesh, {{"up", colwise_parallel()}}, {.axis = "dp"});
+                         }),
+                         "dp"));
+    EXPECT_TRUE(has_text(message_of<TypeError>([&] {
+                           parallelize_module(*model, mesh, {{"", prepare_module({})}});
+                         }),
+                         "prepare_layout"));
     // If a part of a plan is wrong, nothing of it is applied.
-    EXPECT_THROW(parallelize_module(*model, mesh, {{"up", colwise_parallel()}, {"nowhere", colwise_parallel()}}), ValueError);
+    EXPECT_THROW(
+        parallelize_module(*model, mesh, {{"up", colwise_parallel()}, {"nowhere", colwise_parallel()}}),
+        ValueError);
     EXPECT_FALSE(is_dtensor(model->up->weight));
     distribute_parameter(model->up->weight, mesh, {Shard{0}});
     distribute_parameter(model->up->weight, mesh, {Shard{0}});
-    EXPECT_TRUE(has_text(message_of<StateError>([&] { distribute_parameter(model->up->weight, mesh, {Shard{1}}); }), "same layout"));
+    EXPECT_TRUE(
+        has_text(message_of<StateError>([&] { distribute_parameter(model->up->weight, mesh, {Shard{1}}); }),
+                 "same layout"));
   });
 }
 
@@ -294,14 +334,18 @@ TEST(PrepareModule, KindsOfOutputs) {
     const at::Tensor x = sample({2, 4, 6});
     nn::LayerNorm norm(nn::LayerNormOptions({6}));
     const at::Tensor expected = norm->forward(x).detach();
-    parallelize_module(*norm, mesh, {{"", prepare_module({.plain_input = Replicate{}, .desired_input = Shard{1}, .kind = BoundaryOutput::Distributed})}});
+    parallelize_module(*norm, mesh,
+                       {{"", prepare_module({.plain_input = Replicate{},
+                                             .desired_input = Shard{1},
+                                             .kind = BoundaryOutput::Distributed})}});
     const at::Tensor distributed = norm->forward(x);
     ASSERT_TRUE(is_dtensor(distributed));
     EXPECT_EQ(placements_of(distributed), (Placements{Shard{1}}));
     EXPECT_TRUE(at::allclose(full_tensor(distributed), expected, 1e-5, 1e-6));
 
     nn::LayerNorm other(nn::LayerNormOptions({6}));
-    parallelize_module(*other, mesh, {{"", prepare_module({.desired_input = Shard{0}, .kind = BoundaryOutput::Local})}});
+    parallelize_module(*other, mesh,
+                       {{"", prepare_module({.desired_input = Shard{0}, .kind = BoundaryOutput::Local})}});
     const at::Tensor local = other->forward(distribute_tensor(x, mesh, {Replicate{}}));
     EXPECT_FALSE(is_dtensor(local));
     EXPECT_TRUE(at::allclose(local, expected.narrow(0, mesh.coordinate()[0], 1), 1e-5, 1e-6));
@@ -316,8 +360,14 @@ TEST(PrepareModule, SaysWhatIsWrong) {
     EXPECT_TRUE(has_text(plain, "the input of a parallelized module"));
     EXPECT_TRUE(has_text(plain, "from_local()"));
     nn::LayerNorm without_weight(nn::LayerNormOptions({4}).elementwise_affine(false));
-    EXPECT_TRUE(has_text(message_of<TypeError>([&] { parallelize_module(*without_weight, mesh, {{"", prepare_module({})}}); }), "prepare_layout"));
-    EXPECT_TRUE(has_text(message_of<TypeError>([&] { parallelize_module(*without_weight, mesh, {{"", sequence_parallel()}}); }), "prepare_layout"));
+    EXPECT_TRUE(has_text(message_of<TypeError>([&] {
+                           parallelize_module(*without_weight, mesh, {{"", prepare_module({})}});
+                         }),
+                         "prepare_layout"));
+    EXPECT_TRUE(has_text(message_of<TypeError>([&] {
+                           parallelize_module(*without_weight, mesh, {{"", sequence_parallel()}});
+                         }),
+                         "prepare_layout"));
   });
 }
 
@@ -332,19 +382,26 @@ TEST(PrepareLayout, AlongOneAxis) {
     whole.square().sum().backward();
     EXPECT_TRUE(at::equal(mine.grad(), 2 * mine.detach()));
     // A distributed tensor starts from its own placements; dims may be counted from the end.
-    const at::Tensor split = prepare_layout(distribute_tensor(value, mesh, {Shard{0}}), mesh, Replicate{}, Shard{-1}, "tp");
+    const at::Tensor split =
+        prepare_layout(distribute_tensor(value, mesh, {Shard{0}}), mesh, Replicate{}, Shard{-1}, "tp");
     EXPECT_EQ(placements_of(split), (Placements{Shard{1}}));
     EXPECT_TRUE(at::equal(full_tensor(split), value));
   });
   comm::run_ranks(4, 60s, [](comm::World& world) {
     const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, world.rank(), 4));
     const at::Tensor value = sample({4, 6});
-    const at::Tensor moved = prepare_layout(distribute_tensor(value, mesh, {Shard{0}, Replicate{}}), mesh, Replicate{}, Shard{1}, "tp");
+    const at::Tensor moved = prepare_layout(distribute_tensor(value, mesh, {Shard{0}, Replicate{}}), mesh,
+                                            Replicate{}, Shard{1}, "tp");
     EXPECT_EQ(placements_of(moved), (Placements{Shard{0}, Shard{1}}));
     EXPECT_TRUE(at::equal(full_tensor(moved), value));
-    EXPECT_TRUE(has_text(message_of<ValueError>([&] { prepare_layout(moved, mesh, Replicate{}, Replicate{}); }), "the name of an axis"));
-    EXPECT_TRUE(has_text(message_of<ValueError>([&] { prepare_layout(moved, mesh, Replicate{}, Replicate{}, "pp"); }), "pp"));
-    EXPECT_TRUE(has_text(message_of<TypeError>([&] { prepare_layout(value, mesh, Replicate{}, Shard{0}, "tp"); }), "from_local()"));
+    EXPECT_TRUE(
+        has_text(message_of<ValueError>([&] { prepare_layout(moved, mesh, Replicate{}, Replicate{}); }),
+                 "the name of an axis"));
+    EXPECT_TRUE(has_text(
+        message_of<ValueError>([&] { prepare_layout(moved, mesh, Replicate{}, Replicate{}, "pp"); }), "pp"));
+    EXPECT_TRUE(
+        has_text(message_of<TypeError>([&] { prepare_layout(value, mesh, Replicate{}, Shard{0}, "tp"); }),
+                 "from_local()"));
     EXPECT_THROW(prepare_layout(moved, mesh, Replicate{}, Shard{2}, "tp"), ValueError);
   });
 }
@@ -354,13 +411,18 @@ TEST(SetBoundary, AnAxisOfTheParametersMesh) {
     const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, world.rank(), 4));
     const comm::MeshGroups line(world, init_device_mesh("cpu", {4}, {"tp"}, world.rank(), 4));
     const at::Tensor parameter = distribute_tensor(sample({4, 4}), mesh, {Replicate{}, Shard{0}});
-    const auto refuse = [&](const comm::MeshGroups& other, int axis) { return message_of<ValueError>([&] { set_boundary(parameter, {.mesh = other, .axis = axis}); }); };
+    const auto refuse = [&](const comm::MeshGroups& other, int axis) {
+      return message_of<ValueError>([&] { set_boundary(parameter, {.mesh = other, .axis = axis}); });
+    };
     EXPECT_TRUE(has_text(refuse(line, 0), "an axis of the parameter's mesh"));
     EXPECT_TRUE(has_text(refuse(line, 0), "dp"));
     EXPECT_TRUE(has_text(refuse(mesh, 2), "axis 2"));
     EXPECT_TRUE(has_text(refuse(mesh, -1), "axis -1"));
     set_boundary(parameter, {.mesh = mesh, .axis = 1});
-    EXPECT_TRUE(has_text(message_of<TypeError>([&] { set_boundary(sample({4, 4}), {.mesh = mesh, .axis = 0}); }), "set_boundary"));
+    EXPECT_TRUE(has_text(message_of<TypeError>([&] {
+                           set_boundary(sample({4, 4}), {.mesh = mesh, .axis = 0});
+                         }),
+                         "set_boundary"));
   });
 }
 

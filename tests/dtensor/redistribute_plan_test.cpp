@@ -14,7 +14,8 @@ namespace redistribute_plan_test {
 
 using Shape = std::vector<std::int64_t>;
 
-// Every set of placements without Partial that a tensor of `dims` dims can have on a mesh, each order of splits once.
+// Every set of placements without Partial that a tensor of `dims` dims can have on a mesh, each order of
+// splits once.
 std::vector<Placements> all_placements(const Shape& mesh, std::int64_t dims) {
   std::vector<Placements> result{{}};
   for (std::size_t axis = 0; axis < mesh.size(); ++axis) {
@@ -24,7 +25,8 @@ std::vector<Placements> all_placements(const Shape& mesh, std::int64_t dims) {
       for (std::int64_t dim = 0; dim < dims; ++dim) {
         choices.push_back(Shard{dim});
         std::int64_t factor = 1;
-        for (std::size_t right = axis + 1; right < mesh.size(); ++right) choices.push_back(StridedShard{dim, factor *= mesh[right]});
+        for (std::size_t right = axis + 1; right < mesh.size(); ++right)
+          choices.push_back(StridedShard{dim, factor *= mesh[right]});
       }
       for (const Placement& choice : choices) {
         longer.push_back(start);
@@ -53,7 +55,8 @@ void expect_optimal(const Shape& mesh, const Shape& shape) {
   const TensorSize tensor{shape, 4};
   const auto states = all_placements(mesh, static_cast<std::int64_t>(shape.size()));
   const std::size_t n = states.size();
-  std::vector<std::vector<double>> distance(n, std::vector<double>(n, std::numeric_limits<double>::infinity()));
+  std::vector<std::vector<double>> distance(n,
+                                            std::vector<double>(n, std::numeric_limits<double>::infinity()));
   std::vector<std::vector<double>> planned = distance;
   for (std::size_t i = 0; i < n; ++i)
     for (std::size_t j = 0; j < n; ++j) {
@@ -63,10 +66,12 @@ void expect_optimal(const Shape& mesh, const Shape& shape) {
     }
   for (std::size_t k = 0; k < n; ++k)
     for (std::size_t i = 0; i < n; ++i)
-      for (std::size_t j = 0; j < n; ++j) distance[i][j] = std::min(distance[i][j], distance[i][k] + distance[k][j]);
+      for (std::size_t j = 0; j < n; ++j)
+        distance[i][j] = std::min(distance[i][j], distance[i][k] + distance[k][j]);
   for (std::size_t i = 0; i < n; ++i)
     for (std::size_t j = 0; j < n; ++j)
-      ASSERT_NEAR(planned[i][j], distance[i][j], 1e-12) << to_string(states[i]) << " -> " << to_string(states[j]);
+      ASSERT_NEAR(planned[i][j], distance[i][j], 1e-12)
+          << to_string(states[i]) << " -> " << to_string(states[j]);
 }
 
 TEST(RedistributePlan, IsTheCheapestWalk) {
@@ -77,11 +82,13 @@ TEST(RedistributePlan, IsTheCheapestWalk) {
   expect_optimal({2, 2, 2}, {16, 16});
 }
 
-std::set<std::int64_t> held(const Shape& shape, const Shape& mesh, const Shape& coordinate, const Placements& placements) {
+std::set<std::int64_t> held(const Shape& shape, const Shape& mesh, const Shape& coordinate,
+                            const Placements& placements) {
   std::set<std::int64_t> result;
   for (const ShardBox& box : local_boxes(shape, mesh, coordinate, placements))
     for (std::int64_t i = 0; i < box.shape[0]; ++i)
-      for (std::int64_t j = 0; j < box.shape[1]; ++j) result.insert((box.offset[0] + i) * shape[1] + box.offset[1] + j);
+      for (std::int64_t j = 0; j < box.shape[1]; ++j)
+        result.insert((box.offset[0] + i) * shape[1] + box.offset[1] + j);
   return result;
 }
 
@@ -105,7 +112,8 @@ void expect_sound(const Shape& mesh, const Shape& shape) {
   for (const Placements& from : states)
     for (const Placements& to : states) {
       const RedistributePlan plan = plan_redistribute({shape, 4}, mesh, from, to);
-      ASSERT_TRUE(plan.steps.empty() ? from == to : plan.steps.front().before == from && plan.steps.back().after == to);
+      ASSERT_TRUE(plan.steps.empty() ? from == to
+                                     : plan.steps.front().before == from && plan.steps.back().after == to);
       for (const RedistributeStep& step : plan.steps)
         for (const Shape& coordinate : coordinates(mesh)) {
           std::set<std::int64_t> available;
@@ -115,11 +123,13 @@ void expect_sound(const Shape& mesh, const Shape& shape) {
             const auto part = held(shape, mesh, other, step.before);
             available.insert(part.begin(), part.end());
           }
-          const auto own = held(shape, mesh, coordinate, step.before), wanted = held(shape, mesh, coordinate, step.after);
+          const auto own = held(shape, mesh, coordinate, step.before),
+                     wanted = held(shape, mesh, coordinate, step.after);
           if (step.kind == RedistributeKind::Slice) available = own;
           ASSERT_TRUE(step.kind != RedistributeKind::AllGather || wanted == available) << plan.to_string();
           ASSERT_TRUE(std::includes(available.begin(), available.end(), wanted.begin(), wanted.end()))
-              << to_string(from) << " -> " << to_string(to) << "\n" << plan.to_string();
+              << to_string(from) << " -> " << to_string(to) << "\n"
+              << plan.to_string();
         }
     }
 }
@@ -135,7 +145,8 @@ TEST(RedistributePlan, PicksTheCollective) {
   const TensorSize tensor{{1024, 1024}, 4};
   const auto kinds = [&](const Shape& mesh, const Placements& from, const Placements& to) {
     std::string text;
-    for (const RedistributeStep& step : plan_redistribute(tensor, mesh, from, to).steps) text += std::string(to_text(step.kind)) + " ";
+    for (const RedistributeStep& step : plan_redistribute(tensor, mesh, from, to).steps)
+      text += std::string(to_text(step.kind)) + " ";
     return text;
   };
   EXPECT_EQ(kinds({4}, {Replicate{}}, {Shard{0}}), "slice ");
@@ -153,7 +164,9 @@ TEST(RedistributePlan, PicksTheCollective) {
 
 TEST(RedistributePlan, CountsTheBytesOfARing) {
   const TensorSize tensor{{8, 4}, 4};  // 128 bytes
-  const auto bytes = [&](const Placements& from, const Placements& to) { return plan_redistribute(tensor, {4}, from, to).bytes; };
+  const auto bytes = [&](const Placements& from, const Placements& to) {
+    return plan_redistribute(tensor, {4}, from, to).bytes;
+  };
   EXPECT_EQ(bytes({Shard{0}}, {Replicate{}}), 3 * 32);
   EXPECT_EQ(bytes({Partial{}}, {Shard{0}}), 3 * 32);
   EXPECT_EQ(bytes({Partial{}}, {Replicate{}}), 2 * 3 * 32);
@@ -166,7 +179,8 @@ TEST(RedistributePlan, RefusesToCreatePartialValues) {
   EXPECT_THROW(plan_redistribute(tensor, {2}, {Replicate{}}, {Partial{}}), ValueError);
   EXPECT_THROW(plan_redistribute(tensor, {2}, {Partial{PartialOp::Max}}, {Partial{}}), ValueError);
   EXPECT_THROW(plan_redistribute(tensor, {2}, {Shard{0}}, {Partial{PartialOp::Avg}}), ValueError);
-  EXPECT_TRUE(plan_redistribute(tensor, {2}, {Partial{PartialOp::Max}}, {Partial{PartialOp::Max}}).steps.empty());
+  EXPECT_TRUE(
+      plan_redistribute(tensor, {2}, {Partial{PartialOp::Max}}, {Partial{PartialOp::Max}}).steps.empty());
   EXPECT_THROW(plan_redistribute(tensor, {2}, {Shard{2}}, {Replicate{}}), ValueError);
   EXPECT_THROW(plan_redistribute(tensor, {2, 2}, {Shard{0}}, {Replicate{}}), ValueError);
 }

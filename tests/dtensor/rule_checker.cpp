@@ -11,8 +11,8 @@
 #include <random>
 #include <set>
 
-#include "penstock/errors.h"
 #include "penstock/dtensor/tensor/rule_registry.h"
+#include "penstock/errors.h"
 #include "penstock/mesh/local_shard.h"
 
 namespace penstock::test {
@@ -30,12 +30,14 @@ std::vector<Placement> choices(const at::Tensor& tensor, bool partial) {
 // The placements of every input on a mesh.
 using Combination = std::vector<Placements>;
 
-std::vector<Combination> combinations(const RuleCase& rule_case, std::size_t axes, const std::vector<std::int64_t>& mesh_shape) {
+std::vector<Combination> combinations(const RuleCase& rule_case, std::size_t axes,
+                                      const std::vector<std::int64_t>& mesh_shape) {
   std::mt19937 random(7);
   std::vector<std::vector<Placements>> options;
   for (std::size_t i = 0; i < rule_case.inputs.size(); ++i) {
     std::vector<Placements> mine{Placements(axes)};
-    if (std::find(rule_case.replicated.begin(), rule_case.replicated.end(), i) == rule_case.replicated.end()) {
+    if (std::find(rule_case.replicated.begin(), rule_case.replicated.end(), i) ==
+        rule_case.replicated.end()) {
       mine.clear();
       const auto one = choices(rule_case.inputs[i], rule_case.partial);
       if (axes == 1) {
@@ -81,10 +83,12 @@ struct Outcome {
 
 bool differentiable(const at::Tensor& tensor) { return tensor.is_floating_point(); }
 
-Outcome run(const RuleCase& rule_case, const Tensors& inputs, const std::function<at::Tensor(const at::Tensor&, std::size_t)>& weigh) {
+Outcome run(const RuleCase& rule_case, const Tensors& inputs,
+            const std::function<at::Tensor(const at::Tensor&, std::size_t)>& weigh) {
   Outcome outcome;
   Tensors leaves;
-  for (const at::Tensor& input : inputs) leaves.push_back(input.detach().requires_grad_(rule_case.backward && differentiable(input)));
+  for (const at::Tensor& input : inputs)
+    leaves.push_back(input.detach().requires_grad_(rule_case.backward && differentiable(input)));
   Tensors arguments;
   // In-place bodies must not write leaves.
   for (const at::Tensor& leaf : leaves) arguments.push_back(leaf.requires_grad() ? leaf.alias() : leaf);
@@ -98,19 +102,28 @@ Outcome run(const RuleCase& rule_case, const Tensors& inputs, const std::functio
   }
   if (!loss.defined()) return outcome;
   loss.backward();
-  for (const at::Tensor& leaf : leaves) outcome.gradients.push_back(leaf.requires_grad() ? leaf.grad() : at::Tensor());
+  for (const at::Tensor& leaf : leaves)
+    outcome.gradients.push_back(leaf.requires_grad() ? leaf.grad() : at::Tensor());
   return outcome;
 }
 
-at::Tensor weights_of(const at::Tensor& output, std::size_t index) { return sample(output.sizes(), 100 + static_cast<int>(index)).to(output.dtype()); }
+at::Tensor weights_of(const at::Tensor& output, std::size_t index) {
+  return sample(output.sizes(), 100 + static_cast<int>(index)).to(output.dtype());
+}
 
 std::string compare(const at::Tensor& expected, const at::Tensor& actual, const RuleCase& rule_case) {
   if (!expected.defined() && !actual.defined()) return "";
-  if (!expected.defined() || !actual.defined()) return fmt::format("expected {}, got {}", expected.defined() ? "a tensor" : "none", actual.defined() ? "a tensor" : "none");
-  if (expected.sizes() != actual.sizes()) return fmt::format("shape [{}], expected [{}]", fmt::join(actual.sizes(), ", "), fmt::join(expected.sizes(), ", "));
+  if (!expected.defined() || !actual.defined())
+    return fmt::format("expected {}, got {}", expected.defined() ? "a tensor" : "none",
+                       actual.defined() ? "a tensor" : "none");
+  if (expected.sizes() != actual.sizes())
+    return fmt::format("shape [{}], expected [{}]", fmt::join(actual.sizes(), ", "),
+                       fmt::join(expected.sizes(), ", "));
   if (expected.scalar_type() != actual.scalar_type()) return "another dtype";
-  if (at::allclose(actual.to(at::kDouble), expected.to(at::kDouble), rule_case.rtol, rule_case.atol, true)) return "";
-  return fmt::format("differs by up to {}", (actual.to(at::kDouble) - expected.to(at::kDouble)).abs().max().item<double>());
+  if (at::allclose(actual.to(at::kDouble), expected.to(at::kDouble), rule_case.rtol, rule_case.atol, true))
+    return "";
+  return fmt::format("differs by up to {}",
+                     (actual.to(at::kDouble) - expected.to(at::kDouble)).abs().max().item<double>());
 }
 
 at::Tensor whole(const at::Tensor& tensor) {
@@ -118,7 +131,8 @@ at::Tensor whole(const at::Tensor& tensor) {
   return is_dtensor(tensor) ? full_tensor(tensor.detach()) : tensor.detach();
 }
 
-void check_on(const RuleCase& rule_case, const std::vector<std::int64_t>& mesh_shape, const Outcome& expected, std::size_t& tried, std::size_t& refused) {
+void check_on(const RuleCase& rule_case, const std::vector<std::int64_t>& mesh_shape, const Outcome& expected,
+              std::size_t& tried, std::size_t& refused) {
   int size = 1;
   for (const std::int64_t n : mesh_shape) size *= static_cast<int>(n);
   std::mutex mutex;
@@ -128,12 +142,15 @@ void check_on(const RuleCase& rule_case, const std::vector<std::int64_t>& mesh_s
       std::string where = fmt::format("{} on a mesh of ({}):", rule_case.name, fmt::join(mesh_shape, ", "));
       for (const Placements& placements : combination) where += " " + to_string(placements);
       Tensors inputs;
-      for (std::size_t i = 0; i < rule_case.inputs.size(); ++i) inputs.push_back(spread(rule_case.inputs[i], mesh, combination[i]));
+      for (std::size_t i = 0; i < rule_case.inputs.size(); ++i)
+        inputs.push_back(spread(rule_case.inputs[i], mesh, combination[i]));
       Outcome outcome;
       if (world.rank() == 0) ++tried;
       try {
         outcome = run(rule_case, inputs, [&](const at::Tensor& output, std::size_t index) {
-          return (output * distribute_tensor(weights_of(output, index), mesh, Placements(mesh_shape.size()), {.source_axis_rank = {}})).sum();
+          return (output * distribute_tensor(weights_of(output, index), mesh, Placements(mesh_shape.size()),
+                                             {.source_axis_rank = {}}))
+              .sum();
         });
       } catch (const ValueError& error) {
         if (!rule_case.may_refuse) throw std::runtime_error(where + ": " + error.what());
@@ -146,17 +163,21 @@ void check_on(const RuleCase& rule_case, const std::vector<std::int64_t>& mesh_s
       } catch (const std::exception& error) {
         throw std::runtime_error(where + ": " + error.what());
       }
-      const auto report = [&](const std::string& what, std::size_t i, const std::string& difference, const at::Tensor& actual) {
+      const auto report = [&](const std::string& what, std::size_t i, const std::string& difference,
+                              const at::Tensor& actual) {
         if (difference.empty()) return;
         const std::lock_guard lock(mutex);
         ADD_FAILURE() << where << ", rank " << world.rank() << ": " << what << " " << i << " "
-                      << (is_dtensor(actual) ? "as " + to_string(placements_of(actual)) + " " : std::string()) << difference;
+                      << (is_dtensor(actual) ? "as " + to_string(placements_of(actual)) + " " : std::string())
+                      << difference;
       };
       ASSERT_EQ(outcome.outputs.size(), expected.outputs.size());
       for (std::size_t i = 0; i < expected.outputs.size(); ++i)
-        report("output", i, compare(expected.outputs[i].detach(), whole(outcome.outputs[i]), rule_case), outcome.outputs[i]);
+        report("output", i, compare(expected.outputs[i].detach(), whole(outcome.outputs[i]), rule_case),
+               outcome.outputs[i]);
       for (std::size_t i = 0; i < expected.gradients.size(); ++i)
-        report("gradient", i, compare(expected.gradients[i], whole(outcome.gradients[i]), rule_case), outcome.gradients[i]);
+        report("gradient", i, compare(expected.gradients[i], whole(outcome.gradients[i]), rule_case),
+               outcome.gradients[i]);
       // One failing combination is enough; the ranks agree on it, because whole results are compared.
       if (::testing::Test::HasFailure()) return;
     }
@@ -211,7 +232,8 @@ at::Tensor sample_positive(at::IntArrayRef shape, int seed) { return sample(shap
 at::Tensor sample_index(at::IntArrayRef shape, std::int64_t limit, int seed) {
   std::mt19937 random(static_cast<unsigned>(seed) + 1);
   at::Tensor tensor = at::empty(shape, at::kLong);
-  for (std::int64_t i = 0; i < tensor.numel(); ++i) tensor.data_ptr<std::int64_t>()[i] = static_cast<std::int64_t>(random() % static_cast<unsigned>(limit));
+  for (std::int64_t i = 0; i < tensor.numel(); ++i)
+    tensor.data_ptr<std::int64_t>()[i] = static_cast<std::int64_t>(random() % static_cast<unsigned>(limit));
   return tensor;
 }
 
@@ -220,7 +242,8 @@ at::Tensor spread(const at::Tensor& value, const comm::MeshGroups& mesh, const P
   Placements shards = placements;
   for (Placement& placement : shards)
     if (placement.is_partial()) placement = Replicate{};
-  at::Tensor local = to_local(distribute_tensor(value.detach(), mesh, shards, {.source_axis_rank = {}})).clone();
+  at::Tensor local =
+      to_local(distribute_tensor(value.detach(), mesh, shards, {.source_axis_rank = {}})).clone();
   for (std::size_t axis = 0; axis < placements.size(); ++axis) {
     if (!placements[axis].is_partial()) continue;
     const std::int64_t ranks = mesh.shape()[axis], me = mesh.coordinate()[axis];
@@ -231,12 +254,15 @@ at::Tensor spread(const at::Tensor& value, const comm::MeshGroups& mesh, const P
     else
       local = local - noise * static_cast<double>(ranks * (ranks - 1) / 2);
   }
-  return from_local(local, mesh, placements, {.shape = value.sizes().vec(), .stride = value.strides().vec(), .check = false});
+  return from_local(local, mesh, placements,
+                    {.shape = value.sizes().vec(), .stride = value.strides().vec(), .check = false});
 }
 
 void check_rule(const RuleCase& rule_case) {
   const RulesChecked checked;
-  const Outcome expected = run(rule_case, rule_case.inputs, [](const at::Tensor& output, std::size_t index) { return (output * weights_of(output, index)).sum(); });
+  const Outcome expected = run(rule_case, rule_case.inputs, [](const at::Tensor& output, std::size_t index) {
+    return (output * weights_of(output, index)).sum();
+  });
   std::size_t tried = 0, refused = 0;
   for (const std::vector<std::int64_t>& mesh_shape : {std::vector<std::int64_t>{2}, {3}, {2, 2}}) {
     try {

@@ -1,7 +1,8 @@
-// Checks operators on distributed tensors against one process: every combination of placements on one mesh axis, random ones
-// on two, forward and backward.
+// Checks operators on distributed tensors against one process: every combination of placements on one mesh
+// axis, random ones on two, forward and backward.
 //
-//   check_rule({.name = "softmax", .inputs = {randn({5, 7})}, .body = [](const auto& in) { return softmax(in[0], 1); }});
+//   check_rule({.name = "softmax", .inputs = {randn({5, 7})}, .body = [](const auto& in) { return
+//   softmax(in[0], 1); }});
 //
 // Values are small multiples of 1/64, so that partial values add up to them exactly. An in-place body on a
 // placement that cannot be written may throw ValueError, or StateError for a view that is a copy;
@@ -14,8 +15,8 @@
 #include <string>
 #include <vector>
 
-#include "penstock/world.h"
 #include "penstock/dtensor.h"
+#include "penstock/world.h"
 
 namespace penstock::test {
 
@@ -26,8 +27,8 @@ struct RuleCase {
   Tensors inputs;  // floating-point ones get gradients, if `backward`
   std::function<Tensors(const Tensors&)> body;
   bool backward = true;
-  bool partial = true;       // also try inputs that are partial sums
-  bool may_refuse = false;   // ValueError and StateError are allowed
+  bool partial = true;      // also try inputs that are partial sums
+  bool may_refuse = false;  // ValueError and StateError are allowed
   double rtol = 1e-5, atol = 1e-6;
   // Inputs that stay replicated in all combinations (for example index lists).
   std::vector<std::size_t> replicated = {};

@@ -23,7 +23,8 @@ using Names = std::set<std::string>;
 // Whether an operator is decomposed into others, which have rules of their own. One that also has a kernel is
 // not.
 bool decomposes(const c10::OperatorHandle& op) {
-  return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) && !op.hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
+  return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
+         !op.hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
          !op.hasKernelForDispatchKey(c10::DispatchKey::CUDA);
 }
 
@@ -45,7 +46,10 @@ Names names_in(const std::string& paths) {
   std::stringstream all(paths);
   for (std::string path; std::getline(all, path, ':');) {
     std::ifstream file(path);
-    if (!file) throw std::runtime_error(path + ": no list of checked rules; run the test programs first (ctest -R rule_coverage_test does)");
+    if (!file)
+      throw std::runtime_error(
+          path +
+          ": no list of checked rules; run the test programs first (ctest -R rule_coverage_test does)");
     for (std::string name; std::getline(file, name);) names.insert(name);
   }
   return names;
@@ -63,7 +67,9 @@ TEST(RuleCoverage, EveryRuleIsChecked) {
   if (!lists) GTEST_SKIP() << "PENSTOCK_RULE_LISTS names no lists: run with ctest";
   const Names rules = reachable_rules();
   const Names unchecked = missing(rules, names_in(lists));
-  EXPECT_TRUE(unchecked.empty()) << unchecked.size() << " of " << rules.size() << " rules that no test has checked on distributed tensors:\n  " << fmt::format("{}", fmt::join(unchecked, "\n  "));
+  EXPECT_TRUE(unchecked.empty()) << unchecked.size() << " of " << rules.size()
+                                 << " rules that no test has checked on distributed tensors:\n  "
+                                 << fmt::format("{}", fmt::join(unchecked, "\n  "));
 }
 
 // The test above can fail: a new rule is expected, and reported as missing.

@@ -3,8 +3,8 @@
 
 #include <map>
 
-#include "penstock/errors.h"
 #include "penstock/dtensor/tensor/dtensor_random.h"
+#include "penstock/errors.h"
 #include "penstock/step_context.h"
 #include "tests/dtensor/rule_checker.h"
 
@@ -25,8 +25,10 @@ std::vector<Draw> draws() {
       {"bernoulli_", [](const at::Tensor& x) { return at::empty_like(x).bernoulli_(0.3); }},
       {"bernoulli.p", [](const at::Tensor& x) { return at::bernoulli(x, 0.6); }},
       {"bernoulli", [](const at::Tensor& x) { return at::bernoulli(x.sigmoid()); }},
-      {"bernoulli_ by a tensor", [](const at::Tensor& x) { return at::zeros_like(x, at::kLong).bernoulli_(x.sigmoid()); }},
-      {"bernoulli.Tensor", [](const at::Tensor& x) { return at::bernoulli(at::zeros_like(x, at::kLong), x.sigmoid()); }},
+      {"bernoulli_ by a tensor",
+       [](const at::Tensor& x) { return at::zeros_like(x, at::kLong).bernoulli_(x.sigmoid()); }},
+      {"bernoulli.Tensor",
+       [](const at::Tensor& x) { return at::bernoulli(at::zeros_like(x, at::kLong), x.sigmoid()); }},
       {"rand_like", [](const at::Tensor& x) { return at::rand_like(x); }},
       {"randn_like", [](const at::Tensor& x) { return at::randn_like(x, at::kDouble); }},
       {"randint_like", [](const at::Tensor& x) { return at::randint_like(x, 3, 90); }},
@@ -50,7 +52,8 @@ std::vector<Draw> draws() {
 }
 
 // Every draw twice after a seed, as whole tensors.
-std::vector<at::Tensor> results_on(const comm::MeshGroups& mesh, const Placements& placements, std::string* where = nullptr) {
+std::vector<at::Tensor> results_on(const comm::MeshGroups& mesh, const Placements& placements,
+                                   std::string* where = nullptr) {
   manual_seed(mesh, 77);
   const at::Tensor model = spread(sample({5, 6}), mesh, placements);
   std::vector<at::Tensor> results;
@@ -74,7 +77,8 @@ std::vector<at::Tensor> reference() {
 TEST(RandomRules, DoNotDependOnTheLayout) {
   const RulesChecked checked;
   const std::vector<at::Tensor> expected = reference();
-  const auto check = [&](const std::vector<std::int64_t>& mesh_shape, const std::vector<Placements>& layouts) {
+  const auto check = [&](const std::vector<std::int64_t>& mesh_shape,
+                         const std::vector<Placements>& layouts) {
     int size = 1;
     for (const std::int64_t n : mesh_shape) size *= static_cast<int>(n);
     comm::run_ranks(size, 120s, [&](comm::World& world) {
@@ -85,19 +89,26 @@ TEST(RandomRules, DoNotDependOnTheLayout) {
           const Draw draw = draws()[i / 2];
           // Partial sums are added before and after; everything else is exact.
           EXPECT_EQ(actual[i].scalar_type(), expected[i].scalar_type()) << draw.name;
-          EXPECT_TRUE(at::allclose(actual[i].to(at::kDouble), expected[i].to(at::kDouble), 1e-6, 1e-6)) << draw.name << " as " << to_string(placements);
+          EXPECT_TRUE(at::allclose(actual[i].to(at::kDouble), expected[i].to(at::kDouble), 1e-6, 1e-6))
+              << draw.name << " as " << to_string(placements);
         }
       }
     });
   };
   check({2}, {{Replicate{}}, {Shard{0}}, {Shard{1}}, {Partial{}}});
   check({3}, {{Shard{0}}, {Shard{1}}});
-  check({2, 2}, {{Shard{0}, Shard{1}}, {Shard{1}, Shard{0}}, {Shard{0}, Shard{0}}, {StridedShard{0, 2}, Shard{0}}, {Replicate{}, StridedShard{1, 3}}, {Partial{}, Shard{1}}});
+  check({2, 2}, {{Shard{0}, Shard{1}},
+                 {Shard{1}, Shard{0}},
+                 {Shard{0}, Shard{0}},
+                 {StridedShard{0, 2}, Shard{0}},
+                 {Replicate{}, StridedShard{1, 3}},
+                 {Partial{}, Shard{1}}});
 }
 
 TEST(RandomRules, DifferFromCallToCall) {
   const std::vector<at::Tensor> results = reference();
-  for (std::size_t i = 0; i < results.size(); i += 2) EXPECT_FALSE(at::equal(results[i], results[i + 1])) << draws()[i / 2].name;
+  for (std::size_t i = 0; i < results.size(); i += 2)
+    EXPECT_FALSE(at::equal(results[i], results[i + 1])) << draws()[i / 2].name;
 }
 
 // Means and bounds of many draws.
@@ -106,7 +117,9 @@ TEST(RandomRules, HaveTheRightDistributions) {
     const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, world.rank(), 2));
     manual_seed(mesh, 5);
     const at::Tensor x = distribute_tensor(at::zeros({200, 100}), mesh, {Shard{0}});
-    const auto mean = [](const at::Tensor& t) { return full_tensor(t).to(at::kDouble).mean().item<double>(); };
+    const auto mean = [](const at::Tensor& t) {
+      return full_tensor(t).to(at::kDouble).mean().item<double>();
+    };
     EXPECT_NEAR(mean(at::rand_like(x)), 0.5, 0.01);
     EXPECT_NEAR(mean(at::randn_like(x).square()), 1.0, 0.05);
     EXPECT_NEAR(mean(at::empty_like(x).exponential_(4)), 0.25, 0.01);

@@ -8,8 +8,8 @@
 #include <string>
 #include <utility>
 
-#include "penstock/errors.h"
 #include "penstock/dtensor/plan/shard_grid.h"
+#include "penstock/errors.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 
@@ -39,7 +39,8 @@ no elements: rank 3
 }
 
 TEST(ShardDrawingText, RowsAndColumns) {
-  EXPECT_EQ(draw_sharding_text({5, 4}, two_by_two(), {Shard{0}, Shard{-1}}), R"([5, 4] as [S(0), S(1)] on dp=2 x tp=2
+  EXPECT_EQ(draw_sharding_text({5, 4}, two_by_two(), {Shard{0}, Shard{-1}}),
+            R"([5, 4] as [S(0), S(1)] on dp=2 x tp=2
 dim 0 down, dim 1 to the right; cells name ranks
 
       0-1   2-3
@@ -52,7 +53,8 @@ dim 0 down, dim 1 to the right; cells name ranks
 }
 
 TEST(ShardDrawingText, ReplicatedPartsListTheirRanks) {
-  EXPECT_EQ(draw_sharding_text({5, 4}, two_by_two(), {Shard{0}, Replicate{}}), R"([5, 4] as [S(0), R] on dp=2 x tp=2
+  EXPECT_EQ(draw_sharding_text({5, 4}, two_by_two(), {Shard{0}, Replicate{}}),
+            R"([5, 4] as [S(0), R] on dp=2 x tp=2
 dim 0 down, dim 1 to the right; cells name ranks
 
       0-3
@@ -64,7 +66,8 @@ dim 0 down, dim 1 to the right; cells name ranks
 ranks with a comma between them hold the same values
 )");
   // Four or more consecutive ranks are a range; long lists take several lines.
-  EXPECT_EQ(draw_sharding_text({2}, mesh_of({2, 12}), {Shard{0}, Replicate{}}), R"([2] as [S(0), R] on 2 x 12 ranks
+  EXPECT_EQ(draw_sharding_text({2}, mesh_of({2, 12}), {Shard{0}, Replicate{}}),
+            R"([2] as [S(0), R] on 2 x 12 ranks
 dim 0 to the right; cells name ranks
 
   0      1
@@ -73,7 +76,8 @@ dim 0 to the right; cells name ranks
 +------+-------+
 ranks with a comma between them hold the same values
 )");
-  EXPECT_EQ(draw_sharding_text({2, 1}, mesh_of({9, 2}), {Replicate{}, Shard{0}}), R"([2, 1] as [R, S(0)] on 9 x 2 ranks
+  EXPECT_EQ(draw_sharding_text({2, 1}, mesh_of({9, 2}), {Replicate{}, Shard{0}}),
+            R"([2, 1] as [R, S(0)] on 9 x 2 ranks
 dim 0 down, dim 1 to the right; cells name ranks
 
     0
@@ -90,7 +94,8 @@ ranks with a comma between them hold the same values
 
 TEST(ShardDrawingText, StridedShards) {
   // Split by tp first: rank 2, on tp 0, has what comes after rank 0's.
-  EXPECT_EQ(draw_sharding_text({7}, two_by_two(), {StridedShard{0, 2}, Shard{0}}), R"([7] as [_S(0, 2), S(0)] on dp=2 x tp=2
+  EXPECT_EQ(draw_sharding_text({7}, two_by_two(), {StridedShard{0, 2}, Shard{0}}),
+            R"([7] as [_S(0, 2), S(0)] on dp=2 x tp=2
 dim 0 to the right; cells name ranks
 
   0-1   2-3   4-5   6
@@ -110,7 +115,8 @@ dim 0 to the right; cells name ranks
 }
 
 TEST(ShardDrawingText, Terms) {
-  EXPECT_EQ(draw_sharding_text({4, 4}, two_by_two(), {Shard{0}, Partial{}}), R"([4, 4] as [S(0), P(sum)] on dp=2 x tp=2
+  EXPECT_EQ(draw_sharding_text({4, 4}, two_by_two(), {Shard{0}, Partial{}}),
+            R"([4, 4] as [S(0), P(sum)] on dp=2 x tp=2
 dim 0 down, dim 1 to the right; cells name ranks
 
       0-3
@@ -122,7 +128,8 @@ dim 0 down, dim 1 to the right; cells name ranks
 P(sum) over tp: the tensor is the sum of the terms, which + joins
 )");
   // Replicas of partial values, of a scalar.
-  EXPECT_EQ(draw_sharding_text({}, two_by_two(), {Replicate{}, Partial{PartialOp::Max}}), R"([] as [R, P(max)] on dp=2 x tp=2
+  EXPECT_EQ(draw_sharding_text({}, two_by_two(), {Replicate{}, Partial{PartialOp::Max}}),
+            R"([] as [R, P(max)] on dp=2 x tp=2
 cells name ranks
 
 +---------------+
@@ -131,11 +138,13 @@ cells name ranks
 P(max) over tp: the tensor is the maximum of the terms, which max joins
 ranks with a comma between them hold the same values
 )");
-  EXPECT_TRUE(has_text(draw_sharding_text({4}, two_by_two(), {Partial{}, Partial{PartialOp::Min}}), "| 0 & 1 & 2 & 3 |"));
+  EXPECT_TRUE(has_text(draw_sharding_text({4}, two_by_two(), {Partial{}, Partial{PartialOp::Min}}),
+                       "| 0 & 1 & 2 & 3 |"));
 }
 
 TEST(ShardDrawingText, MoreDimsAreATableAndAPicture) {
-  EXPECT_EQ(draw_sharding_text({2, 5, 8}, two_by_two(), {Shard{2}, Shard{1}}), R"([2, 5, 8] as [S(2), S(1)] on dp=2 x tp=2
+  EXPECT_EQ(draw_sharding_text({2, 5, 8}, two_by_two(), {Shard{2}, Shard{1}}),
+            R"([2, 5, 8] as [S(2), S(1)] on dp=2 x tp=2
 
 rank  (dp, tp)  dim 0  dim 1  dim 2
    0  (0, 0)    all    0-2    0-3
@@ -172,7 +181,8 @@ rank  at   dim 0    dim 1
    1  (1)  nothing  2-3
 the tensor has no elements
 )");
-  EXPECT_EQ(draw_sharding_text({2}, DeviceMesh("cpu", {1}, {7}, {}, 7), {Shard{0}}), R"([2] as [S(0)] on 1 rank
+  EXPECT_EQ(draw_sharding_text({2}, DeviceMesh("cpu", {1}, {7}, {}, 7), {Shard{0}}),
+            R"([2] as [S(0)] on 1 rank
 dim 0 to the right; cells name ranks
 
   0-1
@@ -181,11 +191,13 @@ dim 0 to the right; cells name ranks
 +-----+
 )");
   // Too many pieces for a grid: the table, with long lists truncated.
-  EXPECT_TRUE(has_text(draw_sharding_text({4096, 4}, mesh_of({2}), {StridedShard{0, 512}}), "0-3, 8-11, 16-19, ... 4088-4091 (512 ranges)   all"));
+  EXPECT_TRUE(has_text(draw_sharding_text({4096, 4}, mesh_of({2}), {StridedShard{0, 512}}),
+                       "0-3, 8-11, 16-19, ... 4088-4091 (512 ranges)   all"));
 }
 
 TEST(ShardDrawingText, ManyPiecesOfOneDimGoDown) {
-  EXPECT_TRUE(has_text(draw_sharding_text({26}, mesh_of({13}), {Shard{0}}), "dim 0 down; cells name ranks\n\n      +----+\n0-1   | 0  |\n"));
+  EXPECT_TRUE(has_text(draw_sharding_text({26}, mesh_of({13}), {Shard{0}}),
+                       "dim 0 down; cells name ranks\n\n      +----+\n0-1   | 0  |\n"));
 }
 
 TEST(ShardDrawing, BadPlacementsAreRefused) {
@@ -197,7 +209,8 @@ TEST(ShardDrawing, BadPlacementsAreRefused) {
 
 // Every element of the picture lists the ranks that hold it according to local_boxes.
 TEST(ShardDrawing, CellsAgreeWithTheBoxesOfTheRanks) {
-  const std::vector<Placement> ways{Replicate{}, Shard{0}, Shard{1}, StridedShard{0, 2}, StridedShard{1, 3}, Partial{}};
+  const std::vector<Placement> ways{Replicate{},        Shard{0},           Shard{1},
+                                    StridedShard{0, 2}, StridedShard{1, 3}, Partial{}};
   for (const Numbers& shape : {Numbers{5, 4}, {1, 7}, {12, 3}})
     for (const Numbers& mesh_shape : {Numbers{2, 2}, {3, 2}, {2, 4}})
       for (const Placement& a : ways)
@@ -216,7 +229,8 @@ TEST(ShardDrawing, CellsAgreeWithTheBoxesOfTheRanks) {
                   std::set<int> expected;
                   for (const auto& part : grid.parts)
                     for (const ShardBox& box : local_boxes(shape, mesh_shape, part.coordinate, {a, b}))
-                      if (box.offset[0] <= i && i < box.offset[0] + box.shape[0] && box.offset[1] <= j && j < box.offset[1] + box.shape[1])
+                      if (box.offset[0] <= i && i < box.offset[0] + box.shape[0] && box.offset[1] <= j &&
+                          j < box.offset[1] + box.shape[1])
                         expected.insert(part.rank);
                   ASSERT_EQ(drawn, expected) << to_string(Placements{a, b}) << " at " << i << ", " << j;
                 }
@@ -232,7 +246,9 @@ std::string xml_fault(const std::string& text) {
   const auto bad_reference = [&](const std::string& part) {
     for (std::size_t at = part.find('&'); at != std::string::npos; at = part.find('&', at + 1)) {
       const std::size_t end = part.find(';', at);
-      if (end == std::string::npos || !std::set<std::string>{"&amp", "&lt", "&gt", "&quot", "&#10"}.contains(part.substr(at, end - at))) return true;
+      if (end == std::string::npos ||
+          !std::set<std::string>{"&amp", "&lt", "&gt", "&quot", "&#10"}.contains(part.substr(at, end - at)))
+        return true;
     }
     return false;
   };
@@ -242,14 +258,16 @@ std::string xml_fault(const std::string& text) {
     const std::size_t tag = std::min(text.find('<', at), text.size());
     const std::string content = text.substr(at, tag - at);
     if (content.find('>') != std::string::npos || bad_reference(content)) return "content " + content;
-    if (open.empty() && content.find_first_not_of("\n ") != std::string::npos) return "text outside of the root: " + content;
+    if (open.empty() && content.find_first_not_of("\n ") != std::string::npos)
+      return "text outside of the root: " + content;
     if (tag == text.size()) break;
     const std::size_t end = text.find('>', tag);
     if (end == std::string::npos) return "a tag without an end";
     std::string inside = text.substr(tag + 1, end - tag - 1);
     at = end + 1;
     if (inside.starts_with('/')) {
-      if (open.empty() || open.back() != inside.substr(1)) return "</" + inside.substr(1) + "> where " + (open.empty() ? "nothing" : open.back()) + " is open";
+      if (open.empty() || open.back() != inside.substr(1))
+        return "</" + inside.substr(1) + "> where " + (open.empty() ? "nothing" : open.back()) + " is open";
       open.pop_back();
       continue;
     }
@@ -263,9 +281,11 @@ std::string xml_fault(const std::string& text) {
       const std::size_t equals = inside.find("=\"", position);
       const std::size_t close = equals == std::string::npos ? equals : inside.find('"', equals + 2);
       if (close == std::string::npos) return "attributes of " + inside;
-      const std::string attribute = inside.substr(position, equals - position), value = inside.substr(equals + 2, close - equals - 2);
+      const std::string attribute = inside.substr(position, equals - position),
+                        value = inside.substr(equals + 2, close - equals - 2);
       if (!seen.insert(attribute).second) return attribute + " twice";
-      if (attribute.empty() || value.find('<') != std::string::npos || bad_reference(value)) return attribute + " = " + value;
+      if (attribute.empty() || value.find('<') != std::string::npos || bad_reference(value))
+        return attribute + " = " + value;
       position = close + 1;
     }
     if (!closed) open.push_back(name);
@@ -275,7 +295,8 @@ std::string xml_fault(const std::string& text) {
 
 TEST(ShardDrawingSvg, TheCheckerFindsFaults) {
   EXPECT_EQ(xml_fault("<a b=\"1\"><c/>x &amp; y</a>\n"), "");
-  for (const char* bad : {"", "<a>", "<a></b>", "<a b=1/>", "<a b=\"1\" b=\"2\"/>", "<a>&</a>", "<a>x > y</a>", "<a/><b/>", "<a b=\"&\"/>", "x<a/>"})
+  for (const char* bad : {"", "<a>", "<a></b>", "<a b=1/>", "<a b=\"1\" b=\"2\"/>", "<a>&</a>",
+                          "<a>x > y</a>", "<a/><b/>", "<a b=\"&\"/>", "x<a/>"})
     EXPECT_NE(xml_fault(bad), "") << bad;
 }
 
@@ -308,8 +329,10 @@ TEST(ShardDrawingSvg, CellsAreInProportionAndStriped) {
   const std::string svg = draw_sharding_svg({6, 4}, two_by_two(), {Shard{0}, Replicate{}});
   EXPECT_EQ(count(svg, "class=\"cell\""), 2u);
   // Two stripes per cell, and one more each in the legend.
-  for (const char* rank : {"class=\"r0\"", "class=\"r1\"", "class=\"r2\"", "class=\"r3\""}) EXPECT_EQ(count(svg, rank), 2u);
-  EXPECT_EQ(count(svg, "height=\"180.0\""), 6u);  // half of the picture: two stripes and a border for each row
+  for (const char* rank : {"class=\"r0\"", "class=\"r1\"", "class=\"r2\"", "class=\"r3\""})
+    EXPECT_EQ(count(svg, rank), 2u);
+  EXPECT_EQ(count(svg, "height=\"180.0\""),
+            6u);  // half of the picture: two stripes and a border for each row
   EXPECT_TRUE(has_text(svg, "rank 3 at (1, 1): dim 0: 3-5"));
   EXPECT_TRUE(has_text(draw_sharding_svg({3}, mesh_of({4}), {Shard{0}}), "rank 3 at (3): nothing"));
 }

@@ -27,7 +27,9 @@ struct AttentionImpl : nn::Module {
     wo = register_module("wo", nn::Linear(kWidth, kWidth));
   }
   at::Tensor forward(const at::Tensor& x) {
-    const auto heads = [&](const at::Tensor& y) { return y.view({y.size(0), y.size(1), kHeads, kWidth / kHeads}).transpose(1, 2); };
+    const auto heads = [&](const at::Tensor& y) {
+      return y.view({y.size(0), y.size(1), kHeads, kWidth / kHeads}).transpose(1, 2);
+    };
     const at::Tensor q = heads(wq(x)), k = heads(wk(x)), v = heads(wv(x));
     const at::Tensor scores = at::softmax(q.matmul(k.transpose(2, 3)) / 2.0, -1);
     const at::Tensor mixed = scores.matmul(v).transpose(1, 2);
@@ -101,13 +103,15 @@ inline Training train(Model model, const std::function<at::Tensor(const at::Tens
     const at::Tensor inputs = place(tokens), targets = place(tokens.roll(1, 1).contiguous());
     optimizer.zero_grad();
     const at::Tensor logits = model->forward(inputs);
-    const at::Tensor loss = nn::functional::cross_entropy(logits.reshape({kBatch * kTokens, kVocabulary}), targets.reshape({kBatch * kTokens}));
+    const at::Tensor loss = nn::functional::cross_entropy(logits.reshape({kBatch * kTokens, kVocabulary}),
+                                                          targets.reshape({kBatch * kTokens}));
     loss.backward();
     optimizer.step();
     result.losses.push_back((is_dtensor(loss) ? full_tensor(loss.detach()) : loss).item<double>());
   }
   for (const auto& item : model->named_parameters())
-    result.parameters[item.key()] = is_dtensor(item.value()) ? full_tensor(item.value().detach()) : item.value().detach().clone();
+    result.parameters[item.key()] =
+        is_dtensor(item.value()) ? full_tensor(item.value().detach()) : item.value().detach().clone();
   return result;
 }
 

@@ -30,7 +30,8 @@ void repair(std::vector<std::uint8_t>& bytes) {
   if (bytes.size() < BinTokens::kHeaderBytes || !BinTokens::has_magic(bytes)) return;
   std::int32_t version = 0;
   std::memcpy(&version, bytes.data() + 4, sizeof version);
-  const auto count = static_cast<std::int32_t>((bytes.size() - BinTokens::kHeaderBytes) / (version == 7 ? 4 : 2));
+  const auto count =
+      static_cast<std::int32_t>((bytes.size() - BinTokens::kHeaderBytes) / (version == 7 ? 4 : 2));
   std::memcpy(bytes.data() + 8, &count, sizeof count);
 }
 
@@ -46,17 +47,22 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   std::copy(file.begin(), file.end(), bytes.get());
   std::shared_ptr<const BinTokens> source;
   try {
-    source = BinTokens::over({bytes.get(), file.size()}, "fuzz", {.headerless = headerless, .vocabulary = 300, .end_of_document = {}});
+    source = BinTokens::over({bytes.get(), file.size()}, "fuzz",
+                             {.headerless = headerless, .vocabulary = 300, .end_of_document = {}});
   } catch (const ConfigError&) {
     return 0;
   }
   require(source->tokens() > 0, "there are tokens");
-  require(source->tokens() * source->token_bytes() + (headerless ? 0 : BinTokens::kHeaderBytes) == file.size(), "the tokens are the whole file");
+  require(
+      source->tokens() * source->token_bytes() + (headerless ? 0 : BinTokens::kHeaderBytes) == file.size(),
+      "the tokens are the whole file");
   require(source->document(0).end == source->tokens(), "the document is the whole file");
   std::vector<std::int64_t> tokens(source->tokens());
   source->read(0, tokens);  // small files are checked when they are opened
   source->verify();
-  for (const std::int64_t token : tokens) require(token >= 0 && static_cast<std::uint64_t>(token) < source->vocabulary(), "tokens are below the vocabulary");
+  for (const std::int64_t token : tokens)
+    require(token >= 0 && static_cast<std::uint64_t>(token) < source->vocabulary(),
+            "tokens are below the vocabulary");
   std::int64_t one = 0;
   source->read(source->tokens() - 1, {&one, 1});
   require(one == tokens.back(), "a token read alone is the same");

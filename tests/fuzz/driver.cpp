@@ -36,11 +36,13 @@ char failure_path[4096];
 
 extern "C" void save_and_die(int signal_number) {
   const int file = ::open(failure_path, O_WRONLY | O_CREAT | O_TRUNC, 0644);
-  const bool saved = file >= 0 && ::write(file, current_data, current_size) == static_cast<ssize_t>(current_size);
+  const bool saved =
+      file >= 0 && ::write(file, current_data, current_size) == static_cast<ssize_t>(current_size);
   const char* text =
       saved ? "fuzz: the target crashed; its input is in " : "fuzz: the target crashed; could not write ";
   if (::write(STDERR_FILENO, text, std::strlen(text)) < 0 ||
-      ::write(STDERR_FILENO, failure_path, std::strlen(failure_path)) < 0 || ::write(STDERR_FILENO, "\n", 1) < 0)
+      ::write(STDERR_FILENO, failure_path, std::strlen(failure_path)) < 0 ||
+      ::write(STDERR_FILENO, "\n", 1) < 0)
     std::_Exit(3);
   std::signal(signal_number, SIG_DFL);
   std::raise(signal_number);
@@ -79,7 +81,8 @@ void mutate_once(Input& input, const std::vector<Input>& corpus, Random& random)
     }
     case 4: {  // erase
       const std::size_t count = std::min(input.size() - at, 1 + below(random, 8));
-      input.erase(input.begin() + static_cast<std::ptrdiff_t>(at), input.begin() + static_cast<std::ptrdiff_t>(at + count));
+      input.erase(input.begin() + static_cast<std::ptrdiff_t>(at),
+                  input.begin() + static_cast<std::ptrdiff_t>(at + count));
       break;
     }
     case 5:  // cut
@@ -143,7 +146,8 @@ int main(int argc, char** argv) {
 
   const std::string failure = std::filesystem::path(argv[0]).filename().string() + ".failure";
   std::snprintf(failure_path, sizeof failure_path, "%s", failure.c_str());
-  for (const int signal_number : {SIGABRT, SIGSEGV, SIGBUS, SIGFPE, SIGILL}) std::signal(signal_number, save_and_die);
+  for (const int signal_number : {SIGABRT, SIGSEGV, SIGBUS, SIGFPE, SIGILL})
+    std::signal(signal_number, save_and_die);
 
   std::vector<Input> corpus;
   for (const auto& file : files) corpus.push_back(read_file(file));

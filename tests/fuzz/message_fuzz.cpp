@@ -27,8 +27,12 @@ struct Point {
   std::optional<double> weight;
   std::vector<std::string> names;
 };
-void encode(MessageWriter& writer, const Point& point) { writer.write(point.x).write(point.weight).write(point.names); }
-void decode(MessageReader& reader, Point& point) { reader.read(point.x).read(point.weight).read(point.names); }
+void encode(MessageWriter& writer, const Point& point) {
+  writer.write(point.x).write(point.weight).write(point.names);
+}
+void decode(MessageReader& reader, Point& point) {
+  reader.read(point.x).read(point.weight).read(point.names);
+}
 
 // One decoded value of any type that can be encoded again.
 struct Field {

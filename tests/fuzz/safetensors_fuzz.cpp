@@ -11,9 +11,9 @@
 #include <string>
 #include <vector>
 
-#include "penstock/checkpoint_types.h"
 #include "penstock/checkpoint/files/index.h"
 #include "penstock/checkpoint/files/safetensors.h"
+#include "penstock/checkpoint_types.h"
 
 namespace {
 
@@ -43,7 +43,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   if ((data[0] & 1) == 0) {
     const std::size_t json = size - 2, rest = data[1];
     file.assign(8, 0);
-    for (std::size_t i = 0; i < 8; ++i) file[i] = static_cast<std::uint8_t>(static_cast<std::uint64_t>(json) >> (8 * i));
+    for (std::size_t i = 0; i < 8; ++i)
+      file[i] = static_cast<std::uint8_t>(static_cast<std::uint64_t>(json) >> (8 * i));
     file.insert(file.end(), data + 2, data + size);
     file.insert(file.end(), rest, 0);
   }

@@ -9,9 +9,9 @@
 #include <string_view>
 
 #include "penstock/errors.h"
-#include "penstock/schedule/check/dry_run.h"
 #include "penstock/lower.h"
 #include "penstock/schedule.h"
+#include "penstock/schedule/check/dry_run.h"
 #include "penstock/validate.h"
 
 namespace {
@@ -64,9 +64,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     return 0;
   }
   require(parse_rows(to_csv(rows)) == rows, "text reads back as the same rows");
-  for (const auto placement :
-       {std::optional<StagePlacement>(), std::optional(StagePlacement::V),
-        std::optional(StagePlacement::Bidirectional)}) {
+  for (const auto placement : {std::optional<StagePlacement>(), std::optional(StagePlacement::V),
+                               std::optional(StagePlacement::Bidirectional)}) {
     try {
       use(schedule_from_rows(rows, placement));
     } catch (const ValueError&) {

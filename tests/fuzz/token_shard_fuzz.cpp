@@ -12,8 +12,8 @@
 #include <span>
 #include <vector>
 
-#include "penstock/errors.h"
 #include "penstock/base/checksum.h"
+#include "penstock/errors.h"
 #include "penstock/train/data/token_shard.h"
 
 namespace {
@@ -70,7 +70,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   for (std::uint64_t i = 0; i < shard->documents(); ++i) {
     const TokenShard::Document document = shard->document(i);
     require(document.begin == next && document.end > document.begin, "documents follow each other");
-    require(shard->document_of(document.begin) == i && shard->document_of(document.end - 1) == i, "a token is in its document");
+    require(shard->document_of(document.begin) == i && shard->document_of(document.end - 1) == i,
+            "a token is in its document");
     next = document.end;
   }
   require(next == shard->tokens(), "the documents contain all tokens");
@@ -82,7 +83,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     return 0;  // a damaged block, or a token beyond the vocabulary
   }
   for (const std::int64_t token : tokens)
-    require(token >= 0 && static_cast<std::uint64_t>(token) < shard->header().vocabulary, "tokens are below the vocabulary");
+    require(token >= 0 && static_cast<std::uint64_t>(token) < shard->header().vocabulary,
+            "tokens are below the vocabulary");
   std::int64_t one = 0;
   shard->read(shard->tokens() - 1, {&one, 1});
   require(one == tokens.back(), "a token read alone is the same");

@@ -10,11 +10,11 @@
 #include <string>
 #include <vector>
 
-#include "penstock/errors.h"
-#include "penstock/graph/run/compiled.h"
 #include "penstock/compile.h"
-#include "penstock/graph/run/execute.h"
+#include "penstock/errors.h"
 #include "penstock/graph/ir/functionalize.h"
+#include "penstock/graph/run/compiled.h"
+#include "penstock/graph/run/execute.h"
 #include "penstock/graph/tools/signature.h"
 #include "tests/graph/call_trace.h"
 #include "tests/has_text.h"
@@ -78,7 +78,9 @@ TEST(BackwardWrites, ABufferThatIsAnInput) {
   ASSERT_EQ(compiled.joint(0).written_in_backward, (std::vector<std::size_t>{1}));
   EXPECT_FALSE(compiled.meta(0).inputs[1].mutates_data);  // forward does not
   EXPECT_EQ(count_writes(compiled.joint(0).graph), 0u);
-  EXPECT_TRUE(has_text(message_of<ValueError>([&] { make_signature(compiled.joint(0), compiled.inner_meta(0)); }), "backward writes primals_2"));
+  EXPECT_TRUE(
+      has_text(message_of<ValueError>([&] { make_signature(compiled.joint(0), compiled.inner_meta(0)); }),
+               "backward writes primals_2"));
 }
 
 TEST(BackwardWrites, ABufferOfAModule) {
@@ -135,16 +137,24 @@ TEST(BackwardWrites, ASavedTensorOfItsOwn) {
 }
 
 TEST(BackwardWrites, VisibleWritesAreRejected) {
-  const auto refusal = [](const Halves& halves, const std::function<Tensors(const Tensors&, const Halves*)>& function, const Tensors& inputs) {
+  const auto refusal = [](const Halves& halves,
+                          const std::function<Tensors(const Tensors&, const Halves*)>& function,
+                          const Tensors& inputs) {
     Compiled compiled(over_tensors([&](const Tensors& in) { return function(in, &halves); }));
     return message_of<NotImplemented>([&] { compiled(values_of(inputs)); });
   };
-  const auto applied = [](const Tensors& in, const Halves* halves) { return Tensors{UsersFunction::apply(in[0], halves) * 3}; };
+  const auto applied = [](const Tensors& in, const Halves* halves) {
+    return Tensors{UsersFunction::apply(in[0], halves) * 3};
+  };
   const Halves in_gradient{doubled, [](AutogradContext*, at::Tensor gradient) { return gradient.mul_(2); }};
-  EXPECT_TRUE(has_text(refusal(in_gradient, applied, {leaf({3})}), "backward writes a gradient that was passed to it (aten::mul_"));
+  EXPECT_TRUE(has_text(refusal(in_gradient, applied, {leaf({3})}),
+                       "backward writes a gradient that was passed to it (aten::mul_"));
   // Whether the gradient of w shows the write as well depends on autograd's order.
-  const auto shared = [](const Tensors& in, const Halves* halves) { return Tensors{UsersFunction::apply(in[0], halves) + in[1]}; };
-  EXPECT_TRUE(has_text(refusal(in_gradient, shared, {leaf({3}), leaf({3})}), "backward writes a gradient that was passed to it"));
+  const auto shared = [](const Tensors& in, const Halves* halves) {
+    return Tensors{UsersFunction::apply(in[0], halves) + in[1]};
+  };
+  EXPECT_TRUE(has_text(refusal(in_gradient, shared, {leaf({3}), leaf({3})}),
+                       "backward writes a gradient that was passed to it"));
   const Halves in_result{[](AutogradContext* context, at::Tensor x) {
                            const at::Tensor y = x.exp();
                            context->saved_data["y"] = y;
@@ -154,8 +164,11 @@ TEST(BackwardWrites, VisibleWritesAreRejected) {
                            at::Tensor y = context->saved_data["y"].toTensor();
                            return y.mul_(gradient);
                          }};
-  const auto returned = [](const Tensors& in, const Halves* halves) { return Tensors{UsersFunction::apply(in[0], halves)}; };
-  EXPECT_TRUE(has_text(refusal(in_result, returned, {leaf({3})}), "backward writes a tensor that forward returned (aten::mul_"));
+  const auto returned = [](const Tensors& in, const Halves* halves) {
+    return Tensors{UsersFunction::apply(in[0], halves)};
+  };
+  EXPECT_TRUE(has_text(refusal(in_result, returned, {leaf({3})}),
+                       "backward writes a tensor that forward returned (aten::mul_"));
   // Inputs that require gradients, that forward writes, or that are passed twice.
   static at::Tensor held;
   const Halves in_held{doubled, [](AutogradContext*, at::Tensor gradient) {
@@ -172,14 +185,17 @@ TEST(BackwardWrites, VisibleWritesAreRejected) {
     held = in[1].add_(1);
     return Tensors{UsersFunction::apply(in[0], halves)};
   };
-  EXPECT_TRUE(has_text(refusal(in_held, writing, {leaf({3}), torch::ones({3})}), "forward and backward both write primals_2"));
+  EXPECT_TRUE(has_text(refusal(in_held, writing, {leaf({3}), torch::ones({3})}),
+                       "forward and backward both write primals_2"));
   const auto unread = [](const Tensors& in, const Halves* halves) {
     held = in[1];
     return Tensors{UsersFunction::apply(in[0], halves) * 2};
   };
   const at::Tensor buffer = torch::ones({3});
-  EXPECT_TRUE(has_text(refusal(in_held, unread, {leaf({3}), buffer, buffer.view({3})}), "backward writes primals_2, which shares memory with primals_3"));
-  EXPECT_TRUE(has_text(refusal(in_held, unread, {leaf({3}), torch::ones({4}).unfold(0, 2, 1)}), "primals_2 has elements that share memory (expand, unfold), and backward writes it"));
+  EXPECT_TRUE(has_text(refusal(in_held, unread, {leaf({3}), buffer, buffer.view({3})}),
+                       "backward writes primals_2, which shares memory with primals_3"));
+  EXPECT_TRUE(has_text(refusal(in_held, unread, {leaf({3}), torch::ones({4}).unfold(0, 2, 1)}),
+                       "primals_2 has elements that share memory (expand, unfold), and backward writes it"));
   held = at::Tensor();
   // A tensor that is not an input.
   const at::Tensor outside = torch::ones({3});
@@ -187,8 +203,10 @@ TEST(BackwardWrites, VisibleWritesAreRejected) {
                             outside.add_(gradient);
                             return gradient;
                           }};
-  Compiled compiled(over_tensors([&](const Tensors& in) { return Tensors{UsersFunction::apply(in[0], &in_outside)}; }));
-  EXPECT_TRUE(has_text(message_of<StateError>([&] { compiled({leaf({3})}); }), "pass the tensor as an input"));
+  Compiled compiled(
+      over_tensors([&](const Tensors& in) { return Tensors{UsersFunction::apply(in[0], &in_outside)}; }));
+  EXPECT_TRUE(
+      has_text(message_of<StateError>([&] { compiled({leaf({3})}); }), "pass the tensor as an input"));
   EXPECT_TRUE(torch::equal(outside, torch::ones({3})));
 }
 
@@ -198,7 +216,8 @@ TEST(BackwardWrites, HooksMayNotWriteGradientsEither) {
     y.register_hook([](at::Tensor gradient) { return gradient.mul_(2); });
     return Tensors{y.sin()};
   }));
-  EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { compiled({leaf({3})}); }), "create a new tensor in the function's backward or in the hook"));
+  EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { compiled({leaf({3})}); }),
+                       "create a new tensor in the function's backward or in the hook"));
 }
 
 TEST(BackwardWrites, ABufferThatChangedInBetweenIsAnError) {
@@ -217,7 +236,8 @@ TEST(BackwardWrites, ABufferThatChangedInBetweenIsAnError) {
   const at::Tensor first = compiled({x, buffer})[0].toTensor(), second = compiled({x, buffer})[0].toTensor();
   first.sum().backward();
   EXPECT_TRUE(torch::equal(buffer, torch::ones({3})));
-  const std::string message = message_of<c10::Error>([&] { second.sum().backward(); });  // it was saved for backward
+  const std::string message =
+      message_of<c10::Error>([&] { second.sum().backward(); });  // it was saved for backward
   EXPECT_TRUE(has_text(message, "modified by an inplace operation")) << message;
   EXPECT_TRUE(torch::equal(buffer, torch::ones({3})));
   // Also if backward only overwrites it, whatever part of it is saved.
@@ -240,10 +260,11 @@ TEST(BackwardWrites, ABufferThatChangedInBetweenIsAnError) {
 
 TEST(Functionalize, OutputsOfForwardAreAsBeforeBackward) {
   Graph graph = capture_forward(over_tensors([](const Tensors& in) {
-    const at::Tensor y = in[0] + 1;
-    y.mul_(3);
-    return Tensors{y, y};
-  }), {torch::ones({2})});
+                                  const at::Tensor y = in[0] + 1;
+                                  y.mul_(3);
+                                  return Tensors{y, y};
+                                }),
+                                {torch::ones({2})});
   graph.nodes.back().phase = Phase::Backward;
   const auto results = Executor(functionalize(graph, 1))({torch::ones({2})});
   EXPECT_TRUE(torch::equal(results[0].toTensor(), torch::full({2}, 2.f)));
@@ -254,7 +275,8 @@ TEST(Functionalize, OutputsOfForwardAreAsBeforeBackward) {
 
 TEST(CustomFunctionViews, AreDifferentiatedByTheFunction) {
   // A view whose backward is not that of a view.
-  static const Halves halves{[](AutogradContext*, at::Tensor x) { return x.t(); }, [](AutogradContext*, at::Tensor gradient) { return gradient.t() * 10; }};
+  static const Halves halves{[](AutogradContext*, at::Tensor x) { return x.t(); },
+                             [](AutogradContext*, at::Tensor gradient) { return gradient.t() * 10; }};
   const auto apply = [](const at::Tensor& x) { return UsersFunction::apply(x, &halves); };
   const auto kinds = [](const std::function<Tensors(const Tensors&)>& function, const at::Tensor& x) {
     std::vector<OutputKind> kinds;
@@ -265,14 +287,17 @@ TEST(CustomFunctionViews, AreDifferentiatedByTheFunction) {
   const at::Tensor x = leaf({2, 3});
   const auto of_input = [&](const Tensors& in) { return Tensors{apply(in[0])}; };
   EXPECT_EQ(kinds(of_input, x), (std::vector{CustomFunctionView}));
-  const auto view_of_it = [&](const Tensors& in) { return Tensors{apply(in[0]).select(0, 1), in[0].select(0, 1)}; };
+  const auto view_of_it = [&](const Tensors& in) {
+    return Tensors{apply(in[0]).select(0, 1), in[0].select(0, 1)};
+  };
   EXPECT_EQ(kinds(view_of_it, x), (std::vector{CustomFunctionView, AliasOfInput}));
   const auto of_inner = [&](const Tensors& in) {
     const at::Tensor y = in[0].exp();
     return Tensors{y, apply(y)};
   };
   EXPECT_EQ(kinds(of_inner, x), (std::vector{NonAlias, CustomFunctionView}));
-  for (const auto& function : std::vector<std::function<Tensors(const Tensors&)>>{of_input, view_of_it, of_inner}) {
+  for (const auto& function :
+       std::vector<std::function<Tensors(const Tensors&)>>{of_input, view_of_it, of_inner}) {
     Compiled compiled(over_tensors(function));
     const auto same = [](const Tensors& fresh) { return fresh; };
     const Trace expected = trace_of(over_tensors(function), {x}, same);
@@ -285,7 +310,8 @@ TEST(CustomFunctionViews, AreDifferentiatedByTheFunction) {
   }
   Compiled compiled(over_tensors(of_input));
   compiled({x})[0].toTensor().sum().backward();
-  EXPECT_TRUE(torch::equal(x.grad(), torch::full({2, 3}, 10.f))) << x.grad();  // not 1, as a transposed view would have
+  EXPECT_TRUE(torch::equal(x.grad(), torch::full({2, 3}, 10.f)))
+      << x.grad();  // not 1, as a transposed view would have
 }
 
 // ---- random functions ----
@@ -298,31 +324,58 @@ struct RandomHalves : torch::autograd::Function<RandomHalves> {
     const at::Tensor kept = x.detach() * 0.5 + 1;
     at::Tensor result;
     switch (choice % 6) {
-      case 0: result = x.cos(); break;
-      case 1: result = x.t(); break;
-      case 2: result = x.mul_(2), context->mark_dirty({x}); break;
-      case 3: result = x * buffer; break;
-      case 4: result = x.view({-1}).slice(0, 1); break;
-      default: result = kept * 2; break;
+      case 0:
+        result = x.cos();
+        break;
+      case 1:
+        result = x.t();
+        break;
+      case 2:
+        result = x.mul_(2), context->mark_dirty({x});
+        break;
+      case 3:
+        result = x * buffer;
+        break;
+      case 4:
+        result = x.view({-1}).slice(0, 1);
+        break;
+      default:
+        result = kept * 2;
+        break;
     }
     context->save_for_backward({kept});
     return result;
   }
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     const std::int64_t choice = context->saved_data["choice"].toInt();
-    at::Tensor buffer = context->saved_data["buffer"].toTensor(), kept = context->get_saved_variables()[0], gradient = gradients[0];
+    at::Tensor buffer = context->saved_data["buffer"].toTensor(), kept = context->get_saved_variables()[0],
+               gradient = gradients[0];
     if (choice % 6 == 1) gradient = gradient.t();
     if (choice % 6 == 4) gradient = at::cat({gradient.new_zeros({1}), gradient}).view(kept.sizes());
     at::Tensor result;
     switch (choice / 6 % 7) {
-      case 0: result = gradient * kept; break;
-      case 1: result = kept.mul_(gradient); break;                                      // what it saved
-      case 2: buffer.add_(gradient.sum(0)), result = gradient * buffer; break;          // the buffer
-      case 3: result = gradient * 2, result.select(0, 0).add_(kept.select(0, 0)); break;  // a new tensor
+      case 0:
+        result = gradient * kept;
+        break;
+      case 1:
+        result = kept.mul_(gradient);
+        break;  // what it saved
+      case 2:
+        buffer.add_(gradient.sum(0)), result = gradient * buffer;
+        break;  // the buffer
+      case 3:
+        result = gradient * 2, result.select(0, 0).add_(kept.select(0, 0));
+        break;  // a new tensor
       // The gradient passed to it, or a copy of it.
-      case 4: result = gradient.mul_(3); break;
-      case 5: buffer.view({-1}).select(0, 0).add_(1), kept.add_(buffer), result = gradient * kept; break;
-      default: result = gradient.t().contiguous().t(); break;
+      case 4:
+        result = gradient.mul_(3);
+        break;
+      case 5:
+        buffer.view({-1}).select(0, 0).add_(1), kept.add_(buffer), result = gradient * kept;
+        break;
+      default:
+        result = gradient.t().contiguous().t();
+        break;
     }
     return {result, at::Tensor(), at::Tensor()};
   }
@@ -336,7 +389,8 @@ TEST(BackwardWrites, RandomFunctions) {
     SCOPED_TRACE("program " + std::to_string(seed));
     std::mt19937 random(seed);
     torch::manual_seed(seed);
-    const std::int64_t choices[2] = {static_cast<std::int64_t>(random() % 42), static_cast<std::int64_t>(random() % 42)};
+    const std::int64_t choices[2] = {static_cast<std::int64_t>(random() % 42),
+                                     static_cast<std::int64_t>(random() % 42)};
     const unsigned around = random();
     const Function function = over_tensors([&](const Tensors& in) {
       at::Tensor h = around & 1 ? in[0] * 1.5 : in[0].clone();
@@ -362,7 +416,8 @@ TEST(BackwardWrites, RandomFunctions) {
       }
       legal += call == 0 ? 1 : 0;
       try {
-        const Trace actual = trace_of([&](const Values& inputs) { return compiled(inputs); }, leaves, prepare);
+        const Trace actual =
+            trace_of([&](const Values& inputs) { return compiled(inputs); }, leaves, prepare);
         expect_same(actual.outputs, expected.outputs, "output");
         if (!expected.refused) {
           EXPECT_FALSE(actual.refused);
@@ -381,7 +436,8 @@ TEST(BackwardWrites, RandomFunctions) {
       }
     }
     if (::testing::Test::HasFailure()) {
-      ADD_FAILURE() << "halves " << choices[0] << ", " << choices[1] << ", around " << (around & 511) << (compiled.captures() > 0 ? to_text(compiled.joint(0).graph) : "");
+      ADD_FAILURE() << "halves " << choices[0] << ", " << choices[1] << ", around " << (around & 511)
+                    << (compiled.captures() > 0 ? to_text(compiled.joint(0).graph) : "");
       return;
     }
   }

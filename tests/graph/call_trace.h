@@ -33,9 +33,11 @@ struct Trace {
 
 // Clones `leaves`, passes them through `prepare`, and differentiates through everything that the call returns
 // or writes.
-inline Trace trace_of(const std::function<Values(const Values&)>& call, const Tensors& leaves, const std::function<Tensors(const Tensors&)>& prepare) {
+inline Trace trace_of(const std::function<Values(const Values&)>& call, const Tensors& leaves,
+                      const std::function<Tensors(const Tensors&)>& prepare) {
   Tensors fresh;
-  for (const at::Tensor& leaf : leaves) fresh.push_back(leaf.detach().clone().set_requires_grad(leaf.requires_grad()));
+  for (const at::Tensor& leaf : leaves)
+    fresh.push_back(leaf.detach().clone().set_requires_grad(leaf.requires_grad()));
   const Tensors inputs = prepare(fresh);
   torch::manual_seed(11);
   Trace trace;
@@ -74,19 +76,24 @@ inline bool same_numbers(const at::Tensor& actual, const at::Tensor& expected, C
     return plain.is_complex() ? at::view_as_real(plain) : plain;
   };
   const at::Tensor a = real(actual), b = real(expected);
-  if (compare == Compare::Exactly || !a.is_floating_point()) return a.eq(b).logical_or(a.ne(a).logical_and(b.ne(b))).all().item<bool>();
+  if (compare == Compare::Exactly || !a.is_floating_point())
+    return a.eq(b).logical_or(a.ne(a).logical_and(b.ne(b))).all().item<bool>();
   return torch::allclose(a, b, 1e-4, 1e-5, /*equal_nan=*/true);
 }
 
-inline void expect_same(const Tensors& actual, const Tensors& expected, const char* what, Compare compare = Compare::Exactly) {
+inline void expect_same(const Tensors& actual, const Tensors& expected, const char* what,
+                        Compare compare = Compare::Exactly) {
   ASSERT_EQ(actual.size(), expected.size());
   for (std::size_t i = 0; i < actual.size(); ++i) {
     ASSERT_EQ(actual[i].defined(), expected[i].defined()) << what << " " << i;
     if (!actual[i].defined()) continue;
     EXPECT_EQ(actual[i].sizes(), expected[i].sizes()) << what << " " << i;
     EXPECT_EQ(actual[i].scalar_type(), expected[i].scalar_type()) << what << " " << i;
-    if (actual[i].sizes() != expected[i].sizes() || actual[i].scalar_type() != expected[i].scalar_type()) continue;
-    EXPECT_TRUE(same_numbers(actual[i], expected[i], compare)) << what << " " << i << "\n" << actual[i] << "\nexpected\n" << expected[i];
+    if (actual[i].sizes() != expected[i].sizes() || actual[i].scalar_type() != expected[i].scalar_type())
+      continue;
+    EXPECT_TRUE(same_numbers(actual[i], expected[i], compare)) << what << " " << i << "\n"
+                                                               << actual[i] << "\nexpected\n"
+                                                               << expected[i];
   }
 }
 
@@ -98,7 +105,8 @@ inline void expect_same_look(const Tensors& actual, const Tensors& expected, con
     EXPECT_EQ(actual[i].is_neg(), expected[i].is_neg()) << what << " " << i;
     EXPECT_EQ(actual[i].requires_grad(), expected[i].requires_grad()) << what << " " << i;
     for (std::int64_t dim = 0; dim < actual[i].dim(); ++dim)
-      EXPECT_TRUE(actual[i].size(dim) <= 1 || actual[i].stride(dim) == expected[i].stride(dim)) << what << " " << i << " has strides " << actual[i].strides();
+      EXPECT_TRUE(actual[i].size(dim) <= 1 || actual[i].stride(dim) == expected[i].stride(dim))
+          << what << " " << i << " has strides " << actual[i].strides();
   }
 }
 
@@ -113,16 +121,21 @@ inline void expect_same_memory(const Trace& actual, const Trace& expected) {
     return places;
   };
   for (std::size_t i = 0; i < actual.outputs.size(); ++i) {
-    EXPECT_EQ(shared(actual.outputs, i, actual.inputs), shared(expected.outputs, i, expected.inputs)) << "output " << i << " in inputs";
-    EXPECT_EQ(shared(actual.outputs, i, actual.outputs), shared(expected.outputs, i, expected.outputs)) << "output " << i << " in outputs";
+    EXPECT_EQ(shared(actual.outputs, i, actual.inputs), shared(expected.outputs, i, expected.inputs))
+        << "output " << i << " in inputs";
+    EXPECT_EQ(shared(actual.outputs, i, actual.outputs), shared(expected.outputs, i, expected.outputs))
+        << "output " << i << " in outputs";
     if (overlaps_itself(geometry_of(expected.outputs[i]))) continue;
-    for (const Trace* trace : {&actual, &expected}) trace->outputs[i].detach().fill_(static_cast<std::int64_t>(i) + 7);
+    for (const Trace* trace : {&actual, &expected})
+      trace->outputs[i].detach().fill_(static_cast<std::int64_t>(i) + 7);
     expect_same(actual.inputs, expected.inputs, "after a result was written, input");
     expect_same(actual.outputs, expected.outputs, "after a result was written, output");
   }
 }
 
-inline at::Tensor leaf(at::IntArrayRef sizes, bool requires_grad = true) { return torch::randn(sizes).set_requires_grad(requires_grad); }
+inline at::Tensor leaf(at::IntArrayRef sizes, bool requires_grad = true) {
+  return torch::randn(sizes).set_requires_grad(requires_grad);
+}
 
 inline Tensors cloned(const Tensors& tensors) {
   Tensors clones;

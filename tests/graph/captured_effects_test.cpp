@@ -8,12 +8,12 @@
 #include <string>
 #include <vector>
 
-#include "penstock/errors.h"
 #include "penstock/comm/group/operators.h"
-#include "penstock/world.h"
+#include "penstock/errors.h"
+#include "penstock/graph/ir/rewrite.h"
 #include "penstock/graph/run/compiled.h"
 #include "penstock/graph/run/execute.h"
-#include "penstock/graph/ir/rewrite.h"
+#include "penstock/world.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 #include "tests/torch/sample_wrappers.h"
@@ -29,7 +29,8 @@ using test::message_of;
 
 std::size_t count_of(const Graph& graph, const std::string& name) {
   return static_cast<std::size_t>(
-      std::count_if(graph.nodes.begin(), graph.nodes.end(), [&](const Node& node) { return node.op.operator_name().name == name; }));
+      std::count_if(graph.nodes.begin(), graph.nodes.end(),
+                    [&](const Node& node) { return node.op.operator_name().name == name; }));
 }
 
 TEST(CapturedCollectives, RunAsInThePlainFunction) {
@@ -69,7 +70,8 @@ TEST(CapturedCollectives, AreNeitherDroppedNorMerged) {
       [&](const Values& in) -> Values {
         const at::Tensor x = in[0].toTensor();
         functional::all_reduce(x, ReduceOp::Sum, group);
-        return {functional::wait_tensor(functional::all_reduce(x, ReduceOp::Sum, group)) + functional::wait_tensor(functional::all_reduce(x, ReduceOp::Sum, group))};
+        return {functional::wait_tensor(functional::all_reduce(x, ReduceOp::Sum, group)) +
+                functional::wait_tensor(functional::all_reduce(x, ReduceOp::Sum, group))};
       },
       {at::ones({3})});
   EXPECT_EQ(remove_dead_nodes(graph), 0u);
@@ -92,7 +94,8 @@ TEST(CapturedSubclasses, MadeInsideAreFlattened) {
   const Graph graph = capture_forward(function, {x, y});
   std::vector<std::string> names;
   for (const Node& node : graph.nodes) names.push_back(node.op.operator_name().name);
-  EXPECT_EQ(names, (std::vector<std::string>{"aten::mul", "aten::add", "aten::add", "aten::relu", "aten::relu", "aten::t", "aten::t"}));
+  EXPECT_EQ(names, (std::vector<std::string>{"aten::mul", "aten::add", "aten::add", "aten::relu",
+                                             "aten::relu", "aten::t", "aten::t"}));
   const auto results = Executor(graph)({x, y});
   EXPECT_TRUE(at::equal(results[0].toTensor(), (x * 2 + 1).relu().t()));
   EXPECT_TRUE(at::equal(results[1].toTensor(), (y + 1).relu().t()));
@@ -102,7 +105,11 @@ TEST(CapturedSubclasses, OfAnUnknownKindAreErrorsThatNameThem) {
   using sample::Boxed;
   Compiled compiled([](const Values& in) -> Values { return {in[0].toTensor() * 2}; });
   EXPECT_TRUE(has_text(message_of<TypeError>([&] { compiled({Boxed::make(at::ones({3}))}); }), "Boxed"));
-  EXPECT_TRUE(has_text(message_of<StateError>([] { capture_forward([](const Values& in) -> Values { return {Boxed::make(in[0].toTensor())}; }, {at::ones({3})}); }),
+  EXPECT_TRUE(has_text(message_of<StateError>([] {
+                         capture_forward(
+                             [](const Values& in) -> Values { return {Boxed::make(in[0].toTensor())}; },
+                             {at::ones({3})});
+                       }),
                        "Boxed"));
 }
 
@@ -118,7 +125,8 @@ TEST(CapturedBackward, RefusesWhatItWasNotCapturedFor) {
   at::globalContext().setDeterministicAlgorithms(false, false);
   // A gradient of another tensor kind.
   const at::Tensor third = compiled({x})[0].toTensor();
-  EXPECT_TRUE(has_text(message_of<TypeError>([&] { third.backward(sample::Boxed::make(at::ones({3}))); }), "a tensor of kind Boxed"));
+  EXPECT_TRUE(has_text(message_of<TypeError>([&] { third.backward(sample::Boxed::make(at::ones({3}))); }),
+                       "a tensor of kind Boxed"));
   // The rejected call has consumed nothing.
   x.mutable_grad() = at::Tensor();
   third.backward(at::ones({3}));

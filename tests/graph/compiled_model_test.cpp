@@ -20,7 +20,8 @@ void expect_same_steps(bool tied, bool with_documents) {
   for (int step = 0; step < 2; ++step) {
     SCOPED_TRACE(step);
     const at::Tensor tokens = tokens_for(small(), 2, 9);
-    const at::Tensor documents = with_documents ? torch::arange(18).reshape({2, 9}).div(4, "floor") : at::Tensor();
+    const at::Tensor documents =
+        with_documents ? torch::arange(18).reshape({2, 9}).div(4, "floor") : at::Tensor();
     const auto logits_of = [&](auto& model) { return model->forward(tokens, documents); };
     const at::Tensor expected = logits_of(plain), actual = logits_of(fast);
     EXPECT_TRUE(torch::equal(actual, expected));

@@ -25,14 +25,16 @@ using test::message_of;
 
 // Expects the results, mutated inputs and gradients of the function itself, bit for bit; captured and
 // replayed.
-void expect_exact(const std::function<Tensors(const Tensors&)>& function, const Tensors& leaves,
-                  const std::function<Tensors(const Tensors&)>& prepare = [](const Tensors& fresh) { return fresh; },
-                  Compare gradients = Compare::Exactly) {
+void expect_exact(
+    const std::function<Tensors(const Tensors&)>& function, const Tensors& leaves,
+    const std::function<Tensors(const Tensors&)>& prepare = [](const Tensors& fresh) { return fresh; },
+    Compare gradients = Compare::Exactly) {
   const Trace expected = trace_of(over_tensors(function), leaves, prepare);
   for (const Partitioner partitioner : {Partitioner::Default, Partitioner::MinCut}) {
     Compiled compiled(over_tensors(function), {.partitioner = partitioner});
     for (int call = 0; call < 2; ++call) {
-      SCOPED_TRACE(std::string(call == 0 ? "captured" : "replayed") + (partitioner == Partitioner::MinCut ? ", cut by cost" : ""));
+      SCOPED_TRACE(std::string(call == 0 ? "captured" : "replayed") +
+                   (partitioner == Partitioner::MinCut ? ", cut by cost" : ""));
       const Trace actual = trace_of([&](const Values& inputs) { return compiled(inputs); }, leaves, prepare);
       expect_same(actual.outputs, expected.outputs, "output");
       expect_same(actual.inputs, expected.inputs, "input");
@@ -47,7 +49,8 @@ TEST(Compiled, Mlp) {
   torch::manual_seed(1);
   expect_exact(
       [](const Tensors& in) {
-        return Tensors{torch::linear(torch::gelu(torch::linear(in[0], in[1], in[2])), in[3], in[4]).pow(2).mean()};
+        return Tensors{
+            torch::linear(torch::gelu(torch::linear(in[0], in[1], in[2])), in[3], in[4]).pow(2).mean()};
       },
       {leaf({5, 4}, false), leaf({8, 4}), leaf({8}), leaf({3, 8}), leaf({3})});
 }
@@ -57,11 +60,13 @@ TEST(Compiled, AttentionWithDropout) {
   expect_exact(
       [](const Tensors& in) {
         const auto heads = [](const at::Tensor& x) { return x.view({2, 6, 2, 4}).transpose(1, 2); };
-        const at::Tensor q = heads(torch::linear(in[0], in[1])), k = heads(torch::linear(in[0], in[2])), v = heads(torch::linear(in[0], in[3]));
+        const at::Tensor q = heads(torch::linear(in[0], in[1])), k = heads(torch::linear(in[0], in[2])),
+                         v = heads(torch::linear(in[0], in[3]));
         at::Tensor scores = q.matmul(k.transpose(-1, -2)).div_(2.0);
         scores.masked_fill_(torch::ones({6, 6}, torch::kBool).triu(1), -1e9);
         const at::Tensor attention = torch::dropout(scores.softmax(-1), 0.1, true);
-        return Tensors{torch::layer_norm(attention.matmul(v).transpose(1, 2).reshape({2, 6, 8}), {8}, in[4], in[5])};
+        return Tensors{
+            torch::layer_norm(attention.matmul(v).transpose(1, 2).reshape({2, 6, 8}), {8}, in[4], in[5])};
       },
       {leaf({2, 6, 8}), leaf({8, 8}), leaf({8, 8}), leaf({8, 8}), leaf({8}), leaf({8})});
 }
@@ -74,7 +79,8 @@ TEST(Compiled, ConvolutionBatchNormPooling) {
         x = torch::batch_norm(x, in[3], in[4], in[5], in[6], /*training=*/true, 0.1, 1e-5, false).relu_();
         return Tensors{torch::max_pool2d(x, 2).flatten(1), torch::adaptive_avg_pool2d(x, {1, 1})};
       },
-      {leaf({2, 3, 8, 8}), leaf({4, 3, 3, 3}), leaf({4}), leaf({4}), leaf({4}), leaf({4}, false), torch::ones({4})});
+      {leaf({2, 3, 8, 8}), leaf({4, 3, 3, 3}), leaf({4}), leaf({4}), leaf({4}), leaf({4}, false),
+       torch::ones({4})});
 }
 
 TEST(Compiled, EmbeddingIndexAndCrossEntropy) {
@@ -83,7 +89,8 @@ TEST(Compiled, EmbeddingIndexAndCrossEntropy) {
   expect_exact(
       [](const Tensors& in) {
         const at::Tensor hidden = torch::embedding(in[1], in[0]).cumsum(1).index({in[0].remainder(2)});
-        return Tensors{torch::cross_entropy_loss(torch::linear(hidden, in[1]).view({-1, 11}), torch::arange(50).remainder(11))};
+        return Tensors{torch::cross_entropy_loss(torch::linear(hidden, in[1]).view({-1, 11}),
+                                                 torch::arange(50).remainder(11))};
       },
       {tokens, leaf({11, 4})});
 }
@@ -92,10 +99,12 @@ TEST(Compiled, Lstm) {
   torch::manual_seed(5);
   expect_exact(
       [](const Tensors& in) {
-        auto [output, hidden, cell] = torch::lstm(in[0], {in[1], in[2]}, {in[3], in[4], in[5], in[6]}, true, 1, 0.0, true, false, true);
+        auto [output, hidden, cell] =
+            torch::lstm(in[0], {in[1], in[2]}, {in[3], in[4], in[5], in[6]}, true, 1, 0.0, true, false, true);
         return Tensors{output, hidden, cell};
       },
-      {leaf({2, 3, 4}), leaf({1, 2, 5}), leaf({1, 2, 5}), leaf({20, 4}), leaf({20, 5}), leaf({20}), leaf({20})});
+      {leaf({2, 3, 4}), leaf({1, 2, 5}), leaf({1, 2, 5}), leaf({20, 4}), leaf({20, 5}), leaf({20}),
+       leaf({20})});
 }
 
 TEST(Compiled, WritesThroughViewsOfInputs) {
@@ -112,7 +121,9 @@ TEST(Compiled, WritesThroughViewsOfInputs) {
 
 TEST(Compiled, WritesOfInputsThatAreViewsWithGaps) {
   torch::manual_seed(7);
-  const auto every_other_column = [](const Tensors& fresh) { return Tensors{fresh[0].clone().slice(1, 1, 6, 2)}; };
+  const auto every_other_column = [](const Tensors& fresh) {
+    return Tensors{fresh[0].clone().slice(1, 1, 6, 2)};
+  };
   expect_exact(
       [](const Tensors& in) {
         in[0].select(1, 0).mul_(2);
@@ -226,11 +237,14 @@ TEST(Compiled, OutParametersAndForeach) {
 }
 
 TEST(Compiled, RandomOperatorsWrittenInPlace) {
-  expect_exact([](const Tensors& in) {
-    const at::Tensor noise = torch::empty_like(in[0]).normal_(0, 2), mask = torch::empty_like(in[0]).bernoulli_(0.5),
-                     flat = torch::zeros_like(in[0]).uniform_(1, 2);
-    return Tensors{in[0] * noise + mask * flat};
-  }, {leaf({3, 4})});
+  expect_exact(
+      [](const Tensors& in) {
+        const at::Tensor noise = torch::empty_like(in[0]).normal_(0, 2),
+                         mask = torch::empty_like(in[0]).bernoulli_(0.5),
+                         flat = torch::zeros_like(in[0]).uniform_(1, 2);
+        return Tensors{in[0] * noise + mask * flat};
+      },
+      {leaf({3, 4})});
 }
 
 TEST(Compiled, RandomProgramsOfViewsAndWrites) {
@@ -260,7 +274,8 @@ TEST(Compiled, RandomProgramsOfViewsAndWrites) {
     try {
       Compiled compiled(function, {.partitioner = seed % 2 ? Partitioner::MinCut : Partitioner::Default});
       for (int call = 0; call < 2; ++call) {
-        const Trace actual = trace_of([&](const Values& inputs) { return compiled(inputs); }, leaves, prepare);
+        const Trace actual =
+            trace_of([&](const Values& inputs) { return compiled(inputs); }, leaves, prepare);
         expect_same(actual.outputs, expected.outputs, "output");
         expect_same(actual.inputs, expected.inputs, "input");
         if (!expected.refused) {
@@ -271,14 +286,16 @@ TEST(Compiled, RandomProgramsOfViewsAndWrites) {
       EXPECT_EQ(count_writes(compiled.joint(0).graph), 0u);
       ++compared;
       if (::testing::Test::HasFailure())
-        ADD_FAILURE() << "the program, as it is written: " << to_text(capture_forward(function, values_of(prepare(cloned(leaves)))))
+        ADD_FAILURE() << "the program, as it is written: "
+                      << to_text(capture_forward(function, values_of(prepare(cloned(leaves)))))
                       << "and its graph: " << to_text(compiled.joint(0).graph);
     } catch (const NotImplemented&) {
       // A known limitation; the number of cases is bounded below.
     } catch (const std::exception& error) {
       // A function whose own backward throws cannot be captured.
       if (!expected.refused)
-        ADD_FAILURE() << error.what() << "\nthe program: " << to_text(capture_forward(function, values_of(prepare(cloned(leaves)))));
+        ADD_FAILURE() << error.what() << "\nthe program: "
+                      << to_text(capture_forward(function, values_of(prepare(cloned(leaves)))));
     }
     if (::testing::Test::HasFailure()) return;
   }
@@ -286,7 +303,8 @@ TEST(Compiled, RandomProgramsOfViewsAndWrites) {
 }
 
 TEST(Compiled, AnotherCallIsCapturedAgainOrRefused) {
-  const Function function = over_tensors([](const Tensors& in) { return Tensors{in[0].relu() * in[0].size(0)}; });
+  const Function function =
+      over_tensors([](const Tensors& in) { return Tensors{in[0].relu() * in[0].size(0)}; });
   Compiled again(function);
   EXPECT_TRUE(torch::equal(again({torch::ones({2})})[0].toTensor(), torch::full({2}, 2.)));
   EXPECT_TRUE(torch::equal(again({torch::ones({3})})[0].toTensor(), torch::full({3}, 3.)));
@@ -295,7 +313,9 @@ TEST(Compiled, AnotherCallIsCapturedAgainOrRefused) {
 
   Compiled once(function, {.recapture = false});
   once({torch::ones({2})});
-  const auto refusal = [&](const at::Tensor& input) { return message_of<StateError>([&] { once({input}); }); };
+  const auto refusal = [&](const at::Tensor& input) {
+    return message_of<StateError>([&] { once({input}); });
+  };
   EXPECT_TRUE(has_text(refusal(torch::ones({3})), "input 0 has sizes [3], in the capture [2]"));
   EXPECT_TRUE(has_text(refusal(torch::ones({2}, torch::kDouble)), "dtype Double"));
   EXPECT_TRUE(has_text(refusal(torch::ones({4}).slice(0, 0, 4, 2)), "strides [2]"));
@@ -306,7 +326,8 @@ TEST(Compiled, AnotherCallIsCapturedAgainOrRefused) {
   }
   {
     const AutocastScope casts(at::kCPU, at::kBFloat16);
-    EXPECT_TRUE(has_text(refusal(torch::ones({2})), "autocast is cpu BFloat16, cuda off, in the capture cpu off, cuda off"));
+    EXPECT_TRUE(has_text(refusal(torch::ones({2})),
+                         "autocast is cpu BFloat16, cuda off, in the capture cpu off, cuda off"));
   }
   at::globalContext().setDeterministicAlgorithms(true, false);
   const std::string deterministic = refusal(torch::ones({2}));
@@ -319,7 +340,9 @@ TEST(Compiled, BackwardTwiceAndSecondDerivativesAreErrors) {
   Compiled compiled(over_tensors([](const Tensors& in) { return Tensors{in[0].sin().exp()}; }));
   const at::Tensor x = leaf({3});
   const at::Tensor loss = compiled({x})[0].toTensor().sum();
-  EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { torch::autograd::grad({loss}, {x}, {}, true, true); }), "create_graph"));
+  EXPECT_TRUE(
+      has_text(message_of<NotImplemented>([&] { torch::autograd::grad({loss}, {x}, {}, true, true); }),
+               "create_graph"));
   loss.backward();
   EXPECT_TRUE(has_text(message_of<c10::Error>([&] { loss.backward(); }), "second time"));
 }
@@ -337,9 +360,12 @@ TEST(Compiled, ASavedTensorWrittenBeforeBackwardIsAnError) {
     }
     return message_of<c10::Error>([&] { loss.backward(); });
   };
-  EXPECT_TRUE(has_text(modified([](const Tensors& in) { return Tensors{in[0] * in[1]}; }, true), "modified by an inplace operation"));
-  EXPECT_TRUE(has_text(modified([](const Tensors& in) { return Tensors{in[0].t().mm(in[1])}; }, true), "modified by an inplace operation"));
-  EXPECT_TRUE(has_text(modified([](const Tensors& in) { return Tensors{(in[0] * in[1]).exp()}; }, false), "modified by an inplace operation"));
+  EXPECT_TRUE(has_text(modified([](const Tensors& in) { return Tensors{in[0] * in[1]}; }, true),
+                       "modified by an inplace operation"));
+  EXPECT_TRUE(has_text(modified([](const Tensors& in) { return Tensors{in[0].t().mm(in[1])}; }, true),
+                       "modified by an inplace operation"));
+  EXPECT_TRUE(has_text(modified([](const Tensors& in) { return Tensors{(in[0] * in[1]).exp()}; }, false),
+                       "modified by an inplace operation"));
 }
 
 TEST(Compiled, GradientsOfAnotherLayout) {
@@ -357,7 +383,8 @@ TEST(Compiled, WritingWhatIsNotAnInputIsAnError) {
     outside.add_(in[0]);
     return Tensors{outside * 2};
   }));
-  EXPECT_TRUE(has_text(message_of<StateError>([&] { compiled({torch::ones({3})}); }), "pass the tensor as an input"));
+  EXPECT_TRUE(
+      has_text(message_of<StateError>([&] { compiled({torch::ones({3})}); }), "pass the tensor as an input"));
   EXPECT_TRUE(torch::equal(outside, torch::ones({3})));
 }
 

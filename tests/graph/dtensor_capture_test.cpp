@@ -20,67 +20,103 @@ using test::has_text;
 using test::message_of;
 
 TEST(DTensorCapture, PlacementsThroughOperators) {
-  for (const int ranks : {2, 3}) on_ranks(ranks, [&](const comm::MeshGroups& mesh) {
-    const std::vector<std::pair<std::string, Placement>> layouts{{"R", Replicate{}}, {"S0", Shard{0}}, {"S1", Shard{1}}, {"P", Partial{}}};
-    const Function matmul = [](const Values& in) -> Values { return {in[0].toTensor().matmul(in[1].toTensor())}; };
-    const Function softmax = [](const Values& in) -> Values { return {at::softmax(in[0].toTensor() * in[1].toTensor(), 1)}; };
-    const Function norm = [](const Values& in) -> Values {
-      const at::Tensor x = in[0].toTensor();
-      return {at::layer_norm(x + in[1].toTensor(), {x.size(1)})};
-    };
-    const Function loss = [](const Values& in) -> Values { return {redistribute((in[0].toTensor() - in[1].toTensor()).pow(2).mean(), {Replicate{}})}; };
-    for (const auto& [name_x, x] : layouts)
-      for (const auto& [name_y, y] : layouts) {
-        // Sizes that two ranks split evenly and three do not.
-        const auto square = [&, x = x, y = y](int step) {
-          return std::vector<at::Tensor>{placed(numbers({4, 4}, step), mesh, x), placed(numbers({4, 4}, step + 9), mesh, y)};
-        };
-        const std::string where = name_x + " with " + name_y;
-        check(mesh, "matmul of " + where, matmul, square);
-        check(mesh, "softmax of " + where, softmax, square);
-        check(mesh, "layer norm of " + where, norm, square);
-        check(mesh, "loss of " + where, loss, square);
-      }
-  });
+  for (const int ranks : {2, 3})
+    on_ranks(ranks, [&](const comm::MeshGroups& mesh) {
+      const std::vector<std::pair<std::string, Placement>> layouts{
+          {"R", Replicate{}}, {"S0", Shard{0}}, {"S1", Shard{1}}, {"P", Partial{}}};
+      const Function matmul = [](const Values& in) -> Values {
+        return {in[0].toTensor().matmul(in[1].toTensor())};
+      };
+      const Function softmax = [](const Values& in) -> Values {
+        return {at::softmax(in[0].toTensor() * in[1].toTensor(), 1)};
+      };
+      const Function norm = [](const Values& in) -> Values {
+        const at::Tensor x = in[0].toTensor();
+        return {at::layer_norm(x + in[1].toTensor(), {x.size(1)})};
+      };
+      const Function loss = [](const Values& in) -> Values {
+        return {redistribute((in[0].toTensor() - in[1].toTensor()).pow(2).mean(), {Replicate{}})};
+      };
+      for (const auto& [name_x, x] : layouts)
+        for (const auto& [name_y, y] : layouts) {
+          // Sizes that two ranks split evenly and three do not.
+          const auto square = [&, x = x, y = y](int step) {
+            return std::vector<at::Tensor>{placed(numbers({4, 4}, step), mesh, x),
+                                           placed(numbers({4, 4}, step + 9), mesh, y)};
+          };
+          const std::string where = name_x + " with " + name_y;
+          check(mesh, "matmul of " + where, matmul, square);
+          check(mesh, "softmax of " + where, softmax, square);
+          check(mesh, "layer norm of " + where, norm, square);
+          check(mesh, "loss of " + where, loss, square);
+        }
+    });
 }
 
 // All redistributions between placements, as operators of the graph.
 TEST(DTensorCapture, Redistributions) {
-  for (const int ranks : {2, 3}) on_ranks(ranks, [&](const comm::MeshGroups& mesh) {
-    const std::vector<Placement> layouts{Replicate{}, Shard{0}, Shard{1}, Partial{}};
-    for (const Placement& from : layouts)
-      for (const Placement& to : layouts) {
-        if (to.is_partial()) continue;
-        check(mesh, to_string(Placements{from}) + " to " + to_string(Placements{to}),
-              [&](const Values& in) -> Values { return {redistribute(in[0].toTensor() * 2, {to}) * 3, full_tensor(in[0].toTensor()).sin()}; },
-              [&](int step) { return std::vector<at::Tensor>{placed(numbers({4, 5}, step), mesh, from)}; });
-      }
-  });
+  for (const int ranks : {2, 3})
+    on_ranks(ranks, [&](const comm::MeshGroups& mesh) {
+      const std::vector<Placement> layouts{Replicate{}, Shard{0}, Shard{1}, Partial{}};
+      for (const Placement& from : layouts)
+        for (const Placement& to : layouts) {
+          if (to.is_partial()) continue;
+          check(
+              mesh, to_string(Placements{from}) + " to " + to_string(Placements{to}),
+              [&](const Values& in) -> Values {
+                return {redistribute(in[0].toTensor() * 2, {to}) * 3, full_tensor(in[0].toTensor()).sin()};
+              },
+              [&](int step) {
+                return std::vector<at::Tensor>{placed(numbers({4, 5}, step), mesh, from)};
+              });
+        }
+    });
 }
 
 // Plain inputs that become distributed inside, and vice versa.
 TEST(DTensorCapture, BoundariesInsideTheFunction) {
   on_ranks(2, [&](const comm::MeshGroups& mesh) {
-    check(mesh, "from_local", [&](const Values& in) -> Values { return {from_local(in[0].toTensor(), mesh, {Shard{0}}).sin()}; },
-          [&](int step) { return std::vector<at::Tensor>{numbers({2, 3}, step).requires_grad_()}; });
-    check(mesh, "to_local", [&](const Values& in) -> Values { return {to_local(in[0].toTensor()).sin(), to_local(in[0].toTensor())}; },
-          [&](int step) { return std::vector<at::Tensor>{placed(numbers({4, 3}, step), mesh, Shard{0})}; });
-    check(mesh, "no gradients", [&](const Values& in) -> Values { return {to_local(in[0].toTensor()), from_local(in[1].toTensor(), mesh, {Replicate{}})}; },
-          [&](int step) { return std::vector<at::Tensor>{placed(numbers({4, 3}, step), mesh, Shard{0}, false), numbers({2, 3}, step)}; });
+    check(
+        mesh, "from_local",
+        [&](const Values& in) -> Values { return {from_local(in[0].toTensor(), mesh, {Shard{0}}).sin()}; },
+        [&](int step) {
+          return std::vector<at::Tensor>{numbers({2, 3}, step).requires_grad_()};
+        });
+    check(
+        mesh, "to_local",
+        [&](const Values& in) -> Values {
+          return {to_local(in[0].toTensor()).sin(), to_local(in[0].toTensor())};
+        },
+        [&](int step) {
+          return std::vector<at::Tensor>{placed(numbers({4, 3}, step), mesh, Shard{0})};
+        });
+    check(
+        mesh, "no gradients",
+        [&](const Values& in) -> Values {
+          return {to_local(in[0].toTensor()), from_local(in[1].toTensor(), mesh, {Replicate{}})};
+        },
+        [&](int step) {
+          return std::vector<at::Tensor>{placed(numbers({4, 3}, step), mesh, Shard{0}, false),
+                                         numbers({2, 3}, step)};
+        });
   });
 }
 
 TEST(DTensorCapture, TheGraphHoldsPlainTensorsAndCollectives) {
   on_ranks(2, [&](const comm::MeshGroups& mesh) {
-    Compiled compiled([](const Values& in) -> Values { return {redistribute(in[0].toTensor().matmul(in[1].toTensor()), {Replicate{}}).relu()}; });
-    const at::Tensor x = placed(numbers({4, 6}, 1), mesh, Shard{1}), w = placed(numbers({6, 2}, 2), mesh, Shard{0});
+    Compiled compiled([](const Values& in) -> Values {
+      return {redistribute(in[0].toTensor().matmul(in[1].toTensor()), {Replicate{}}).relu()};
+    });
+    const at::Tensor x = placed(numbers({4, 6}, 1), mesh, Shard{1}),
+                     w = placed(numbers({6, 2}, 2), mesh, Shard{0});
     const at::Tensor y = compiled({x, w})[0].toTensor();
     y.sum().backward();
     const JointGraph& joint = compiled.joint(0);
     EXPECT_EQ(count_of(compiled.partition(0).forward, "penstock::all_reduce"), 1u);
     EXPECT_EQ(collectives_in(compiled.partition(0).backward), 0u);
     EXPECT_EQ(joint.graph.inputs[0].name, "primals_1.local");
-    EXPECT_EQ(joint.graph[joint.graph.inputs[0].value].geometry.sizes, (c10::SmallVector<std::int64_t, 5>{4, 3}));
+    EXPECT_EQ(joint.graph[joint.graph.inputs[0].value].geometry.sizes,
+              (c10::SmallVector<std::int64_t, 5>{4, 3}));
     const SubclassMeta& input = joint.subclasses->inputs[0].subclass();
     EXPECT_EQ(input.to_text(), "DTensor [S(1)]");
     EXPECT_EQ(input.outer.sizes, (c10::SmallVector<std::int64_t, 5>{4, 6}));
@@ -124,8 +160,12 @@ TEST(DTensorCapture, GradientsOfAnotherKindOrMeshAreErrors) {
     EXPECT_TRUE(has_text(message, "the gradient of result 0"));
     EXPECT_TRUE(has_text(message, "DTensor [S(0)]"));
     EXPECT_TRUE(has_text(message, "a plain tensor"));
-    const comm::MeshGroups other = mesh.with_mesh(init_device_mesh("cpu", {2}, {"other"}, mesh.mesh().this_rank(), 2));
-    EXPECT_TRUE(has_text(message_of<TypeError>([&] { y.backward(placed(at::ones({4, 4}), other, Shard{0}, false)); }), "the gradient of result 0"));
+    const comm::MeshGroups other =
+        mesh.with_mesh(init_device_mesh("cpu", {2}, {"other"}, mesh.mesh().this_rank(), 2));
+    EXPECT_TRUE(has_text(message_of<TypeError>([&] {
+                           y.backward(placed(at::ones({4, 4}), other, Shard{0}, false));
+                         }),
+                         "the gradient of result 0"));
     // A rejected gradient leaves the graph unchanged.
     y.backward(placed(at::ones({4, 4}), mesh, Shard{0}, false));
     EXPECT_TRUE(same_tensor(x.grad(), x.detach().cos()));
@@ -139,14 +179,19 @@ TEST(DTensorCapture, TheGuardKnowsPlacements) {
     Compiled compiled(function);
     for (int round = 0; round < 2; ++round)
       for (const Placement& placement : std::vector<Placement>{Shard{0}, Shard{1}, Replicate{}, Partial{}})
-        EXPECT_EQ(placements_of(compiled({placed(whole, mesh, placement, false)})[0].toTensor()), (Placements{placement}));
+        EXPECT_EQ(placements_of(compiled({placed(whole, mesh, placement, false)})[0].toTensor()),
+                  (Placements{placement}));
     EXPECT_EQ(compiled.captures(), 4u);
     Compiled strict(function, {.recapture = false});
     strict({placed(whole, mesh, Shard{0}, false)});
-    EXPECT_TRUE(has_text(message_of<StateError>([&] { strict({placed(whole, mesh, Shard{1}, false)}); }), "input 0 is DTensor [S(1)], in the capture DTensor [S(0)]"));
-    EXPECT_TRUE(has_text(message_of<StateError>([&] { strict({whole}); }), "input 0 is a plain tensor, in the capture DTensor [S(0)]"));
-    const comm::MeshGroups other = mesh.with_mesh(init_device_mesh("cpu", {2}, {"other"}, mesh.mesh().this_rank(), 2));
-    EXPECT_TRUE(has_text(message_of<StateError>([&] { strict({placed(whole, other, Shard{0}, false)}); }), "input 0 is DTensor [S(0)] with a different mesh"));
+    EXPECT_TRUE(has_text(message_of<StateError>([&] { strict({placed(whole, mesh, Shard{1}, false)}); }),
+                         "input 0 is DTensor [S(1)], in the capture DTensor [S(0)]"));
+    EXPECT_TRUE(has_text(message_of<StateError>([&] { strict({whole}); }),
+                         "input 0 is a plain tensor, in the capture DTensor [S(0)]"));
+    const comm::MeshGroups other =
+        mesh.with_mesh(init_device_mesh("cpu", {2}, {"other"}, mesh.mesh().this_rank(), 2));
+    EXPECT_TRUE(has_text(message_of<StateError>([&] { strict({placed(whole, other, Shard{0}, false)}); }),
+                         "input 0 is DTensor [S(0)] with a different mesh"));
   });
 }
 
@@ -158,11 +203,14 @@ TEST(DTensorCapture, WritesReachTheLocalParts) {
       return {x.sum(), x};
     };
     check(mesh, "without gradients", function, [&](int step) {
-      return std::vector<at::Tensor>{placed(numbers({4, 3}, step), mesh, Shard{0}, false), placed(numbers({4, 3}, step + 7), mesh, Shard{0}, false)};
+      return std::vector<at::Tensor>{placed(numbers({4, 3}, step), mesh, Shard{0}, false),
+                                     placed(numbers({4, 3}, step + 7), mesh, Shard{0}, false)};
     });
     Compiled compiled(function);
-    const at::Tensor x = placed(numbers({4, 3}, 1), mesh, Shard{0}), y = placed(numbers({4, 3}, 2), mesh, Shard{0});
-    const at::Tensor x2 = placed(numbers({4, 3}, 1), mesh, Shard{0}), y2 = placed(numbers({4, 3}, 2), mesh, Shard{0});
+    const at::Tensor x = placed(numbers({4, 3}, 1), mesh, Shard{0}),
+                     y = placed(numbers({4, 3}, 2), mesh, Shard{0});
+    const at::Tensor x2 = placed(numbers({4, 3}, 1), mesh, Shard{0}),
+                     y2 = placed(numbers({4, 3}, 2), mesh, Shard{0});
     const at::Tensor written = x * 1, written2 = x2 * 1;
     const Values actual = compiled({written, y}), expected = function({written2, y2});
     EXPECT_TRUE(actual[1].toTensor().is_same(written));
@@ -171,7 +219,9 @@ TEST(DTensorCapture, WritesReachTheLocalParts) {
     (expected[0].toTensor() + written2.sin().sum()).backward();
     EXPECT_TRUE(same_tensor(x.grad(), x2.grad()));
     EXPECT_TRUE(same_tensor(y.grad(), y2.grad()));
-    const std::string message = message_of<NotImplemented>([&] { Compiled([](const Values& in) -> Values { return {in[0].toTensor().t_() + 1}; })({x.detach()}); });
+    const std::string message = message_of<NotImplemented>([&] {
+      Compiled([](const Values& in) -> Values { return {in[0].toTensor().t_() + 1}; })({x.detach()});
+    });
     EXPECT_TRUE(has_text(message, "input 0, DTensor"));
   });
 }
@@ -180,15 +230,20 @@ TEST(DTensorCapture, WritesReachTheLocalParts) {
 // gradients, repeated backward.
 TEST(DTensorCapture, GradientsAndModes) {
   on_ranks(2, [&](const comm::MeshGroups& mesh) {
-    const Function first = [](const Values& in) -> Values { return {in[0].toTensor().sin() + in[1].toTensor()}; };
+    const Function first = [](const Values& in) -> Values {
+      return {in[0].toTensor().sin() + in[1].toTensor()};
+    };
     const Function second = [](const Values& in) -> Values { return {(in[0].toTensor() * 2).exp()}; };
     Compiled one(first), two(second);
     const auto make = [&] {
-      return std::vector<at::Tensor>{placed(numbers({4, 3}, 1), mesh, Shard{0}), placed(numbers({4, 3}, 2), mesh, Shard{0}), placed(numbers({4, 3}, 3), mesh, Shard{0})};
+      return std::vector<at::Tensor>{placed(numbers({4, 3}, 1), mesh, Shard{0}),
+                                     placed(numbers({4, 3}, 2), mesh, Shard{0}),
+                                     placed(numbers({4, 3}, 3), mesh, Shard{0})};
     };
     const std::vector<at::Tensor> a = make(), b = make();
     const at::Tensor seed = placed(numbers({4, 3}, 4), mesh, Shard{0}, false);
-    const at::Tensor actual = two({one({a[0], a[1], a[2]})[0]})[0].toTensor(), expected = second({first({b[0], b[1], b[2]})[0]})[0].toTensor();
+    const at::Tensor actual = two({one({a[0], a[1], a[2]})[0]})[0].toTensor(),
+                     expected = second({first({b[0], b[1], b[2]})[0]})[0].toTensor();
     for (int time = 0; time < 2; ++time) {
       actual.backward(seed, /*retain_graph=*/time == 0);
       expected.backward(seed, /*retain_graph=*/time == 0);
@@ -196,11 +251,15 @@ TEST(DTensorCapture, GradientsAndModes) {
     for (std::size_t i = 0; i < 3; ++i) EXPECT_TRUE(same_tensor(a[i].grad(), b[i].grad())) << i;
     EXPECT_FALSE(a[2].grad().defined());
     EXPECT_THROW(actual.backward(seed), c10::Error);
-    EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { one({a[0], a[1], a[2]})[0].toTensor().backward(seed, false, /*create_graph=*/true); }), "cannot be differentiated"));
+    EXPECT_TRUE(has_text(message_of<NotImplemented>([&] {
+                           one({a[0], a[1], a[2]})[0].toTensor().backward(seed, false, /*create_graph=*/true);
+                         }),
+                         "cannot be differentiated"));
     // A result that is saved for backward and written before it.
     const at::Tensor written = two({a[0]})[0].toTensor();
     written.add_(1);
-    EXPECT_TRUE(has_text(message_of<c10::Error>([&] { written.backward(seed); }), "modified by an inplace operation"));
+    EXPECT_TRUE(has_text(message_of<c10::Error>([&] { written.backward(seed); }),
+                         "modified by an inplace operation"));
     {
       const at::NoGradGuard no_grad;
       EXPECT_TRUE(same_tensor(two({a[0]})[0].toTensor(), second({a[0]})[0].toTensor()));
@@ -220,9 +279,13 @@ TEST(DTensorCapture, LocalPartsThatAreSubclasses) {
   on_ranks(2, [&](const comm::MeshGroups& mesh) {
     const auto make = [&](int step) {
       const at::Tensor local = numbers({2, 3}, step + 20 * static_cast<int>(mesh.coordinate()[0]));
-      return std::vector<at::Tensor>{from_local(sample::Boxed::make(local), mesh, {Shard{0}}).detach().set_requires_grad(true)};
+      return std::vector<at::Tensor>{
+          from_local(sample::Boxed::make(local), mesh, {Shard{0}}).detach().set_requires_grad(true)};
     };
-    check(mesh, "DTensor of Boxed", [](const Values& in) -> Values { return {redistribute(in[0].toTensor().sin(), {Replicate{}}) * 2}; }, make);
+    check(
+        mesh, "DTensor of Boxed",
+        [](const Values& in) -> Values { return {redistribute(in[0].toTensor().sin(), {Replicate{}}) * 2}; },
+        make);
   });
 }
 
@@ -244,20 +307,48 @@ Function random_program(std::uint32_t seed, std::int64_t width, bool writes) {
       const at::Tensor a = pick(), b = pick();
       const auto at_row = static_cast<std::int64_t>(random() % static_cast<std::uint32_t>(width));
       switch (random() % 14) {
-        case 0: made.push_back(a + b); break;
-        case 1: made.push_back(a * b.sin()); break;
-        case 2: made.push_back(a.matmul(b)); break;
-        case 3: made.push_back(at::softmax(a, static_cast<std::int64_t>(random() % 2))); break;
-        case 4: made.push_back(a.t()); break;
-        case 5: made.push_back(redistribute(a, layout())); break;
-        case 6: made.push_back(at::layer_norm(a, {width})); break;
-        case 7: made.push_back(a - a.mean({static_cast<std::int64_t>(random() % 2)}, /*keepdim=*/true)); break;
-        case 8: made.push_back((a * 2).mul_(b)); break;
-        case 9: made.push_back(a.view({width * width}).view({width, width}).relu()); break;
-        case 10: made.push_back(at::cat({a.narrow(0, at_row, width - at_row), b.narrow(0, 0, at_row)}, 0)); break;
-        case 11: made.push_back(a.cumsum(0)); break;
-        case 12: made.push_back(a.select(0, at_row).unsqueeze(0) * b); break;
-        default: made.push_back(at::where(a > 0, a, b)); break;
+        case 0:
+          made.push_back(a + b);
+          break;
+        case 1:
+          made.push_back(a * b.sin());
+          break;
+        case 2:
+          made.push_back(a.matmul(b));
+          break;
+        case 3:
+          made.push_back(at::softmax(a, static_cast<std::int64_t>(random() % 2)));
+          break;
+        case 4:
+          made.push_back(a.t());
+          break;
+        case 5:
+          made.push_back(redistribute(a, layout()));
+          break;
+        case 6:
+          made.push_back(at::layer_norm(a, {width}));
+          break;
+        case 7:
+          made.push_back(a - a.mean({static_cast<std::int64_t>(random() % 2)}, /*keepdim=*/true));
+          break;
+        case 8:
+          made.push_back((a * 2).mul_(b));
+          break;
+        case 9:
+          made.push_back(a.view({width * width}).view({width, width}).relu());
+          break;
+        case 10:
+          made.push_back(at::cat({a.narrow(0, at_row, width - at_row), b.narrow(0, 0, at_row)}, 0));
+          break;
+        case 11:
+          made.push_back(a.cumsum(0));
+          break;
+        case 12:
+          made.push_back(a.select(0, at_row).unsqueeze(0) * b);
+          break;
+        default:
+          made.push_back(at::where(a > 0, a, b));
+          break;
       }
     }
     return {made.back(), made[made.size() - 2], made[made.size() - 3].sum()};
@@ -266,30 +357,32 @@ Function random_program(std::uint32_t seed, std::int64_t width, bool writes) {
 
 TEST(DTensorCapture, RandomPrograms) {
   std::atomic<int> compared{0}, refused{0};
-  for (const int ranks : {2, 3}) on_ranks(ranks, [&](const comm::MeshGroups& mesh) {
-    const std::vector<Placement> layouts{Replicate{}, Shard{0}, Shard{1}, Partial{}};
-    for (std::uint32_t seed = 1; seed <= 60; ++seed) {
-      const bool writes = seed % 5 == 0;
-      const Function function = random_program(seed, 4, writes);
-      const auto make = [&](int step) {
-        std::vector<at::Tensor> inputs;
-        for (std::uint32_t i = 0; i < 2; ++i)
-          inputs.push_back(placed(numbers({4, 4}, static_cast<int>(seed + 100 * i) + 1000 * step), mesh, layouts[(seed * 7 + i * 3 + seed / 4) % 4], !writes));
-        return inputs;
-      };
-      // Programs that the plain run rejects (a write to terms of a sum, a view that would need communication)
-      // are skipped.
-      try {
-        const std::vector<at::Tensor> inputs = make(0);
-        function(Values(inputs.begin(), inputs.end()));
-      } catch (const std::exception&) {
-        ++refused;
-        continue;
+  for (const int ranks : {2, 3})
+    on_ranks(ranks, [&](const comm::MeshGroups& mesh) {
+      const std::vector<Placement> layouts{Replicate{}, Shard{0}, Shard{1}, Partial{}};
+      for (std::uint32_t seed = 1; seed <= 60; ++seed) {
+        const bool writes = seed % 5 == 0;
+        const Function function = random_program(seed, 4, writes);
+        const auto make = [&](int step) {
+          std::vector<at::Tensor> inputs;
+          for (std::uint32_t i = 0; i < 2; ++i)
+            inputs.push_back(placed(numbers({4, 4}, static_cast<int>(seed + 100 * i) + 1000 * step), mesh,
+                                    layouts[(seed * 7 + i * 3 + seed / 4) % 4], !writes));
+          return inputs;
+        };
+        // Programs that the plain run rejects (a write to terms of a sum, a view that would need
+        // communication) are skipped.
+        try {
+          const std::vector<at::Tensor> inputs = make(0);
+          function(Values(inputs.begin(), inputs.end()));
+        } catch (const std::exception&) {
+          ++refused;
+          continue;
+        }
+        check(mesh, "program " + std::to_string(seed), function, make);
+        ++compared;
       }
-      check(mesh, "program " + std::to_string(seed), function, make);
-      ++compared;
-    }
-  });
+    });
   // The programs of two and of three ranks, on each.
   EXPECT_EQ(compared + refused, 60 * 2 + 60 * 3);
   EXPECT_GE(compared, 220);
@@ -298,9 +391,16 @@ TEST(DTensorCapture, RandomPrograms) {
 TEST(DTensorCapture, RandomOperatorsAreRefused) {
   on_ranks(2, [&](const comm::MeshGroups& mesh) {
     Compiled compiled([](const Values& in) -> Values { return {at::dropout(in[0].toTensor(), 0.5, true)}; });
-    EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { compiled({placed(numbers({4, 4}, 1), mesh, Shard{0})}); }), "random operators on distributed tensors"));
-    Compiled distributes([&](const Values& in) -> Values { return {distribute_tensor(in[0].toTensor(), mesh, {Shard{0}})}; });
-    EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { distributes({numbers({4, 4}, 1)}); }), "source_axis_rank"));
+    EXPECT_TRUE(has_text(message_of<NotImplemented>([&] {
+                           compiled({placed(numbers({4, 4}, 1), mesh, Shard{0})});
+                         }),
+                         "random operators on distributed tensors"));
+    Compiled distributes(
+        [&](const Values& in) -> Values { return {distribute_tensor(in[0].toTensor(), mesh, {Shard{0}})}; });
+    EXPECT_TRUE(has_text(message_of<NotImplemented>([&] {
+                           distributes({numbers({4, 4}, 1)});
+                         }),
+                         "source_axis_rank"));
   });
 }
 

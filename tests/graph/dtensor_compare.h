@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "penstock/world.h"
 #include "penstock/dtensor.h"
 #include "penstock/graph/run/compiled.h"
+#include "penstock/world.h"
 #include "tests/graph/registered_wrappers.h"
 
 namespace penstock::graph {
@@ -21,7 +21,9 @@ using namespace std::chrono_literals;
 using test::same_tensor;
 
 inline void on_ranks(int size, const std::function<void(const comm::MeshGroups&)>& body) {
-  comm::run_ranks(size, 120s, [&](comm::World& world) { body({world, init_device_mesh("cpu", {size}, {"tp"}, world.rank(), size)}); });
+  comm::run_ranks(size, 120s, [&](comm::World& world) {
+    body({world, init_device_mesh("cpu", {size}, {"tp"}, world.rank(), size)});
+  });
 }
 
 inline at::Tensor numbers(at::IntArrayRef sizes, int seed) {
@@ -30,7 +32,8 @@ inline at::Tensor numbers(at::IntArrayRef sizes, int seed) {
 }
 
 // Equal on every rank, or terms of a sum that differ.
-inline at::Tensor placed(const at::Tensor& whole, const comm::MeshGroups& mesh, const Placement& placement, bool requires_grad = true) {
+inline at::Tensor placed(const at::Tensor& whole, const comm::MeshGroups& mesh, const Placement& placement,
+                         bool requires_grad = true) {
   at::Tensor result;
   if (placement.is_partial())
     result = from_local(whole * (1.0 + mesh.coordinate()[0]), mesh, {placement}).detach();
@@ -41,13 +44,15 @@ inline at::Tensor placed(const at::Tensor& whole, const comm::MeshGroups& mesh, 
 
 inline std::size_t count_of(const Graph& graph, const std::string& name) {
   return static_cast<std::size_t>(
-      std::count_if(graph.nodes.begin(), graph.nodes.end(), [&](const Node& node) { return node.op.operator_name().name == name; }));
+      std::count_if(graph.nodes.begin(), graph.nodes.end(),
+                    [&](const Node& node) { return node.op.operator_name().name == name; }));
 }
 
 inline std::size_t collectives_in(const Graph& graph) {
   std::size_t count = 0;
-  for (const char* name : {"penstock::all_reduce", "penstock::all_gather_into_tensor", "penstock::reduce_scatter_tensor", "penstock::all_to_all_single",
-                           "penstock::all_gather_flat", "penstock::reduce_scatter_flat"})
+  for (const char* name :
+       {"penstock::all_reduce", "penstock::all_gather_into_tensor", "penstock::reduce_scatter_tensor",
+        "penstock::all_to_all_single", "penstock::all_gather_flat", "penstock::reduce_scatter_flat"})
     count += count_of(graph, name);
   return count;
 }
@@ -58,17 +63,20 @@ inline at::Tensor seed_like(const at::Tensor& result) {
   Placements placements = placements_of(result);
   for (Placement& placement : placements)
     if (placement.is_partial()) placement = Replicate{};
-  return distribute_tensor(at::ones(result.sizes(), result.options().requires_grad(false)), mesh_of(result), placements, {.source_axis_rank = std::nullopt});
+  return distribute_tensor(at::ones(result.sizes(), result.options().requires_grad(false)), mesh_of(result),
+                           placements, {.source_axis_rank = std::nullopt});
 }
 
 // Runs the function and its capture on equal inputs, three times with different values, and compares results,
 // gradients and mutated inputs.
-inline void check(const comm::MeshGroups& mesh, const std::string& where, const Function& function, const std::function<std::vector<at::Tensor>(int)>& make_inputs) {
+inline void check(const comm::MeshGroups& mesh, const std::string& where, const Function& function,
+                  const std::function<std::vector<at::Tensor>(int)>& make_inputs) {
   const std::string who = where + ", rank " + std::to_string(mesh.coordinate()[0]);
   Compiled compiled(function);
   for (int step = 0; step < 3; ++step) {
     const std::vector<at::Tensor> eager = make_inputs(step), captured = make_inputs(step);
-    const Values expected = function(Values(eager.begin(), eager.end())), actual = compiled(Values(captured.begin(), captured.end()));
+    const Values expected = function(Values(eager.begin(), eager.end())),
+                 actual = compiled(Values(captured.begin(), captured.end()));
     ASSERT_EQ(actual.size(), expected.size());
     std::vector<at::Tensor> roots, seeds, plain_roots, plain_seeds;
     for (std::size_t i = 0; i < actual.size(); ++i) {

@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "penstock/comm/record/recorder.h"
-#include "penstock/tensor_parallel.h"
 #include "penstock/compile.h"
 #include "penstock/graph/run/compiled_module_internals.h"
+#include "penstock/tensor_parallel.h"
 #include "tests/dtensor/small_transformer.h"
 #include "tests/graph/dtensor_compare.h"
 
@@ -52,23 +52,28 @@ std::vector<MlpPair> make_pairs(int ranks) {
 
 // Distributed or plain inputs, a plain or a distributed loss; AdamW, whose state is placed like the
 // parameters.
-void train_mlp(int ranks, bool distributed_input, const ColwiseOptions& colwise, const RowwiseOptions& rowwise) {
+void train_mlp(int ranks, bool distributed_input, const ColwiseOptions& colwise,
+               const RowwiseOptions& rowwise) {
   std::vector<MlpPair> pairs = make_pairs(ranks);
   on_ranks(ranks, [&](const comm::MeshGroups& mesh) {
     MlpPair& pair = pairs[static_cast<std::size_t>(mesh.coordinate()[0])];
     for (Mlp model : {pair.eager, pair.captured}) {
-      parallelize_module(*model, mesh, {{"up", colwise_parallel(colwise)}, {"down", rowwise_parallel(rowwise)}});
+      parallelize_module(*model, mesh,
+                         {{"up", colwise_parallel(colwise)}, {"down", rowwise_parallel(rowwise)}});
       if (distributed_input) distribute_module(*model, mesh);  // including the buffer
     }
     auto fast = compile(pair.captured);
-    torch::optim::AdamW one(pair.eager->parameters(), torch::optim::AdamWOptions(1e-2)), other(fast->parameters(), torch::optim::AdamWOptions(1e-2));
+    torch::optim::AdamW one(pair.eager->parameters(), torch::optim::AdamWOptions(1e-2)),
+        other(fast->parameters(), torch::optim::AdamWOptions(1e-2));
     const std::string who = "rank " + std::to_string(mesh.coordinate()[0]);
     for (int step = 0; step < 4; ++step) {
       const at::Tensor whole = numbers({4, 8}, step), target = numbers({4, 8}, step + 50);
-      at::Tensor x = distributed_input ? placed(whole, mesh, Replicate{}, false) : whole, t = distributed_input ? placed(target, mesh, Replicate{}, false) : target;
+      at::Tensor x = distributed_input ? placed(whole, mesh, Replicate{}, false) : whole,
+                 t = distributed_input ? placed(target, mesh, Replicate{}, false) : target;
       one.zero_grad();
       other.zero_grad();
-      const at::Tensor expected = nn::functional::mse_loss(pair.eager->forward(x), t), actual = nn::functional::mse_loss(fast->forward(x), t);
+      const at::Tensor expected = nn::functional::mse_loss(pair.eager->forward(x), t),
+                       actual = nn::functional::mse_loss(fast->forward(x), t);
       EXPECT_TRUE(same_tensor(actual.detach(), expected.detach())) << who;
       expected.backward();
       actual.backward();
@@ -81,7 +86,8 @@ void train_mlp(int ranks, bool distributed_input, const ColwiseOptions& colwise,
       other.step();
     }
     for (const auto& item : pair.eager->named_parameters())
-      EXPECT_TRUE(same_tensor(pair.captured->named_parameters()[item.key()].detach(), item.value().detach())) << who << ", " << item.key();
+      EXPECT_TRUE(same_tensor(pair.captured->named_parameters()[item.key()].detach(), item.value().detach()))
+          << who << ", " << item.key();
     EXPECT_TRUE(same_tensor(pair.captured->steps, pair.eager->steps)) << who;
     EXPECT_EQ(is_dtensor(pair.captured->steps), distributed_input);
     EXPECT_EQ(plain_parts(pair.captured->steps)[0][0].item<float>(), 4) << who;
@@ -95,7 +101,9 @@ TEST(DTensorModule, MlpTwoRanks) { train_mlp(2, true, {}, {}); }
 TEST(DTensorModule, MlpFourRanks) { train_mlp(4, true, {}, {}); }
 TEST(DTensorModule, MlpWithPlainInputs) { train_mlp(2, false, {}, {}); }
 TEST(DTensorModule, MlpUneven) { train_mlp(3, true, {}, {}); }
-TEST(DTensorModule, MlpWithSplitRows) { train_mlp(4, true, {.input = Shard{0}, .desired_input = Replicate{}}, {.output = Shard{0}}); }
+TEST(DTensorModule, MlpWithSplitRows) {
+  train_mlp(4, true, {.input = Shard{0}, .desired_input = Replicate{}}, {.output = Shard{0}});
+}
 
 // Embedding, attention, layer norm and a loss over sharded classes.
 void train_transformer(int ranks, const test::Plan& plan) {
@@ -108,14 +116,19 @@ void train_transformer(int ranks, const test::Plan& plan) {
       distribute_module(*model, mesh);
     }
     auto fast = compile(captured);
-    torch::optim::AdamW one(eager->parameters(), torch::optim::AdamWOptions(1e-2)), other(fast->parameters(), torch::optim::AdamWOptions(1e-2));
+    torch::optim::AdamW one(eager->parameters(), torch::optim::AdamWOptions(1e-2)),
+        other(fast->parameters(), torch::optim::AdamWOptions(1e-2));
     const std::string who = "rank " + std::to_string(mesh.coordinate()[0]);
     for (int step = 0; step < 3; ++step) {
       const at::Tensor tokens = test::tokens_of(step);
-      const auto place = [&](const at::Tensor& tensor) { return distribute_tensor(tensor, mesh, {Replicate{}}); };
+      const auto place = [&](const at::Tensor& tensor) {
+        return distribute_tensor(tensor, mesh, {Replicate{}});
+      };
       const at::Tensor inputs = place(tokens), targets = place(tokens.roll(1, 1).contiguous());
       const auto loss_of = [&](const at::Tensor& logits) {
-        return nn::functional::cross_entropy(logits.reshape({test::kBatch * test::kTokens, test::kVocabulary}), targets.reshape({test::kBatch * test::kTokens}));
+        return nn::functional::cross_entropy(
+            logits.reshape({test::kBatch * test::kTokens, test::kVocabulary}),
+            targets.reshape({test::kBatch * test::kTokens}));
       };
       one.zero_grad();
       other.zero_grad();
@@ -127,7 +140,8 @@ void train_transformer(int ranks, const test::Plan& plan) {
       other.step();
     }
     for (const auto& item : eager->named_parameters())
-      EXPECT_TRUE(same_tensor(captured->named_parameters()[item.key()].detach(), item.value().detach())) << who << ", " << item.key();
+      EXPECT_TRUE(same_tensor(captured->named_parameters()[item.key()].detach(), item.value().detach()))
+          << who << ", " << item.key();
     EXPECT_EQ(compiled_entry(*fast, 0).captures(), 1u) << who;
   });
 }
@@ -154,7 +168,8 @@ TEST(DTensorModule, TransformerOnTwoAxes) {
     expected.pow(2).mean().backward();
     actual.pow(2).mean().backward();
     for (const auto& item : eager->named_parameters())
-      EXPECT_TRUE(same_tensor(captured->named_parameters()[item.key()].grad(), item.value().grad())) << "rank " << world.rank() << ", " << item.key();
+      EXPECT_TRUE(same_tensor(captured->named_parameters()[item.key()].grad(), item.value().grad()))
+          << "rank " << world.rank() << ", " << item.key();
   });
 }
 
@@ -164,7 +179,9 @@ TEST(DTensorModule, ReplaysSendWhatThePlainRunSends) {
   on_ranks(2, [&](const comm::MeshGroups& mesh) {
     MlpPair& pair = pairs[static_cast<std::size_t>(mesh.coordinate()[0])];
     for (Mlp model : {pair.eager, pair.captured})
-      parallelize_module(*model, mesh, {{"up", colwise_parallel({.input = Shard{0}})}, {"down", rowwise_parallel({.output = Shard{0}})}});
+      parallelize_module(
+          *model, mesh,
+          {{"up", colwise_parallel({.input = Shard{0}})}, {"down", rowwise_parallel({.output = Shard{0}})}});
     auto fast = compile(pair.captured);
     const at::Tensor x = placed(numbers({4, 8}, 1), mesh, Shard{0});
     comm::Recorder& recorder = comm::Recorder::global();

@@ -26,11 +26,13 @@ struct Case {
 const std::vector<Case>& all_cases() {
   static const std::vector<Case> cases = [] {
     const json top = test::read_json(test::golden_folder() / "index.json");
-    const std::filesystem::path path = test::golden_folder() / top.at("sections").at("aot").get<std::string>();
+    const std::filesystem::path path =
+        test::golden_folder() / top.at("sections").at("aot").get<std::string>();
     const json index = test::read_json(path);
     std::vector<Case> read;
     for (const json& entry : index.at("cases"))
-      read.push_back({entry.at("id"), test::read_json(path.parent_path() / entry.at("file").get<std::string>())});
+      read.push_back(
+          {entry.at("id"), test::read_json(path.parent_path() / entry.at("file").get<std::string>())});
     EXPECT_EQ(read.size(), top.at("counts").at("aot").get<std::size_t>());
     EXPECT_FALSE(read.empty());
     return read;
@@ -43,11 +45,14 @@ bool is_random_case(const Case& item) { return !item.data.at("rng_seed").is_null
 // Tolerances for floating point as documented with the reference data: kernels of other versions round
 // differently.
 ::testing::AssertionResult matches(const at::Tensor& actual, const json& expected, bool values = true) {
-  if (expected.is_null()) return actual.defined() ? ::testing::AssertionFailure() << "defined" : ::testing::AssertionSuccess();
+  if (expected.is_null())
+    return actual.defined() ? ::testing::AssertionFailure() << "defined" : ::testing::AssertionSuccess();
   if (!actual.defined()) return ::testing::AssertionFailure() << "undefined";
   const at::Tensor wanted = test::tensor_of(expected);
-  if (actual.sizes() != wanted.sizes()) return ::testing::AssertionFailure() << "sizes " << actual.sizes() << ", expected " << wanted.sizes();
-  if (actual.scalar_type() != wanted.scalar_type()) return ::testing::AssertionFailure() << "dtype " << actual.scalar_type();
+  if (actual.sizes() != wanted.sizes())
+    return ::testing::AssertionFailure() << "sizes " << actual.sizes() << ", expected " << wanted.sizes();
+  if (actual.scalar_type() != wanted.scalar_type())
+    return ::testing::AssertionFailure() << "dtype " << actual.scalar_type();
   if (values && !torch::allclose(actual.detach().to(at::kDouble), wanted.to(at::kDouble), 1e-5, 1e-6, true))
     return ::testing::AssertionFailure() << "values " << actual << "\nexpected " << wanted;
   return ::testing::AssertionSuccess();
@@ -56,24 +61,30 @@ bool is_random_case(const Case& item) { return !item.data.at("rng_seed").is_null
 ::testing::AssertionResult same_layout(const at::Tensor& actual, const json& expected) {
   if (actual.strides() != at::IntArrayRef(expected.at("stride").get<std::vector<std::int64_t>>()) ||
       actual.storage_offset() != expected.at("storage_offset").get<std::int64_t>())
-    return ::testing::AssertionFailure() << "strides " << actual.strides() << " from " << actual.storage_offset() << ", expected "
-                                         << expected.at("stride") << " from " << expected.at("storage_offset");
+    return ::testing::AssertionFailure()
+           << "strides " << actual.strides() << " from " << actual.storage_offset() << ", expected "
+           << expected.at("stride") << " from " << expected.at("storage_offset");
   return ::testing::AssertionSuccess();
 }
 
-bool shares_storage(const at::Tensor& a, const at::Tensor& b) { return a.storage().unsafeGetStorageImpl() == b.storage().unsafeGetStorageImpl(); }
+bool shares_storage(const at::Tensor& a, const at::Tensor& b) {
+  return a.storage().unsafeGetStorageImpl() == b.storage().unsafeGetStorageImpl();
+}
 
 // How often the recorded loss counts a tensor that is passed twice: once or twice, as the data says.
 test::PassedTwice passed_twice_in(const json& eager, const std::vector<c10::IValue>& inputs) {
   for (const json& place : eager.at("cotangent_on_inputs"))
     for (std::size_t earlier = 0; earlier < place.get<std::size_t>(); ++earlier)
-      if (inputs[earlier].isTensor() && inputs[earlier].toTensor().is_same(inputs[place.get<std::size_t>()].toTensor())) return test::PassedTwice::OnceForEachPlace;
+      if (inputs[earlier].isTensor() &&
+          inputs[earlier].toTensor().is_same(inputs[place.get<std::size_t>()].toTensor()))
+        return test::PassedTwice::OnceForEachPlace;
   return test::PassedTwice::Once;
 }
 
 // Compares a call with the recorded plain run of PyTorch 2.14: `call` gets the arguments and may modify them
 // like the function.
-void expect_eager(const Case& item, const std::function<std::vector<c10::IValue>(const std::vector<c10::IValue>&)>& call) {
+void expect_eager(const Case& item,
+                  const std::function<std::vector<c10::IValue>(const std::vector<c10::IValue>&)>& call) {
   SCOPED_TRACE(item.id);
   const json& eager = item.data.at("eager");
   const bool values = !is_random_case(item);
@@ -93,10 +104,14 @@ void expect_eager(const Case& item, const std::function<std::vector<c10::IValue>
     EXPECT_EQ(torch::GradMode::is_enabled(), eager.at("grad_mode_after").get<bool>());
   }
   for (std::size_t i = 0; i < inputs.size(); ++i) {
-    EXPECT_TRUE(matches(inputs[i].toTensor(), eager.at("inputs_after").at(i), values)) << "input " << i << " afterwards";
-    EXPECT_TRUE(same_layout(inputs[i].toTensor(), eager.at("inputs_after").at(i))) << "input " << i << " afterwards";
-    EXPECT_EQ(inputs[i].toTensor().requires_grad(), eager.at("input_requires_grad").at(i).get<bool>()) << "input " << i << " afterwards";
-    EXPECT_EQ(inputs[i].toTensor().is_leaf(), eager.at("input_is_leaf").at(i).get<bool>()) << "input " << i << " afterwards";
+    EXPECT_TRUE(matches(inputs[i].toTensor(), eager.at("inputs_after").at(i), values))
+        << "input " << i << " afterwards";
+    EXPECT_TRUE(same_layout(inputs[i].toTensor(), eager.at("inputs_after").at(i)))
+        << "input " << i << " afterwards";
+    EXPECT_EQ(inputs[i].toTensor().requires_grad(), eager.at("input_requires_grad").at(i).get<bool>())
+        << "input " << i << " afterwards";
+    EXPECT_EQ(inputs[i].toTensor().is_leaf(), eager.at("input_is_leaf").at(i).get<bool>())
+        << "input " << i << " afterwards";
   }
   ASSERT_EQ(outputs.size(), eager.at("outputs").size());
   for (std::size_t i = 0; i < outputs.size(); ++i) {
@@ -135,7 +150,8 @@ void expect_eager(const Case& item, const std::function<std::vector<c10::IValue>
   }
   ASSERT_EQ(gradients.leaves.size(), eager.at("leaf_grads").size());
   for (std::size_t i = 0; i < gradients.leaves.size(); ++i)
-    EXPECT_TRUE(matches(gradients.leaves[i], eager.at("leaf_grads").at(i), values)) << "gradient of leaf " << i;
+    EXPECT_TRUE(matches(gradients.leaves[i], eager.at("leaf_grads").at(i), values))
+        << "gradient of leaf " << i;
 }
 
 TEST(GoldenAot, ProgramsMatchThePlainRun) {
@@ -193,9 +209,12 @@ json to_json(const ViewAndMutationMeta& meta) {
   result["traced_tangent_shapes"] = json::array();
   result["traced_tangent_origin"] = json::array();
   for (const TangentInfo& tangent : meta.tangents) {
-    result["traced_tangent_shapes"].push_back(std::vector<std::int64_t>(tangent.geometry.sizes.begin(), tangent.geometry.sizes.end()));
-    const char* origin = tangent.kind == TangentInfo::Kind::MutatedInput ? "mutated_input" : "intermediate_base";
-    result["traced_tangent_origin"].push_back(tangent.kind == TangentInfo::Kind::Output ? "output:" + std::to_string(tangent.index) : origin);
+    result["traced_tangent_shapes"].push_back(
+        std::vector<std::int64_t>(tangent.geometry.sizes.begin(), tangent.geometry.sizes.end()));
+    const char* origin =
+        tangent.kind == TangentInfo::Kind::MutatedInput ? "mutated_input" : "intermediate_base";
+    result["traced_tangent_origin"].push_back(
+        tangent.kind == TangentInfo::Kind::Output ? "output:" + std::to_string(tangent.index) : origin);
   }
   result["grad_enabled_mutation"] = meta.grad_mode_after ? json(*meta.grad_mode_after) : json();
   result["num_tokens"] = 0;
@@ -208,7 +227,8 @@ std::string difference(const json& actual, const json& expected) {
   std::string text;
   for (const auto& [key, value] : expected.items())
     if (!actual.contains(key) || actual.at(key) != value)
-      text += key + ": " + (actual.contains(key) ? actual.at(key).dump() : "missing") + ", expected " + value.dump() + "\n";
+      text += key + ": " + (actual.contains(key) ? actual.at(key).dump() : "missing") + ", expected " +
+              value.dump() + "\n";
   return text;
 }
 
@@ -219,8 +239,10 @@ TEST(GoldenAot, MetadataOfTheFunctionAsCalled) {
       const Program program(item.data.at("program"));
       const Program::Arguments arguments = program.arguments();
       const AnalyzeOptions options{.keep_input_mutations = variant == "default_keep"};
-      EXPECT_EQ(difference(to_json(analyze([&](const Values& inputs) { return program(inputs); }, arguments.inputs, options)),
-                           expected.at("meta_user")), "");
+      EXPECT_EQ(difference(to_json(analyze([&](const Values& inputs) { return program(inputs); },
+                                           arguments.inputs, options)),
+                           expected.at("meta_user")),
+                "");
     }
 }
 
@@ -233,7 +255,8 @@ bool derivation_is_inexact(const ViewAndMutationMeta& user, const Values& inputs
     if (user.inputs[i].mutates_data) written.insert(inputs[i].toTensor().unsafeGetTensorImpl());
     unseen |= user.inputs[i].mutations_under_no_grad;
   }
-  return unseen || written.size() > 1 || std::any_of(user.outputs.begin(), user.outputs.end(), [](const OutputInfo& info) {
+  return unseen || written.size() > 1 ||
+         std::any_of(user.outputs.begin(), user.outputs.end(), [](const OutputInfo& info) {
            return info.base_index && info.kind != OutputKind::AliasOfInput;
          });
 }
@@ -254,7 +277,10 @@ TEST(GoldenAot, MetadataWithInputsMadeDistinct) {
       EXPECT_EQ(difference(to_json(plan.derived_meta(user, inputs)), wanted), "");
       // What captured calls use.
       if (same || !derivation_is_inexact(user, inputs)) {
-        EXPECT_EQ(difference(to_json(analyze(plan.inner_function(function), plan.inner_inputs(inputs), options)), wanted), "");
+        EXPECT_EQ(
+            difference(to_json(analyze(plan.inner_function(function), plan.inner_inputs(inputs), options)),
+                       wanted),
+            "");
       }
     }
 }
@@ -272,7 +298,8 @@ void expect_compiled(Partitioner partitioner) {
       EXPECT_THROW(test::gradients_of(arguments, compiled(arguments.inputs)), std::exception);
       continue;
     }
-    for (int call = 0; call < 2; ++call) expect_eager(item, [&](const auto& inputs) { return compiled(inputs); });
+    for (int call = 0; call < 2; ++call)
+      expect_eager(item, [&](const auto& inputs) { return compiled(inputs); });
     EXPECT_EQ(compiled.captures(), 1u);
     EXPECT_EQ(count_writes(compiled.joint(0).graph), 0u) << to_text(compiled.joint(0).graph);
   }
@@ -293,7 +320,8 @@ TEST(GoldenAot, ATensorPassedTwiceAndWrittenHasOneTangent) {
       std::set<const c10::TensorImpl*> tensors;
       std::size_t places = 0;
       for (std::size_t i = 0; i < inputs.size(); ++i)
-        if (meta.inputs[i].mutates_data && meta.inputs[i].requires_grad) ++places, tensors.insert(inputs[i].toTensor().unsafeGetTensorImpl());
+        if (meta.inputs[i].mutates_data && meta.inputs[i].requires_grad)
+          ++places, tensors.insert(inputs[i].toTensor().unsafeGetTensorImpl());
       return std::pair(places, tensors.size());
     };
     Compiled compiled([&](const Values& inputs) { return program(inputs); });
@@ -304,7 +332,9 @@ TEST(GoldenAot, ATensorPassedTwiceAndWrittenHasOneTangent) {
     if (places == tensors) continue;
     ++found;
     const auto& tangents = compiled.joint(0).tangents;
-    EXPECT_EQ(std::count_if(tangents.begin(), tangents.end(), [](const TangentInfo& tangent) { return tangent.kind == TangentInfo::Kind::MutatedInput; }),
+    EXPECT_EQ(std::count_if(
+                  tangents.begin(), tangents.end(),
+                  [](const TangentInfo& tangent) { return tangent.kind == TangentInfo::Kind::MutatedInput; }),
               static_cast<std::ptrdiff_t>(tensors));
     // Counted once or twice, gradients match the plain run.
     for (const test::PassedTwice twice : {test::PassedTwice::Once, test::PassedTwice::OnceForEachPlace}) {
@@ -316,7 +346,8 @@ TEST(GoldenAot, ATensorPassedTwiceAndWrittenHasOneTangent) {
       EXPECT_NEAR(actual.loss, expected.loss, 1e-5);
       for (std::size_t i = 0; i < expected.leaves.size(); ++i)
         EXPECT_TRUE(expected.leaves[i].defined() == actual.leaves[i].defined() &&
-                    (!expected.leaves[i].defined() || torch::allclose(actual.leaves[i], expected.leaves[i], 1e-5, 1e-6)))
+                    (!expected.leaves[i].defined() ||
+                     torch::allclose(actual.leaves[i], expected.leaves[i], 1e-5, 1e-6)))
             << "gradient of leaf " << i;
     }
   }
@@ -336,11 +367,13 @@ TEST(GoldenAot, NoMoreIsSavedForBackward) {
       const torch::AutoGradMode restore(true);
       compiled(program.arguments().inputs);
       const Partition& halves = compiled.partition(0);
-      EXPECT_LE(halves.saved.size(), expected.at("num_saved").get<std::size_t>()) << to_text(compiled.joint(0).graph);
+      EXPECT_LE(halves.saved.size(), expected.at("num_saved").get<std::size_t>())
+          << to_text(compiled.joint(0).graph);
       if (!expected.contains("saved_numel_total") || expected.at("saved_numel_total").is_null()) continue;
       std::int64_t elements = 0;
       for (const ValueId value : halves.saved) elements += compiled.joint(0).graph[value].geometry.numel();
-      EXPECT_LE(elements, expected.at("saved_numel_total").get<std::int64_t>()) << to_text(compiled.joint(0).graph);
+      EXPECT_LE(elements, expected.at("saved_numel_total").get<std::int64_t>())
+          << to_text(compiled.joint(0).graph);
     }
 }
 

@@ -8,9 +8,9 @@
 
 #include "penstock/compile.h"
 #include "penstock/graph/run/compiled_module_internals.h"
-#include "penstock/transformer.h"
-#include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/torch/compat/device_memory.h"
+#include "penstock/torch/dispatch/autocast_scope.h"
+#include "penstock/transformer.h"
 
 namespace penstock::graph {
 namespace graph_gpu_test {
@@ -32,7 +32,13 @@ struct Deterministic {
 
 TEST(GraphOnAGpu, TransformerOfGpt2Size) {
   const Deterministic deterministic(/*strict=*/true);
-  const TransformerOptions options{.vocabulary = 50304, .width = 768, .layers = 12, .heads = 12, .key_value_heads = 12, .feed_width = 2048, .context = 1024};
+  const TransformerOptions options{.vocabulary = 50304,
+                                   .width = 768,
+                                   .layers = 12,
+                                   .heads = 12,
+                                   .key_value_heads = 12,
+                                   .feed_width = 2048,
+                                   .context = 1024};
   TransformerStage plain(options), again(options), original(options);
   for (TransformerStage* model : {&plain, &again, &original}) {
     (*model)->to(kGpu);
@@ -43,7 +49,8 @@ TEST(GraphOnAGpu, TransformerOfGpt2Size) {
   for (int step = 0; step < 3; ++step) {
     SCOPED_TRACE(step);
     torch::manual_seed(step);
-    const at::Tensor tokens = torch::randint(0, 50304, {4, 1024}, at::device(kGpu).dtype(at::kLong)), targets = tokens.roll(-1, 1);
+    const at::Tensor tokens = torch::randint(0, 50304, {4, 1024}, at::device(kGpu).dtype(at::kLong)),
+                     targets = tokens.roll(-1, 1);
     const auto train = [&](auto& model, std::int64_t* peak) {
       reset_peak_device_bytes(kGpu);
       const std::int64_t before = live_device_bytes(kGpu);
@@ -56,12 +63,14 @@ TEST(GraphOnAGpu, TransformerOfGpt2Size) {
       *peak = peak_device_bytes(kGpu) - before;
       return loss.detach();
     };
-    const at::Tensor expected = train(plain, &peak_of_plain), repeated = train(again, &peak_of_plain), actual = train(fast, &peak_of_fast);
+    const at::Tensor expected = train(plain, &peak_of_plain), repeated = train(again, &peak_of_plain),
+                     actual = train(fast, &peak_of_fast);
     EXPECT_TRUE(torch::equal(repeated, expected));
     EXPECT_TRUE(torch::equal(actual, expected)) << actual << expected;
     const at::NoGradGuard no_grad;
     for (std::size_t i = 0; i < plain->parameters().size(); ++i) {
-      const at::Tensor wanted = plain->parameters()[i].grad(), other = again->parameters()[i].grad(), gradient = original->parameters()[i].grad();
+      const at::Tensor wanted = plain->parameters()[i].grad(), other = again->parameters()[i].grad(),
+                       gradient = original->parameters()[i].grad();
       const std::string name = plain->named_parameters().keys()[i];
       ASSERT_TRUE(gradient.defined()) << name;
       EXPECT_TRUE(torch::equal(other, wanted)) << name << ": the model itself";
@@ -94,9 +103,12 @@ TEST(GraphOnAGpu, ModulesWithTheirOwnKernels) {
       expected.pow(2).sum().backward();
       actual.pow(2).sum().backward();
       for (std::size_t i = 0; i < plain->parameters().size(); ++i)
-        EXPECT_TRUE(torch::allclose(original->parameters()[i].grad(), plain->parameters()[i].grad(), 1e-5, 1e-6)) << plain->named_parameters().keys()[i];
+        EXPECT_TRUE(
+            torch::allclose(original->parameters()[i].grad(), plain->parameters()[i].grad(), 1e-5, 1e-6))
+            << plain->named_parameters().keys()[i];
       for (std::size_t i = 0; i < plain->buffers().size(); ++i)
-        EXPECT_TRUE(torch::equal(original->buffers()[i], plain->buffers()[i])) << plain->named_buffers().keys()[i];
+        EXPECT_TRUE(torch::equal(original->buffers()[i], plain->buffers()[i]))
+            << plain->named_buffers().keys()[i];
     }
     EXPECT_EQ(count_writes(compiled_entry(*fast, 0).joint(0).graph), 0u);
   };
@@ -106,10 +118,20 @@ TEST(GraphOnAGpu, ModulesWithTheirOwnKernels) {
     torch::manual_seed(4);
     expect_same_steps(plain, make(), x.to(kGpu));
   };
-  twice([] {
-    return nn::Sequential(nn::Conv2d(nn::Conv2dOptions(3, 4, 3).padding(1)), nn::BatchNorm2d(4), nn::ReLU(), nn::MaxPool2d(2)).ptr();
-  }, torch::randn({2, 3, 8, 8}));
-  twice([] { return nn::Sequential(nn::Linear(4, 8), nn::LayerNorm(nn::LayerNormOptions({8})), nn::GELU(), nn::Linear(8, 4)).ptr(); }, torch::randn({5, 4}));
+  twice(
+      [] {
+        return nn::Sequential(nn::Conv2d(nn::Conv2dOptions(3, 4, 3).padding(1)), nn::BatchNorm2d(4),
+                              nn::ReLU(), nn::MaxPool2d(2))
+            .ptr();
+      },
+      torch::randn({2, 3, 8, 8}));
+  twice(
+      [] {
+        return nn::Sequential(nn::Linear(4, 8), nn::LayerNorm(nn::LayerNormOptions({8})), nn::GELU(),
+                              nn::Linear(8, 4))
+            .ptr();
+      },
+      torch::randn({5, 4}));
 }
 
 }  // namespace graph_gpu_test

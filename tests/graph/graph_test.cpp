@@ -4,10 +4,10 @@
 #include <torch/torch.h>
 
 #include "penstock/errors.h"
-#include "penstock/graph/run/execute.h"
-#include "penstock/graph/ir/metadata.h"
-#include "penstock/graph/trace/tracer.h"
 #include "penstock/fake.h"
+#include "penstock/graph/ir/metadata.h"
+#include "penstock/graph/run/execute.h"
+#include "penstock/graph/trace/tracer.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 
@@ -18,11 +18,13 @@ using test::has_text;
 using test::message_of;
 
 // Records a function of real tensors.
-Graph traced(const std::vector<at::Tensor>& inputs, const std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>& function) {
+Graph traced(const std::vector<at::Tensor>& inputs,
+             const std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>& function) {
   FakeMode fake;
   Tracer tracer;
   std::vector<at::Tensor> fakes;
-  for (std::size_t i = 0; i < inputs.size(); ++i) fakes.push_back(tracer.add_input(to_fake(inputs[i]), "in" + std::to_string(i)));
+  for (std::size_t i = 0; i < inputs.size(); ++i)
+    fakes.push_back(tracer.add_input(to_fake(inputs[i]), "in" + std::to_string(i)));
   const ModeGuard below(fake);
   const ModeGuard on(tracer);
   for (const at::Tensor& output : function(fakes)) tracer.graph.outputs.push_back(tracer.operand_of(output));
@@ -31,12 +33,11 @@ Graph traced(const std::vector<at::Tensor>& inputs, const std::function<std::vec
 }
 
 TEST(Graph, TextOfARecordedFunction) {
-  const Graph graph = traced({torch::ones({3, 4}), torch::ones({4, 2})},
-                             [](const auto& in) {
-                               const at::Tensor product = in[0].mm(in[1]);
-                               const at::Tensor corner = in[0].select(0, 0).select(0, 0);
-                               return std::vector<at::Tensor>{torch::add(product, corner, 2).t()};
-                             });
+  const Graph graph = traced({torch::ones({3, 4}), torch::ones({4, 2})}, [](const auto& in) {
+    const at::Tensor product = in[0].mm(in[1]);
+    const at::Tensor corner = in[0].select(0, 0).select(0, 0);
+    return std::vector<at::Tensor>{torch::add(product, corner, 2).t()};
+  });
   EXPECT_EQ(to_text(graph),
             "graph(%0 in0: float32[3, 4], %1 in1: float32[4, 2]) {\n"
             "  %2: float32[3, 2] = aten::mm(%0, %1)\n"
@@ -56,7 +57,8 @@ TEST(Graph, ReplayGivesTheSameBits) {
   const auto function = [](const std::vector<at::Tensor>& in) {
     at::Tensor h = torch::addmm(in[2], in[0], in[1]).tanh();
     std::vector<at::Tensor> parts = h.split(2, 1);
-    return std::vector<at::Tensor>{torch::cat({parts[1], parts[0]}, 1), std::get<1>(h.max(1)), h.index({in[0].select(1, 0).argsort()})};
+    return std::vector<at::Tensor>{torch::cat({parts[1], parts[0]}, 1), std::get<1>(h.max(1)),
+                                   h.index({in[0].select(1, 0).argsort()})};
   };
   const Graph graph = traced({x, w, b}, function);
   const std::vector<at::Tensor> expected = function({x, w, b});
@@ -64,7 +66,8 @@ TEST(Graph, ReplayGivesTheSameBits) {
   for (int i = 0; i < 2; ++i) {
     const std::vector<c10::IValue> results = run({x, w, b});
     ASSERT_EQ(results.size(), expected.size());
-    for (std::size_t j = 0; j < expected.size(); ++j) EXPECT_TRUE(torch::equal(results[j].toTensor(), expected[j])) << j;
+    for (std::size_t j = 0; j < expected.size(); ++j)
+      EXPECT_TRUE(torch::equal(results[j].toTensor(), expected[j])) << j;
   }
 }
 
@@ -88,7 +91,9 @@ TEST(Graph, InPlaceOperatorsWriteTheInput) {
 
 TEST(Graph, TensorsFromOutsideBecomeConstants) {
   const at::Tensor weight = torch::randn({4});
-  const Graph graph = traced({torch::ones({4})}, [&](const auto& in) { return std::vector<at::Tensor>{in[0] * weight.view({2, 2}).view(-1)}; });
+  const Graph graph = traced({torch::ones({4})}, [&](const auto& in) {
+    return std::vector<at::Tensor>{in[0] * weight.view({2, 2}).view(-1)};
+  });
   ASSERT_EQ(graph.constants.size(), 1u);
   EXPECT_EQ(graph.nodes.size(), 1u);  // a view of a constant is a constant
   EXPECT_EQ(graph.constants[0].tensor.data_ptr(), weight.data_ptr());
@@ -102,20 +107,22 @@ TEST(Graph, DeadNodesAreRemovedAndVisibleWritesKept) {
     inside.view({2, 2}).select(0, 0).mul_(2);  // visible through `inside`
     at::Tensor unseen = in[0] + 2;
     unseen.mul_(2);
-    in[0].add_(1);                             // visible to the caller
-    torch::rand({3});                          // advances the generator
+    in[0].add_(1);     // visible to the caller
+    torch::rand({3});  // advances the generator
     return std::vector<at::Tensor>{inside};
   });
   remove_dead_nodes(graph);
   verify(graph);
   std::vector<std::string> names;
   for (const Node& node : graph.nodes) names.push_back(node.op.operator_name().name);
-  EXPECT_EQ(names, (std::vector<std::string>{"aten::add", "aten::view", "aten::select", "aten::mul_", "aten::add_", "aten::rand"}));
+  EXPECT_EQ(names, (std::vector<std::string>{"aten::add", "aten::view", "aten::select", "aten::mul_",
+                                             "aten::add_", "aten::rand"}));
 }
 
 TEST(Graph, ValuesAreFreedAtTheirLastUse) {
   // The middle of the chain is dead when the end runs: the memory of a value passed by move is freed as well.
-  const Graph graph = traced({torch::ones({4})}, [](const auto& in) { return std::vector<at::Tensor>{in[0].exp().sin().cos()}; });
+  const Graph graph = traced({torch::ones({4})},
+                             [](const auto& in) { return std::vector<at::Tensor>{in[0].exp().sin().cos()}; });
   at::Tensor x = torch::ones({4});
   const c10::weak_intrusive_ptr<c10::TensorImpl> watch(x.getIntrusivePtr());
   std::vector<at::Tensor> inputs;
@@ -127,19 +134,27 @@ TEST(Graph, ValuesAreFreedAtTheirLastUse) {
 
 TEST(Graph, VerifyFindsWhatIsBroken) {
   const auto broken = [](const std::function<void(Graph&)>& damage) {
-    Graph graph = traced({torch::ones({4})}, [](const auto& in) { return std::vector<at::Tensor>{in[0].exp().view({2, 2})}; });
+    Graph graph = traced({torch::ones({4})}, [](const auto& in) {
+      return std::vector<at::Tensor>{in[0].exp().view({2, 2})};
+    });
     damage(graph);
     return message_of<InvariantError>([&] { verify(graph); });
   };
-  EXPECT_TRUE(has_text(broken([](Graph& graph) { std::swap(graph.nodes[0], graph.nodes[1]); }), "used before it is defined"));
-  EXPECT_TRUE(has_text(broken([](Graph& graph) { graph.nodes.push_back(graph.nodes[0]); }), "defines %1 again"));
-  EXPECT_TRUE(has_text(broken([](Graph& graph) { graph.nodes[0].arguments.clear(); }), "0 arguments, the schema 1"));
-  EXPECT_TRUE(has_text(broken([](Graph& graph) { graph.values[2].storage = graph.new_storage(); }), "should share the memory"));
-  EXPECT_TRUE(has_text(broken([](Graph& graph) { graph.outputs[0] = Operand::of(graph.new_value({})); }), "which no node defines"));
+  EXPECT_TRUE(has_text(broken([](Graph& graph) { std::swap(graph.nodes[0], graph.nodes[1]); }),
+                       "used before it is defined"));
+  EXPECT_TRUE(
+      has_text(broken([](Graph& graph) { graph.nodes.push_back(graph.nodes[0]); }), "defines %1 again"));
+  EXPECT_TRUE(
+      has_text(broken([](Graph& graph) { graph.nodes[0].arguments.clear(); }), "0 arguments, the schema 1"));
+  EXPECT_TRUE(has_text(broken([](Graph& graph) { graph.values[2].storage = graph.new_storage(); }),
+                       "should share the memory"));
+  EXPECT_TRUE(has_text(broken([](Graph& graph) { graph.outputs[0] = Operand::of(graph.new_value({})); }),
+                       "which no node defines"));
 }
 
 TEST(Graph, WrongInputsAreErrors) {
-  const Graph graph = traced({torch::ones({4})}, [](const auto& in) { return std::vector<at::Tensor>{in[0].exp()}; });
+  const Graph graph =
+      traced({torch::ones({4})}, [](const auto& in) { return std::vector<at::Tensor>{in[0].exp()}; });
   const Executor run(graph);
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { run({}); }), "expected 1"));
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { run({at::Tensor()}); }), "input 0 is undefined"));
@@ -147,19 +162,22 @@ TEST(Graph, WrongInputsAreErrors) {
 
 TEST(Graph, ValueDependentStepsNameTheOperator) {
   EXPECT_TRUE(has_text(message_of<DataDependentError>([] {
-    traced({torch::ones({4})}, [](const auto& in) {
-      if (in[0].sum().template item<float>() > 0) return std::vector<at::Tensor>{in[0]};
-      return std::vector<at::Tensor>{};
-    });
-  }), "aten::_local_scalar_dense"));
+                         traced({torch::ones({4})}, [](const auto& in) {
+                           if (in[0].sum().template item<float>() > 0) return std::vector<at::Tensor>{in[0]};
+                           return std::vector<at::Tensor>{};
+                         });
+                       }),
+                       "aten::_local_scalar_dense"));
 }
 
 TEST(Metadata, FlagsThatContradictEachOtherNameTheInput) {
   InputInfo other_memory;
   other_memory.mutates_storage_metadata = true;
-  EXPECT_TRUE(has_text(message_of<ValueError>([&] { other_memory.validate(3); }), "input 3 is marked as getting other memory (set_) but keeping its metadata"));
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] { other_memory.validate(3); }),
+                       "input 3 is marked as getting other memory (set_) but keeping its metadata"));
   other_memory.mutates_metadata = true;
-  EXPECT_TRUE(has_text(message_of<ValueError>([&] { other_memory.validate(3); }), "only the graph itself can do"));
+  EXPECT_TRUE(
+      has_text(message_of<ValueError>([&] { other_memory.validate(3); }), "only the graph itself can do"));
   other_memory.keep_input_mutations = true;
   other_memory.validate(3);
   EXPECT_EQ(other_memory.mutation_type(), MutationType::MutatedInGraph);

@@ -10,19 +10,19 @@
 #include <functional>
 #include <memory>
 #include <random>
-#include <span>
 #include <set>
+#include <span>
 #include <string>
 #include <vector>
 
-#include "penstock/errors.h"
 #include "penstock/compile.h"
-#include "penstock/graph/run/compiled_module_internals.h"
+#include "penstock/errors.h"
 #include "penstock/graph/ir/constant_value.h"
-#include "penstock/graph/tools/draw.h"
-#include "penstock/graph/run/execute.h"
-#include "penstock/graph/tools/graph_file.h"
 #include "penstock/graph/ir/rewrite.h"
+#include "penstock/graph/run/compiled_module_internals.h"
+#include "penstock/graph/run/execute.h"
+#include "penstock/graph/tools/draw.h"
+#include "penstock/graph/tools/graph_file.h"
 #include "penstock/graph/tools/signature.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
@@ -86,14 +86,21 @@ TEST(CommonSubexpressions, AreComputedOnce) {
 }
 
 TEST(CommonSubexpressions, RandomNodesAndOutputsStayApart) {
-  Graph random = captured([](const Tensors& in) { return Tensors{torch::rand_like(in[0]) - torch::rand_like(in[0])}; }, {torch::ones({3})});
+  Graph random =
+      captured([](const Tensors& in) { return Tensors{torch::rand_like(in[0]) - torch::rand_like(in[0])}; },
+               {torch::ones({3})});
   EXPECT_EQ(merge_common_subexpressions(random), 0u);
-  Graph outputs = captured([](const Tensors& in) { return Tensors{in[0].exp(), in[0].exp()}; }, {torch::ones({3})});
+  Graph outputs = captured(
+      [](const Tensors& in) {
+        return Tensors{in[0].exp(), in[0].exp()};
+      },
+      {torch::ones({3})});
   EXPECT_EQ(merge_common_subexpressions(outputs), 0u);
   const auto results = Executor(outputs)({torch::ones({3})});
   EXPECT_FALSE(results[0].toTensor().is_alias_of(results[1].toTensor()));
   Graph writing = captured([](const Tensors& in) { return Tensors{in[0].add_(1)}; }, {torch::ones({3})});
-  EXPECT_TRUE(has_text(message_of<ValueError>([&] { merge_common_subexpressions(writing); }), "functionalize it first"));
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] { merge_common_subexpressions(writing); }),
+                       "functionalize it first"));
 }
 
 Rule silu_rule() {
@@ -105,9 +112,9 @@ Rule silu_rule() {
 TEST(Rewrite, PatternsAreReplaced) {
   const Tensors inputs{torch::randn({3, 4})};
   const auto function = [](const Tensors& in) {
-    const at::Tensor a = in[0] * in[0].sigmoid();             // here
-    const at::Tensor b = a.t() * a.t().sigmoid();             // two views: not the same value
-    const at::Tensor gate = b.sigmoid(), c = b * gate;        // the gate is used again
+    const at::Tensor a = in[0] * in[0].sigmoid();       // here
+    const at::Tensor b = a.t() * a.t().sigmoid();       // two views: not the same value
+    const at::Tensor gate = b.sigmoid(), c = b * gate;  // the gate is used again
     const at::Tensor d = c.t().view({12}), e = (d * d.sigmoid()).view({3, 4});  // and here
     return Tensors{e, gate};
   };
@@ -121,7 +128,9 @@ TEST(Rewrite, PatternsAreReplaced) {
   for (std::size_t i = 0; i < x.size(); ++i) EXPECT_TRUE(torch::allclose(x[i].toTensor(), y[i].toTensor()));
 
   Rule picky = silu_rule();
-  picky.accept = [](const Graph& graph, const Match& match) { return graph[match.inputs[0]].geometry.sizes.size() == 1; };
+  picky.accept = [](const Graph& graph, const Match& match) {
+    return graph[match.inputs[0]].geometry.sizes.size() == 1;
+  };
   Graph some = before;
   EXPECT_EQ(rewrite(some, picky), 1u);
 }
@@ -129,11 +138,14 @@ TEST(Rewrite, PatternsAreReplaced) {
 TEST(Rewrite, BrokenRulesAreErrors) {
   Graph graph = captured([](const Tensors& in) { return Tensors{in[0].exp()}; }, {torch::ones({3})});
   Rule inputs = silu_rule();
-  inputs.replacement = captured([](const Tensors& in) { return Tensors{in[0] + in[1]}; }, {torch::ones({2}), torch::ones({2})});
-  EXPECT_TRUE(has_text(message_of<ValueError>([&] { rewrite(graph, inputs); }), "1 inputs, the replacement 2"));
+  inputs.replacement = captured([](const Tensors& in) { return Tensors{in[0] + in[1]}; },
+                                {torch::ones({2}), torch::ones({2})});
+  EXPECT_TRUE(
+      has_text(message_of<ValueError>([&] { rewrite(graph, inputs); }), "1 inputs, the replacement 2"));
   Rule shape{captured([](const Tensors& in) { return Tensors{in[0].exp()}; }, {torch::ones({3})}),
              captured([](const Tensors& in) { return Tensors{in[0].sum()}; }, {torch::ones({3})}), nullptr};
-  EXPECT_TRUE(has_text(message_of<ValueError>([&] { rewrite(graph, shape); }), "gives float32[] for float32[3]"));
+  EXPECT_TRUE(
+      has_text(message_of<ValueError>([&] { rewrite(graph, shape); }), "gives float32[] for float32[3]"));
   const at::Tensor held = torch::ones({2});
   Rule constant = silu_rule();
   constant.pattern = captured([&](const Tensors& in) { return Tensors{in[0] * held}; }, {torch::ones({2})});
@@ -147,10 +159,15 @@ struct Small {
   const Compiled& compiled() const { return compiled_entry(*fast, 0); }
   GraphSignature signature() const {
     return make_signature(compiled().joint(0), compiled().inner_meta(0),
-                          {.state = &state_of(*fast), .loss_index = {}, .hidden_outputs = 1, .in_spec = arguments_spec(*fast, 0).to_string(),
+                          {.state = &state_of(*fast),
+                           .loss_index = {},
+                           .hidden_outputs = 1,
+                           .in_spec = arguments_spec(*fast, 0).to_string(),
                            .out_spec = results_spec(*fast, 0, 0).to_string()});
   }
-  GraphFile file() const { return {compiled().joint(0), compiled().inner_meta(0), compiled().partition(0).saved, signature()}; }
+  GraphFile file() const {
+    return {compiled().joint(0), compiled().inner_meta(0), compiled().partition(0).saved, signature()};
+  }
 };
 
 // Others hold the inputs, the results and views of results; tensors in between belong to backward alone.
@@ -172,7 +189,8 @@ TEST(Partition, DonatedTensorsBelongToNobodyElse) {
   std::vector<std::string> donated, others;
   const std::vector<std::size_t> places = parts.donated(joint);
   for (std::size_t i = 0; i < parts.saved.size(); ++i)
-    (std::find(places.begin(), places.end(), i) != places.end() ? donated : others).push_back(made_by(parts.saved[i]));
+    (std::find(places.begin(), places.end(), i) != places.end() ? donated : others)
+        .push_back(made_by(parts.saved[i]));
   EXPECT_EQ(std::set<std::string>(donated.begin(), donated.end()), std::set<std::string>{"aten::relu"});
   EXPECT_NE(std::find(others.begin(), others.end(), "an input"), others.end());
   EXPECT_NE(std::find(others.begin(), others.end(), "aten::exp"), others.end());
@@ -206,14 +224,23 @@ TEST(Signature, UnsupportedGraphsAreErrors) {
     const JointGraph joint = capture_joint(over, {input}, meta);
     return message_of<ValueError>([&] { make_signature(joint, meta); });
   };
-  EXPECT_TRUE(has_text(message([](const Tensors& in) { return Tensors{in[0].view({4})}; }, torch::ones({2, 2})), "result 0 is made at run time"));
-  EXPECT_TRUE(has_text(message([](const Tensors& in) { in[0].t_(); return Tensors{in[0] + 1}; }, torch::ones({2, 3})), "only the shape of primals_1"));
+  EXPECT_TRUE(
+      has_text(message([](const Tensors& in) { return Tensors{in[0].view({4})}; }, torch::ones({2, 2})),
+               "result 0 is made at run time"));
+  EXPECT_TRUE(has_text(message(
+                           [](const Tensors& in) {
+                             in[0].t_();
+                             return Tensors{in[0] + 1};
+                           },
+                           torch::ones({2, 3})),
+                       "only the shape of primals_1"));
 }
 
 TEST(Drawing, DotAndSvg) {
   const Small small;
   const Graph& graph = small.compiled().joint(0).graph;
-  const DrawOptions options{.title = "a <small> net", .saved = small.compiled().partition(0).saved, .max_boxes = 1000};
+  const DrawOptions options{
+      .title = "a <small> net", .saved = small.compiled().partition(0).saved, .max_boxes = 1000};
   const std::string dot = to_dot(graph, options), svg = to_svg(graph, options);
   EXPECT_TRUE(has_text(dot, "aten::addmm"));
   EXPECT_TRUE(has_text(dot, "penwidth=3"));
@@ -221,7 +248,9 @@ TEST(Drawing, DotAndSvg) {
   EXPECT_TRUE(has_text(svg, "penstock::native_batch_norm_functional"));
   EXPECT_TRUE(has_text(svg, "rect class=\"box forward saved\""));
   std::size_t boxes = 0;
-  for (std::size_t at = svg.find("<rect class=\"box"); at != std::string::npos; at = svg.find("<rect class=\"box", at + 1)) ++boxes;
+  for (std::size_t at = svg.find("<rect class=\"box"); at != std::string::npos;
+       at = svg.find("<rect class=\"box", at + 1))
+    ++boxes;
   std::size_t outputs = 0;
   for (const Operand& output : graph.outputs) outputs += output.value() != kNoValue;
   EXPECT_EQ(boxes, graph.inputs.size() + graph.constants.size() + graph.nodes.size() + outputs);
@@ -255,7 +284,8 @@ TEST(GraphFiles, FilesRoundTrip) {
       EXPECT_TRUE(torch::equal(x[i].toTensor(), y[i].toTensor())) << i;
     }
 
-  const std::filesystem::path path = std::filesystem::temp_directory_path() / "penstock_graph_tools_test.psgraph";
+  const std::filesystem::path path =
+      std::filesystem::temp_directory_path() / "penstock_graph_tools_test.psgraph";
   save_graph(path, file);
   EXPECT_EQ(to_text(load_graph(path).joint.graph), to_text(file.joint.graph));
   std::filesystem::remove(path);
@@ -268,17 +298,20 @@ TEST(GraphFiles, ConstantsOfAllKinds) {
   const Graph graph = captured(
       [&](const Tensors& in) {
         const at::Tensor flipped = (in[0] + held).flip({0}).roll({1}, {0});
-        return Tensors{torch::gelu(flipped, "tanh") * 0.1234567, at::upsample_nearest2d(flipped.view({1, 1, 4, 3}), {8, 6}), flipped.to(at::kDouble)};
+        return Tensors{torch::gelu(flipped, "tanh") * 0.1234567,
+                       at::upsample_nearest2d(flipped.view({1, 1, 4, 3}), {8, 6}), flipped.to(at::kDouble)};
       },
       inputs);
-  const GraphFile again = decode_graph(encode_graph({JointGraph{graph, 1, graph.outputs.size(), {}}, {}, {}, {}}));
+  const GraphFile again =
+      decode_graph(encode_graph({JointGraph{graph, 1, graph.outputs.size(), {}}, {}, {}, {}}));
   EXPECT_EQ(to_text(again.joint.graph), to_text(graph));
   expect_same_results(graph, again.joint.graph, inputs);
 }
 
 std::vector<std::uint8_t> with_new_checksum(std::vector<std::uint8_t> bytes) {
   if (bytes.size() < 28) return bytes;
-  const std::uint64_t size = bytes.size() - 28, checksum = detail::graph_checksum(std::span(bytes).subspan(28));
+  const std::uint64_t size = bytes.size() - 28,
+                      checksum = detail::graph_checksum(std::span(bytes).subspan(28));
   std::memcpy(bytes.data() + 12, &size, 8);
   std::memcpy(bytes.data() + 20, &checksum, 8);
   return bytes;
@@ -296,10 +329,15 @@ TEST(GraphFiles, DamageIsAnErrorNeverACrash) {
     SCOPED_TRACE(round);
     std::vector<std::uint8_t> damaged = bytes;
     switch (random() % 4) {
-      case 0: damaged.resize(random() % damaged.size()); break;
-      case 1: damaged.push_back(static_cast<std::uint8_t>(random())); break;
+      case 0:
+        damaged.resize(random() % damaged.size());
+        break;
+      case 1:
+        damaged.push_back(static_cast<std::uint8_t>(random()));
+        break;
       default:
-        for (std::size_t flips = 1 + random() % 3; flips > 0; --flips) damaged[random() % damaged.size()] ^= static_cast<std::uint8_t>(1u << (random() % 8));
+        for (std::size_t flips = 1 + random() % 3; flips > 0; --flips)
+          damaged[random() % damaged.size()] ^= static_cast<std::uint8_t>(1u << (random() % 8));
     }
     if (damaged != bytes) {
       EXPECT_THROW(decode_graph(damaged), ValueError);
@@ -312,7 +350,7 @@ TEST(GraphFiles, DamageIsAnErrorNeverACrash) {
     } catch (const ValueError&) {
     }
   }
-  EXPECT_GT(sound, 0);        // a flipped bit in a name or a number
+  EXPECT_GT(sound, 0);  // a flipped bit in a name or a number
   EXPECT_LT(sound, rounds);
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { decode_graph({}); }), "this is not a graph file"));
   std::vector<std::uint8_t> newer = bytes;
@@ -326,7 +364,9 @@ TEST(GraphFiles, UnknownOperatorsAreNamed) {
   const auto at = std::search(bytes.begin(), bytes.end(), name.begin(), name.end());
   ASSERT_NE(at, bytes.end());
   at[6] = 'x';
-  EXPECT_TRUE(has_text(message_of<ValueError>([&] { decode_graph(with_new_checksum(bytes), "step.psgraph"); }), "this LibTorch has no operator aten::xddmm"));
+  EXPECT_TRUE(
+      has_text(message_of<ValueError>([&] { decode_graph(with_new_checksum(bytes), "step.psgraph"); }),
+               "this LibTorch has no operator aten::xddmm"));
 }
 
 }  // namespace graph_tools_test

@@ -16,16 +16,18 @@ using Values = std::vector<c10::IValue>;
 
 at::ScalarType dtype_named(const std::string& name) {
   static const std::map<std::string, at::ScalarType> names = {
-      {"float32", at::kFloat}, {"float64", at::kDouble}, {"float16", at::kHalf}, {"bfloat16", at::kBFloat16}, {"int64", at::kLong},
-      {"int32", at::kInt},     {"int16", at::kShort},    {"int8", at::kChar},    {"uint8", at::kByte},        {"bool", at::kBool}};
+      {"float32", at::kFloat}, {"float64", at::kDouble}, {"float16", at::kHalf}, {"bfloat16", at::kBFloat16},
+      {"int64", at::kLong},    {"int32", at::kInt},      {"int16", at::kShort},  {"int8", at::kChar},
+      {"uint8", at::kByte},    {"bool", at::kBool}};
   return names.at(name);
 }
 
 at::MemoryFormat memory_format_named(const std::string& name) {
-  static const std::map<std::string, at::MemoryFormat> names = {{"contiguous_format", at::MemoryFormat::Contiguous},
-                                                                {"preserve_format", at::MemoryFormat::Preserve},
-                                                                {"channels_last", at::MemoryFormat::ChannelsLast},
-                                                                {"channels_last_3d", at::MemoryFormat::ChannelsLast3d}};
+  static const std::map<std::string, at::MemoryFormat> names = {
+      {"contiguous_format", at::MemoryFormat::Contiguous},
+      {"preserve_format", at::MemoryFormat::Preserve},
+      {"channels_last", at::MemoryFormat::ChannelsLast},
+      {"channels_last_3d", at::MemoryFormat::ChannelsLast3d}};
   return names.at(name);
 }
 
@@ -80,7 +82,8 @@ class Run {
     if (value.is_string()) {  // a reference
       const c10::IValue& bound = named(value.get<std::string>());
       if (type->kind() == TypeKind::TensorType && !bound.isTensor()) return wrapped(bound.toScalar());
-      if (type->kind() == TypeKind::NumberType) return bound.isTensor() ? c10::IValue(bound.toTensor().item()) : c10::IValue(bound.toScalar());
+      if (type->kind() == TypeKind::NumberType)
+        return bound.isTensor() ? c10::IValue(bound.toTensor().item()) : c10::IValue(bound.toScalar());
       return bound;
     }
     if (type->kind() == TypeKind::ListType) {
@@ -97,7 +100,8 @@ class Run {
       if (value.at("layout") != "strided") throw std::runtime_error("layout " + value.dump());
       return static_cast<std::int64_t>(at::kStrided);
     }
-    if (value.contains("memory_format")) return static_cast<std::int64_t>(memory_format_named(value.at("memory_format")));
+    if (value.contains("memory_format"))
+      return static_cast<std::int64_t>(memory_format_named(value.at("memory_format")));
     if (value.contains("device")) return c10::Device(value.at("device").get<std::string>());
     if (value.contains("str")) return value.at("str").get<std::string>();
     if (type->kind() == TypeKind::NumberType) return scalar_of(value);
@@ -117,7 +121,8 @@ class Run {
       c10::List<c10::optional<at::Tensor>> list;
       for (const json& item : items) {
         const c10::IValue value = convert(item, element);
-        list.push_back(value.isNone() ? c10::optional<at::Tensor>() : c10::optional<at::Tensor>(value.toTensor()));
+        list.push_back(value.isNone() ? c10::optional<at::Tensor>()
+                                      : c10::optional<at::Tensor>(value.toTensor()));
       }
       return list;
     }
@@ -200,8 +205,8 @@ class Run {
 
 // A user-defined autograd function whose forward and backward are programs.
 struct ProgramFunction : torch::autograd::Function<ProgramFunction> {
-  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context, const json* definition,
-                                                at::TensorList args) {
+  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context,
+                                                const json* definition, at::TensorList args) {
     const json& half = definition->at("forward");
     Run run;
     for (std::size_t i = 0; i < args.size(); ++i) run.bind(half.at("inputs").at(i), args[i]);
@@ -213,7 +218,8 @@ struct ProgramFunction : torch::autograd::Function<ProgramFunction> {
     if (half.at("returns").size() != 1) throw std::runtime_error("a custom function with several results");
     return {run.free_value(half.at("returns").at(0)).toTensor()};
   }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, torch::autograd::variable_list grads) {
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list grads) {
     const auto* definition = reinterpret_cast<const json*>(context->saved_data["definition"].toInt());
     const json& half = definition->at("backward");
     Run run;
@@ -250,7 +256,8 @@ at::Tensor seeded(const json& leaf) {
 at::Tensor tensor_of(const json& value) {
   const at::ScalarType dtype = value.contains("dtype") ? dtype_named(value.at("dtype")) : at::kFloat;
   std::vector<double> numbers;
-  for (const json& number : value.at("values")) numbers.push_back(number.is_boolean() ? (number.get<bool>() ? 1 : 0) : number.get<double>());
+  for (const json& number : value.at("values"))
+    numbers.push_back(number.is_boolean() ? (number.get<bool>() ? 1 : 0) : number.get<double>());
   const auto shape = value.at("shape").get<std::vector<std::int64_t>>();
   return at::tensor(numbers, at::kDouble).to(dtype).reshape(shape);
 }
@@ -264,7 +271,8 @@ Program::Arguments Program::arguments() const {
   }
   for (const json& constant : json_.at("constants")) run.bind(constant.at("name"), tensor_of(constant));
   run.run(json_.at("prepare"));
-  for (const json& name : json_.at("inputs")) arguments.inputs.push_back(run.free_value("%" + name.get<std::string>()));
+  for (const json& name : json_.at("inputs"))
+    arguments.inputs.push_back(run.free_value("%" + name.get<std::string>()));
   return arguments;
 }
 
@@ -298,8 +306,11 @@ Gradients gradients_of(const Program::Arguments& arguments, const Values& output
   for (std::size_t i = 0; i < arguments.inputs.size(); ++i) {
     const c10::IValue& input = arguments.inputs[i];
     if (!input.isTensor() || !input.toTensor().requires_grad() || input.toTensor().is_leaf()) continue;
-    const bool again = std::any_of(arguments.inputs.begin(), arguments.inputs.begin() + static_cast<std::ptrdiff_t>(i),
-                                   [&](const c10::IValue& earlier) { return earlier.isTensor() && earlier.toTensor().is_same(input.toTensor()); });
+    const bool again =
+        std::any_of(arguments.inputs.begin(), arguments.inputs.begin() + static_cast<std::ptrdiff_t>(i),
+                    [&](const c10::IValue& earlier) {
+                      return earlier.isTensor() && earlier.toTensor().is_same(input.toTensor());
+                    });
     if (again && twice == PassedTwice::Once) continue;
     result.on_inputs.push_back(static_cast<std::int64_t>(i));
     add(input.toTensor(), 100 + static_cast<std::int64_t>(i));

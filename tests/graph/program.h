@@ -20,8 +20,8 @@ class Program {
   explicit Program(const nlohmann::json& json) : json_(json) {}
 
   struct Arguments {
-    std::vector<at::Tensor> leaves;    // in the order of the recorded leaf gradients
-    std::vector<c10::IValue> inputs;   // what the function is called with
+    std::vector<at::Tensor> leaves;   // in the order of the recorded leaf gradients
+    std::vector<c10::IValue> inputs;  // what the function is called with
   };
   // Creates fresh leaves and the inputs made from them.
   Arguments arguments() const;
@@ -42,7 +42,7 @@ at::Tensor cotangent(std::int64_t index, const at::Tensor& like);
 // The loss over outputs and changed inputs, and the gradients of the leaves, as PyTorch 2.14 computes them.
 struct Gradients {
   double loss = 0;
-  std::vector<at::Tensor> leaves;             // undefined if there is none
+  std::vector<at::Tensor> leaves;  // undefined if there is none
   std::vector<std::int64_t> on_outputs, on_inputs;
   bool differentiated = false;
 };
@@ -50,6 +50,7 @@ struct Gradients {
 // A tensor that is passed twice and written is one result: ahead-of-time autograd has one tangent for it. The
 // loss of the recorded plain runs may count it once, or once for each position where it was passed.
 enum class PassedTwice { OnceForEachPlace, Once };
-Gradients gradients_of(const Program::Arguments& arguments, const std::vector<c10::IValue>& outputs, PassedTwice twice = PassedTwice::OnceForEachPlace);
+Gradients gradients_of(const Program::Arguments& arguments, const std::vector<c10::IValue>& outputs,
+                       PassedTwice twice = PassedTwice::OnceForEachPlace);
 
 }  // namespace penstock::test

@@ -13,14 +13,15 @@ namespace penstock::graph {
 
 // The kinds of steps a random program consists of.
 enum class Looks {
-  Floats,     // floats at different places of a memory
-  AnyDtype    // memory accessed as other dtypes, conjugates and negatives, and elements that share an address
+  Floats,   // floats at different places of a memory
+  AnyDtype  // memory accessed as other dtypes, conjugates and negatives, and elements that share an address
 };
 
 namespace random_steps {
 
 inline at::Tensor as_complex(const at::Tensor& x) {
-  const bool fits = x.scalar_type() == at::kFloat && !x.is_neg() && x.dim() > 0 && x.size(-1) == 2 && x.stride(-1) == 1 && x.storage_offset() % 2 == 0;
+  const bool fits = x.scalar_type() == at::kFloat && !x.is_neg() && x.dim() > 0 && x.size(-1) == 2 &&
+                    x.stride(-1) == 1 && x.storage_offset() % 2 == 0;
   for (std::int64_t dim = 0; fits && dim + 1 < x.dim(); ++dim)
     if (x.stride(dim) % 2 != 0) return x.neg();
   return fits ? at::view_as_complex(x) : x.neg();
@@ -37,24 +38,37 @@ inline bool may_be_written(const at::Tensor& x) { return !overlaps_itself(geomet
 // Steps that occur only in programs over any dtype.
 inline at::Tensor look(std::size_t which, const at::Tensor& x, std::int64_t dim) {
   switch (which) {
-    case 0: return x.conj();
-    case 1: return x.is_complex() ? at::view_as_real(x.resolve_conj()) : as_complex(x);
-    case 2: return x.is_complex() && !x.is_conj() ? at::view_as_real(x) : as_complex(x);
-    case 3: return at::real(x);
-    case 4: return x.is_complex() ? at::imag(x) : x._neg_view();
-    case 5: return as_other_dtype(x);
-    case 6: return x.resolve_conj();
-    case 7: return x.resolve_neg();
-    case 8: return x._neg_view();
-    case 9: return x.dim() > 1 ? x.mH() : x.conj();
-    case 10: return x.dim() > 0 && x.size(dim) > 1 ? x.unfold(dim, 2, 1) : x.unsqueeze(0);
+    case 0:
+      return x.conj();
+    case 1:
+      return x.is_complex() ? at::view_as_real(x.resolve_conj()) : as_complex(x);
+    case 2:
+      return x.is_complex() && !x.is_conj() ? at::view_as_real(x) : as_complex(x);
+    case 3:
+      return at::real(x);
+    case 4:
+      return x.is_complex() ? at::imag(x) : x._neg_view();
+    case 5:
+      return as_other_dtype(x);
+    case 6:
+      return x.resolve_conj();
+    case 7:
+      return x.resolve_neg();
+    case 8:
+      return x._neg_view();
+    case 9:
+      return x.dim() > 1 ? x.mH() : x.conj();
+    case 10:
+      return x.dim() > 0 && x.size(dim) > 1 ? x.unfold(dim, 2, 1) : x.unsqueeze(0);
     case 11: {
       std::vector<std::int64_t> sizes(x.sizes().begin(), x.sizes().end());
       sizes.insert(sizes.begin(), 2);
       return x.unsqueeze(0).expand(sizes);
     }
-    case 12: return x.conj_physical();
-    default: return x.scalar_type() == at::kInt ? x.mul(3) : x.mul(c10::Scalar(c10::complex<double>(0.5, -1)));
+    case 12:
+      return x.conj_physical();
+    default:
+      return x.scalar_type() == at::kInt ? x.mul(3) : x.mul(c10::Scalar(c10::complex<double>(0.5, -1)));
   }
 }
 constexpr std::size_t kLooks = 14;
@@ -70,10 +84,14 @@ inline Tensors random_program(unsigned seed, const Tensors& inputs, Looks looks 
   const auto any = [&]() -> at::Tensor { return pool[choose(pool.size())]; };
   const auto partner_of = [&](const at::Tensor& tensor) {
     for (int tries = 0; tries < 8; ++tries)
-      if (const at::Tensor other = any(); other.sizes() == tensor.sizes() && other.scalar_type() == tensor.scalar_type()) return other;
+      if (const at::Tensor other = any();
+          other.sizes() == tensor.sizes() && other.scalar_type() == tensor.scalar_type())
+        return other;
     return tensor;
   };
-  const auto half = [](const at::Tensor& x) { return x.scalar_type() == at::kInt ? c10::Scalar(3) : c10::Scalar(0.5); };
+  const auto half = [](const at::Tensor& x) {
+    return x.scalar_type() == at::kInt ? c10::Scalar(3) : c10::Scalar(0.5);
+  };
   const std::size_t steps = 3 + choose(8);
   for (std::size_t step = 0; step < steps; ++step) {
     const at::Tensor x = any();
@@ -89,38 +107,71 @@ inline Tensors random_program(unsigned seed, const Tensors& inputs, Looks looks 
     // gradients would be those of another program.
     if (which == 17 && looks == Looks::AnyDtype && !(x.is_same(inputs[0]) || x.is_same(inputs[2]))) which = 3;
     switch (which) {
-      case 0: pool.push_back(x.dim() > 0 ? x.select(dim, x.size(dim) - 1) : x.unsqueeze(0)); break;
-      case 1: pool.push_back(x.dim() > 0 ? x.slice(dim, x.size(dim) > 1 ? 1 : 0) : x.view({1})); break;
-      case 2: pool.push_back(x.dim() > 0 ? x.slice(dim, 0, x.size(dim), 2) : x.view({1, 1})); break;
-      case 3: pool.push_back(x.dim() > 1 ? x.transpose(0, x.dim() - 1) : x.unsqueeze(0)); break;
-      case 4: pool.push_back(x.is_contiguous() ? x.view(-1) : x.reshape(-1)); break;
-      case 5: pool.push_back(x.unsqueeze(dim)); break;
-      case 6: pool.push_back(x.detach()); break;
-      case 7: pool.push_back(x.mul(half(x))); break;
-      case 8: pool.push_back(x + partner_of(x)); break;
-      case 9: pool.push_back(x * partner_of(x)); break;
-      case 10: pool.push_back(x.is_complex() ? x.sub(2) : x.relu()); break;
-      case 11: x.mul_(half(x)); break;
+      case 0:
+        pool.push_back(x.dim() > 0 ? x.select(dim, x.size(dim) - 1) : x.unsqueeze(0));
+        break;
+      case 1:
+        pool.push_back(x.dim() > 0 ? x.slice(dim, x.size(dim) > 1 ? 1 : 0) : x.view({1}));
+        break;
+      case 2:
+        pool.push_back(x.dim() > 0 ? x.slice(dim, 0, x.size(dim), 2) : x.view({1, 1}));
+        break;
+      case 3:
+        pool.push_back(x.dim() > 1 ? x.transpose(0, x.dim() - 1) : x.unsqueeze(0));
+        break;
+      case 4:
+        pool.push_back(x.is_contiguous() ? x.view(-1) : x.reshape(-1));
+        break;
+      case 5:
+        pool.push_back(x.unsqueeze(dim));
+        break;
+      case 6:
+        pool.push_back(x.detach());
+        break;
+      case 7:
+        pool.push_back(x.mul(half(x)));
+        break;
+      case 8:
+        pool.push_back(x + partner_of(x));
+        break;
+      case 9:
+        pool.push_back(x * partner_of(x));
+        break;
+      case 10:
+        pool.push_back(x.is_complex() ? x.sub(2) : x.relu());
+        break;
+      case 11:
+        x.mul_(half(x));
+        break;
       case 12: {
         // Reading memory while writing it is undefined in eager mode.
         const at::Tensor partner = partner_of(x);
         x.add_(partner.is_alias_of(x) ? partner.clone() : partner);
         break;
       }
-      case 13: x.copy_(partner_of(x).neg()); break;
-      case 14: x.select(0, 0).zero_(); break;
-      case 15: x.is_complex() ? x.sub_(2) : x.relu_(); break;
+      case 13:
+        x.copy_(partner_of(x).neg());
+        break;
+      case 14:
+        x.select(0, 0).zero_();
+        break;
+      case 15:
+        x.is_complex() ? x.sub_(2) : x.relu_();
+        break;
       case 16: {
         const at::NoGradGuard no_grad;
         x.add_(1);
         break;
       }
-      case 17: x.transpose_(0, std::max<std::int64_t>(x.dim() - 1, 0)); break;
+      case 17:
+        x.transpose_(0, std::max<std::int64_t>(x.dim() - 1, 0));
+        break;
     }
   }
   Tensors results;
   const std::size_t count = 1 + choose(3);
-  for (std::size_t i = 0; i < count; ++i) results.push_back(pool[pool.size() - 1 - choose(std::min<std::size_t>(pool.size(), 4))]);
+  for (std::size_t i = 0; i < count; ++i)
+    results.push_back(pool[pool.size() - 1 - choose(std::min<std::size_t>(pool.size(), 4))]);
   return results;
 }
 

@@ -3,25 +3,29 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "penstock/graph/trace/capture.h"
 #include "penstock/graph/run/compiled.h"
 #include "penstock/graph/run/execute.h"
-#include "penstock/torch/dispatch/autocast_scope.h"
+#include "penstock/graph/trace/capture.h"
 #include "penstock/torch/compat/cpu_memory.h"
+#include "penstock/torch/dispatch/autocast_scope.h"
 #include "tests/graph/call_trace.h"
 
 namespace penstock::graph {
 namespace replay_contract_test {
 
 // An operator that reports the grad mode under which its kernel runs.
-at::Tensor grad_mode_seen(const at::Tensor& like) { return at::full_like(like, c10::GradMode::is_enabled() ? 1.0 : 0.0); }
+at::Tensor grad_mode_seen(const at::Tensor& like) {
+  return at::full_like(like, c10::GradMode::is_enabled() ? 1.0 : 0.0);
+}
 
 TORCH_LIBRARY(penstock_replay_test, library) { library.def("grad_mode_seen(Tensor like) -> Tensor"); }
 TORCH_LIBRARY_IMPL(penstock_replay_test, CPU, library) { library.impl("grad_mode_seen", &grad_mode_seen); }
 TORCH_LIBRARY_IMPL(penstock_replay_test, Meta, library) { library.impl("grad_mode_seen", &grad_mode_seen); }
 
 at::Tensor ask_grad_mode(const at::Tensor& like) {
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("penstock_replay_test::grad_mode_seen", "").typed<at::Tensor(const at::Tensor&)>();
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("penstock_replay_test::grad_mode_seen", "")
+                             .typed<at::Tensor(const at::Tensor&)>();
   return op.call(like);
 }
 
@@ -61,7 +65,8 @@ TEST(ReplayContract, AutocastActsOnceOnly) {
   for (int call = 0; call < 2; ++call) {
     const Values results = compiled(values_of(inputs));
     for (std::size_t i = 0; i < expected.size(); ++i) {
-      EXPECT_EQ(results[i].toTensor().scalar_type(), expected[i].scalar_type()) << "result " << i << " of call " << call;
+      EXPECT_EQ(results[i].toTensor().scalar_type(), expected[i].scalar_type())
+          << "result " << i << " of call " << call;
       EXPECT_TRUE(at::equal(results[i].toTensor(), expected[i])) << "result " << i << " of call " << call;
     }
   }
@@ -130,12 +135,14 @@ TEST(ReplayContract, ACaptureForSeparateInputsDoesNotServeOverlappingOnes) {
   Compiled compiled(over_tensors(function));
   const auto run = [&](const auto& call, bool overlap) {
     const at::Tensor memory = at::arange(6, at::kFloat);
-    const at::Tensor a = memory.narrow(0, 0, 3), b = overlap ? memory.narrow(0, 0, 3) : at::arange(3, at::kFloat);
+    const at::Tensor a = memory.narrow(0, 0, 3),
+                     b = overlap ? memory.narrow(0, 0, 3) : at::arange(3, at::kFloat);
     return call(Tensors{a, b});
   };
   const auto plain = [&](const Tensors& in) { return function(in)[0]; };
   const auto replayed = [&](const Tensors& in) { return compiled(values_of(in))[0].toTensor(); };
-  for (const bool overlap : {false, false, true, true, false}) EXPECT_TRUE(at::equal(run(replayed, overlap), run(plain, overlap))) << overlap;
+  for (const bool overlap : {false, false, true, true, false})
+    EXPECT_TRUE(at::equal(run(replayed, overlap), run(plain, overlap))) << overlap;
   EXPECT_EQ(compiled.captures(), 2u);
 }
 

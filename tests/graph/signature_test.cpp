@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "penstock/errors.h"
+#include "penstock/graph/ir/functionalize.h"
 #include "penstock/graph/run/compiled.h"
 #include "penstock/graph/run/execute.h"
-#include "penstock/graph/ir/functionalize.h"
 #include "penstock/graph/tools/signature.h"
 #include "tests/graph/call_trace.h"
 #include "tests/has_text.h"
@@ -28,12 +28,15 @@ using OverTensors = std::function<Tensors(const Tensors&)>;
 
 // A function over the state of a module, parameters first, and the user's inputs.
 struct Captured {
-  Captured(const OverTensors& function, const Tensors& inputs, ModuleState module_state = {}, std::vector<std::string> names = {}, bool keep = false)
+  Captured(const OverTensors& function, const Tensors& inputs, ModuleState module_state = {},
+           std::vector<std::string> names = {}, bool keep = false)
       : state(std::move(module_state)) {
     Convention convention;
     convention.names = names.empty() ? state.names : std::move(names);
-    for (std::size_t i = convention.names.size(); i < inputs.size(); ++i) convention.names.push_back("args[" + std::to_string(i - state.names.size()) + "]");
-    meta = analyze(over_tensors(function), values_of(inputs), {.keep_input_mutations = keep, .convention = convention});
+    for (std::size_t i = convention.names.size(); i < inputs.size(); ++i)
+      convention.names.push_back("args[" + std::to_string(i - state.names.size()) + "]");
+    meta = analyze(over_tensors(function), values_of(inputs),
+                   {.keep_input_mutations = keep, .convention = convention});
     joint = capture_joint(over_tensors(function), values_of(inputs), meta, convention);
     joint.graph = functionalize(std::move(joint.graph), joint.forward_outputs);
   }
@@ -78,7 +81,9 @@ const OverTensors kStep = [](const Tensors& in) {
   const at::Tensor y = (x * w + v + b).sin();
   return Tensors{y * c, y.sum()};
 };
-Tensors step_inputs() { return {leaf({3}), leaf({3}), leaf({3}, false), leaf({2, 3}), torch::full({1}, 4.f)}; }
+Tensors step_inputs() {
+  return {leaf({3}), leaf({3}), leaf({3}, false), leaf({2, 3}), torch::full({1}, 4.f)};
+}
 
 // Every name refers to the tensor that the signature says.
 TEST(Signature, NamesMatchWhatTheGraphComputes) {
@@ -94,8 +99,11 @@ TEST(Signature, NamesMatchWhatTheGraphComputes) {
   EXPECT_EQ(signature.parameters, (std::vector{Qualified("up.weight"), Qualified("up.bias")}));
   EXPECT_EQ(signature.buffers, std::vector{Qualified("mean")});
   EXPECT_EQ(signature.user_inputs, (std::vector{GraphInput("args[0]"), GraphInput("args[1]")}));
-  EXPECT_EQ(signature.inputs_to_parameters, (std::map<GraphInput, Qualified>{{GraphInput("up.weight"), Qualified("up.weight")}, {GraphInput("up.bias"), Qualified("up.bias")}}));
-  EXPECT_EQ(signature.inputs_to_buffers, (std::map<GraphInput, Qualified>{{GraphInput("mean"), Qualified("mean")}}));
+  EXPECT_EQ(signature.inputs_to_parameters,
+            (std::map<GraphInput, Qualified>{{GraphInput("up.weight"), Qualified("up.weight")},
+                                             {GraphInput("up.bias"), Qualified("up.bias")}}));
+  EXPECT_EQ(signature.inputs_to_buffers,
+            (std::map<GraphInput, Qualified>{{GraphInput("mean"), Qualified("mean")}}));
   EXPECT_TRUE(signature.parameters_to_mutate.empty());
   // Side effects are ordered by their nodes.
   EXPECT_TRUE(signature.input_tokens.empty() && signature.output_tokens.empty());
@@ -105,11 +113,13 @@ TEST(Signature, NamesMatchWhatTheGraphComputes) {
   // Inputs in the order: parameters, buffers, user inputs, tangents.
   std::vector<std::string> names;
   for (const Placeholder& input : captured.joint.graph.inputs) names.push_back(input.name);
-  EXPECT_EQ(names, (std::vector<std::string>{"up.weight", "up.bias", "mean", "args[0]", "args[1]", "tangents_1", "tangents_2"}));
+  EXPECT_EQ(names, (std::vector<std::string>{"up.weight", "up.bias", "mean", "args[0]", "args[1]",
+                                             "tangents_1", "tangents_2"}));
 
   // The plain run.
   Tensors leaves = cloned(inputs);
-  for (std::size_t i = 0; i < leaves.size(); ++i) leaves[i] = leaves[i].detach().set_requires_grad(inputs[i].requires_grad());
+  for (std::size_t i = 0; i < leaves.size(); ++i)
+    leaves[i] = leaves[i].detach().set_requires_grad(inputs[i].requires_grad());
   const Tensors results = kStep(leaves);
   const Tensors tangents{torch::randn({2, 3}), torch::randn({})};
   torch::autograd::backward(results, tangents);
@@ -138,18 +148,24 @@ TEST(Signature, NamesMatchWhatTheGraphComputes) {
   EXPECT_EQ(signature.backward->loss_output, signature.user_outputs[1]);
   ASSERT_EQ(signature.backward->gradients_to_parameters.size(), 2u);
   for (const auto& [gradient, parameter] : signature.backward->gradients_to_parameters) {
-    EXPECT_TRUE(torch::allclose(output(gradient), leaves[parameter == Qualified("up.weight") ? 0 : 1].grad(), 1e-4, 1e-5)) << parameter.text;
+    EXPECT_TRUE(torch::allclose(output(gradient), leaves[parameter == Qualified("up.weight") ? 0 : 1].grad(),
+                                1e-4, 1e-5))
+        << parameter.text;
     EXPECT_GE(captured.place_of(gradient), 4u);
   }
   ASSERT_EQ(signature.backward->gradients_to_user_inputs.size(), 1u);
   EXPECT_EQ(signature.backward->gradients_to_user_inputs.begin()->second, GraphInput("args[0]"));
-  EXPECT_TRUE(torch::allclose(output(signature.backward->gradients_to_user_inputs.begin()->first), leaves[3].grad(), 1e-4, 1e-5));
+  EXPECT_TRUE(torch::allclose(output(signature.backward->gradients_to_user_inputs.begin()->first),
+                              leaves[3].grad(), 1e-4, 1e-5));
 }
 
 TEST(Signature, KindsOfNamesAreTypesOfTheirOwn) {
-  static_assert(!std::is_convertible_v<GraphInput, GraphOutput> && !std::is_constructible_v<GraphOutput, GraphInput>);
-  static_assert(!std::is_convertible_v<Qualified, GraphInput> && !std::is_constructible_v<GraphInput, Qualified>);
-  static_assert(!std::equality_comparable_with<GraphInput, GraphOutput> && !std::equality_comparable_with<GraphInput, Qualified>);
+  static_assert(!std::is_convertible_v<GraphInput, GraphOutput> &&
+                !std::is_constructible_v<GraphOutput, GraphInput>);
+  static_assert(!std::is_convertible_v<Qualified, GraphInput> &&
+                !std::is_constructible_v<GraphInput, Qualified>);
+  static_assert(!std::equality_comparable_with<GraphInput, GraphOutput> &&
+                !std::equality_comparable_with<GraphInput, Qualified>);
   static_assert(!std::is_convertible_v<std::string, GraphInput>);
   EXPECT_EQ(GraphInput("a"), GraphInput("a"));
   EXPECT_LT(GraphInput("a"), GraphInput("b"));
@@ -170,11 +186,13 @@ TEST(Signature, TheLossAndNoLoss) {
 // A value that is returned twice has two names.
 TEST(Signature, OutputsThatAreOneValueAreNamedApart) {
   const at::NoGradGuard no_grad;
-  const Captured captured([](const Tensors& in) {
-    const at::Tensor y = in[0].exp();
-    in[1].copy_(y);
-    return Tensors{y, y};
-  }, {torch::ones({2}), torch::ones({2})});
+  const Captured captured(
+      [](const Tensors& in) {
+        const at::Tensor y = in[0].exp();
+        in[1].copy_(y);
+        return Tensors{y, y};
+      },
+      {torch::ones({2}), torch::ones({2})});
   const GraphSignature signature = captured.signature();
   ASSERT_EQ(signature.user_outputs.size(), 2u);
   EXPECT_EQ(signature.user_outputs[1].text, signature.user_outputs[0].text + ".1");
@@ -188,10 +206,15 @@ TEST(Signature, CountsThatDoNotFitAreErrors) {
     spoil(spoiled);
     return spoiled.refusal();
   };
-  EXPECT_TRUE(has_text(refusal([](Captured& c) { c.joint.graph.inputs.push_back(c.joint.graph.inputs[0]); }), "8 inputs, of which 5 belong to the function and 2 are gradients"));
-  EXPECT_TRUE(has_text(refusal([](Captured& c) { c.joint.graph.outputs.push_back(c.joint.graph.outputs[0]); }), "expected one gradient for each of 5 inputs"));
-  EXPECT_TRUE(has_text(refusal([](Captured& c) { c.joint.graph.outputs.pop_back(); }), "expected one gradient for each of 5 inputs"));
-  EXPECT_TRUE(has_text(refusal([](Captured& c) { c.state.names.assign(6, "n"); }), "the module has 6 parameters and buffers, the graph 5 inputs"));
+  EXPECT_TRUE(has_text(refusal([](Captured& c) { c.joint.graph.inputs.push_back(c.joint.graph.inputs[0]); }),
+                       "8 inputs, of which 5 belong to the function and 2 are gradients"));
+  EXPECT_TRUE(
+      has_text(refusal([](Captured& c) { c.joint.graph.outputs.push_back(c.joint.graph.outputs[0]); }),
+               "expected one gradient for each of 5 inputs"));
+  EXPECT_TRUE(has_text(refusal([](Captured& c) { c.joint.graph.outputs.pop_back(); }),
+                       "expected one gradient for each of 5 inputs"));
+  EXPECT_TRUE(has_text(refusal([](Captured& c) { c.state.names.assign(6, "n"); }),
+                       "the module has 6 parameters and buffers, the graph 5 inputs"));
   SignatureOptions options;
   options.hidden_outputs = 3;
   EXPECT_TRUE(has_text(captured.refusal(options), "hidden_outputs is 3, but there are only 2 results"));
@@ -224,26 +247,34 @@ TEST(Signature, WrittenParameters) {
     }
     return Tensors{in[0] * in[1]};
   };
-  EXPECT_TRUE(has_text(Captured(trained, {leaf({3}), leaf({3})}, state_of({"w"}, {})).refusal(), "parameter w is written in a graph with backward"));
+  EXPECT_TRUE(has_text(Captured(trained, {leaf({3}), leaf({3})}, state_of({"w"}, {})).refusal(),
+                       "parameter w is written in a graph with backward"));
 }
 
 TEST(Signature, UnsupportedWritesAreErrors) {
   const at::NoGradGuard no_grad;
   const OverTensors write = [](const Tensors& in) { return Tensors{in[0].mul_(2) + 1}; };
-  EXPECT_TRUE(has_text(Captured(write, {torch::ones({2})}, {}, {}, /*keep=*/true).refusal(), "args[0] is written inside the graph"));
-  EXPECT_TRUE(has_text(Captured([](const Tensors& in) { return Tensors{in[0].t_() + 1}; }, {torch::ones({2, 3})}).refusal(), "only the shape of args[0] is changed"));
-  EXPECT_TRUE(has_text(Captured([](const Tensors& in) { return Tensors{in[0].view({6})}; }, {torch::ones({2, 3})}).refusal(), "result 0 is made at run time"));
+  EXPECT_TRUE(has_text(Captured(write, {torch::ones({2})}, {}, {}, /*keep=*/true).refusal(),
+                       "args[0] is written inside the graph"));
+  EXPECT_TRUE(has_text(
+      Captured([](const Tensors& in) { return Tensors{in[0].t_() + 1}; }, {torch::ones({2, 3})}).refusal(),
+      "only the shape of args[0] is changed"));
+  EXPECT_TRUE(has_text(
+      Captured([](const Tensors& in) { return Tensors{in[0].view({6})}; }, {torch::ones({2, 3})}).refusal(),
+      "result 0 is made at run time"));
 }
 
 // Inputs are identified by position. The user's input has the name of a buffer.
 TEST(Signature, AnInputNamedLikeABufferIsNotTakenForIt) {
   const at::NoGradGuard no_grad;
-  const Captured captured([](const Tensors& in) { return Tensors{in[1].add_(1) * in[0]}; }, {torch::ones({2}), torch::ones({2})}, state_of({}, {"count"}), {"count", "count"});
+  const Captured captured([](const Tensors& in) { return Tensors{in[1].add_(1) * in[0]}; },
+                          {torch::ones({2}), torch::ones({2})}, state_of({}, {"count"}), {"count", "count"});
   const GraphSignature signature = captured.signature();
   EXPECT_TRUE(signature.buffers_to_mutate.empty());
   ASSERT_EQ(signature.user_inputs_to_mutate.size(), 1u);
   EXPECT_EQ(signature.buffers, std::vector{Qualified("count")});
-  const Captured other([](const Tensors& in) { return Tensors{in[0].add_(1) * in[1]}; }, {torch::ones({2}), torch::ones({2})}, state_of({}, {"count"}), {"count", "count"});
+  const Captured other([](const Tensors& in) { return Tensors{in[0].add_(1) * in[1]}; },
+                       {torch::ones({2}), torch::ones({2})}, state_of({}, {"count"}), {"count", "count"});
   EXPECT_EQ(other.signature().buffers_to_mutate.size(), 1u);
   EXPECT_TRUE(other.signature().user_inputs_to_mutate.empty());
 }
@@ -254,7 +285,9 @@ TEST(Metadata, EqualityIsThatOfEveryField) {
     const at::Tensor y = in[0].exp();
     return Tensors{y.view({6}), y.t(), in[1].select(0, 1), in[0].sum()};
   };
-  const auto analyzed = [&] { return analyze(over_tensors(function), values_of({leaf({2, 3}).clone(), leaf({2, 3})})); };
+  const auto analyzed = [&] {
+    return analyze(over_tensors(function), values_of({leaf({2, 3}).clone(), leaf({2, 3})}));
+  };
   const ViewAndMutationMeta meta = analyzed();
   ASSERT_EQ(meta, analyzed());
   ASSERT_EQ(meta.tangents.size(), 3u);
@@ -267,7 +300,8 @@ TEST(Metadata, EqualityIsThatOfEveryField) {
   differs("is_leaf", [&](auto& m) { flip(m.inputs[0].is_leaf); });
   differs("mutates_data", [&](auto& m) { flip(m.inputs[1].mutates_data); });
   differs("mutates_metadata", [&](auto& m) { flip(m.inputs[1].mutates_metadata); });
-  differs("mutations_hidden_from_autograd", [&](auto& m) { flip(m.inputs[0].mutations_hidden_from_autograd); });
+  differs("mutations_hidden_from_autograd",
+          [&](auto& m) { flip(m.inputs[0].mutations_hidden_from_autograd); });
   differs("mutations_under_no_grad", [&](auto& m) { flip(m.inputs[0].mutations_under_no_grad); });
   differs("mutates_storage_metadata", [&](auto& m) { flip(m.inputs[0].mutates_storage_metadata); });
   differs("resizes_storage", [&](auto& m) { flip(m.inputs[0].resizes_storage); });
@@ -300,9 +334,11 @@ TEST(Metadata, WhatAFunctionDoesToItsInputs) {
   const at::Tensor plain = torch::ones({2, 3}), computed = leaf({2, 3}).clone();
   const InputInfo read = info([](const Tensors& in) { return Tensors{in[0] * 2}; }, leaf({2, 3}));
   EXPECT_TRUE(read.is_leaf && read.requires_grad);
-  EXPECT_FALSE(read.mutates_data || read.mutates_metadata || read.mutations_under_no_grad || read.resizes_storage || read.mutates_storage_metadata);
+  EXPECT_FALSE(read.mutates_data || read.mutates_metadata || read.mutations_under_no_grad ||
+               read.resizes_storage || read.mutates_storage_metadata);
   const InputInfo written = info([](const Tensors& in) { return Tensors{in[0].mul_(2)}; }, computed);
-  EXPECT_TRUE(written.mutates_data && !written.is_leaf && !written.mutations_hidden_from_autograd && !written.mutations_under_no_grad);
+  EXPECT_TRUE(written.mutates_data && !written.is_leaf && !written.mutations_hidden_from_autograd &&
+              !written.mutations_under_no_grad);
   const InputInfo turned = info([](const Tensors& in) { return Tensors{in[0].t_()}; }, computed);
   EXPECT_TRUE(turned.mutates_metadata && !turned.mutates_data);
   const InputInfo unseen = info(
@@ -312,8 +348,10 @@ TEST(Metadata, WhatAFunctionDoesToItsInputs) {
       },
       computed);
   EXPECT_TRUE(unseen.mutates_data && unseen.mutations_under_no_grad);
-  EXPECT_EQ(info([](const Tensors& in) { return Tensors{in[0].add_(1)}; }, plain, true).mutation_type(), MutationType::MutatedInGraph);
-  EXPECT_EQ(info([](const Tensors& in) { return Tensors{in[0].add_(1)}; }, plain).mutation_type(), MutationType::MutatedOutOfGraph);
+  EXPECT_EQ(info([](const Tensors& in) { return Tensors{in[0].add_(1)}; }, plain, true).mutation_type(),
+            MutationType::MutatedInGraph);
+  EXPECT_EQ(info([](const Tensors& in) { return Tensors{in[0].add_(1)}; }, plain).mutation_type(),
+            MutationType::MutatedOutOfGraph);
 }
 
 // A graph cannot give an input other memory; the error names the input, whatever else is done with it.
@@ -332,16 +370,21 @@ TEST(Metadata, OtherMemoryAndOtherSizesOfMemoryAreRefused) {
     return message;
   };
   const at::NoGradGuard no_grad;
-  EXPECT_TRUE(has_text(refused([](const Tensors& in) { return Tensors{in[0].set_(torch::zeros({4}))}; }), "set_"));
-  EXPECT_TRUE(has_text(refused([](const Tensors& in) { return Tensors{in[0].resize_({8}).zero_()}; }), "resize_"));
+  EXPECT_TRUE(
+      has_text(refused([](const Tensors& in) { return Tensors{in[0].set_(torch::zeros({4}))}; }), "set_"));
+  EXPECT_TRUE(
+      has_text(refused([](const Tensors& in) { return Tensors{in[0].resize_({8}).zero_()}; }), "resize_"));
   EXPECT_TRUE(has_text(refused([](const Tensors& in) {
-    in[0].resize_({1, 2});  // smaller: the memory stays the same
-    return Tensors{in[0] * 2};
-  }), "resize_"));
-  EXPECT_TRUE(has_text(refused([](const Tensors& in) { return Tensors{(in[0] + 1).resize_({20}).zero_()}; }), "resize_"));
+                         in[0].resize_({1, 2});  // smaller: the memory stays the same
+                         return Tensors{in[0] * 2};
+                       }),
+                       "resize_"));
+  EXPECT_TRUE(has_text(refused([](const Tensors& in) { return Tensors{(in[0] + 1).resize_({20}).zero_()}; }),
+                       "resize_"));
   InputInfo resized;
   resized.resizes_storage = true;
-  EXPECT_TRUE(has_text(message_of<ValueError>([&] { resized.validate(2); }), "input 2 is resized, which only the graph itself can do"));
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] { resized.validate(2); }),
+                       "input 2 is resized, which only the graph itself can do"));
   EXPECT_EQ(resized.mutation_type(), MutationType::MutatedOutOfGraph);
 }
 

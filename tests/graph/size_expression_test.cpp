@@ -36,7 +36,8 @@ std::string fitted(const std::function<std::int64_t(std::int64_t, std::int64_t)>
 std::string fitted_number(const std::function<double(double, double)>& function) {
   SizeFitter fitter = two_symbols();
   std::vector<double> values;
-  for (const SymbolValues& point : kPoints) values.push_back(function(static_cast<double>(point[0]), static_cast<double>(point[1])));
+  for (const SymbolValues& point : kPoints)
+    values.push_back(function(static_cast<double>(point[0]), static_cast<double>(point[1])));
   const auto expression = fitter.fit(values);
   if (!expression) return "none";
   for (const SymbolValues& other : {SymbolValues{2, 3}, SymbolValues{64, 2048}})
@@ -132,7 +133,8 @@ SizeExpression random_polynomial(std::size_t symbols) {
   std::vector<SizeExpression::Term> terms;
   const int count = *rc::gen::inRange(1, 4);
   for (int i = 0; i < count; ++i) {
-    SizeExpression::Term term{*rc::gen::inRange<std::int64_t>(1, 5000), std::vector<std::uint8_t>(symbols, 0)};
+    SizeExpression::Term term{*rc::gen::inRange<std::int64_t>(1, 5000),
+                              std::vector<std::uint8_t>(symbols, 0)};
     if (*rc::gen::inRange(0, 4) == 0) term.coefficient = -term.coefficient;
     int degree = 3;
     for (std::size_t s = 0; s < symbols && degree > 0; ++s) {
@@ -153,7 +155,8 @@ RC_GTEST_PROP(SizeExpressionLaws, APolynomialIsFoundFromItsValues, ()) {
   const std::int64_t first = *rc::gen::inRange<std::int64_t>(2, 3000);
   for (std::size_t i = 0; i < count; ++i) {
     SymbolValues point;
-    for (std::size_t s = 0; s < symbols; ++s) point.push_back(first + static_cast<std::int64_t>(100 * s + i * (s + 1) % count));
+    for (std::size_t s = 0; s < symbols; ++s)
+      point.push_back(first + static_cast<std::int64_t>(100 * s + i * (s + 1) % count));
     points.push_back(point);
   }
   const SizeExpression polynomial = random_polynomial(symbols);
@@ -170,7 +173,8 @@ RC_GTEST_PROP(SizeExpressionLaws, APolynomialIsFoundFromItsValues, ()) {
 
 RC_GTEST_PROP(SizeExpressionLaws, ExpressionsForRandomValuesMatchThePoints, ()) {
   SizeFitter fitter = two_symbols();
-  const auto values = *rc::gen::container<Numbers>(kPoints.size(), rc::gen::inRange<std::int64_t>(0, std::int64_t{1} << 40));
+  const auto values =
+      *rc::gen::container<Numbers>(kPoints.size(), rc::gen::inRange<std::int64_t>(0, std::int64_t{1} << 40));
   const auto found = fitter.fit(values);
   // Usually there is none: seven random numbers are rarely the values of a polynomial with four terms.
   if (found)

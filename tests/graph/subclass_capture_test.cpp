@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "penstock/errors.h"
 #include "penstock/base/warnings.h"
 #include "penstock/compile.h"
+#include "penstock/errors.h"
 #include "penstock/graph/run/compiled_module_internals.h"
 #include "penstock/graph/tools/graph_file.h"
 #include "penstock/graph/tools/graph_report.h"
@@ -51,9 +51,12 @@ TEST_F(SubclassCapture, NestedInputsResultsAndGradients) {
   };
   Compiled compiled(function);
   for (int step = 0; step < 3; ++step) {
-    std::vector<at::Tensor> eager{nested(step, true), nested(step + 10, false), numbers({3, 4}, step + 20).requires_grad_()};
-    std::vector<at::Tensor> captured{nested(step, true), nested(step + 10, false), numbers({3, 4}, step + 20).requires_grad_()};
-    const Values expected = function({eager[0], eager[1], eager[2]}), actual = compiled({captured[0], captured[1], captured[2]});
+    std::vector<at::Tensor> eager{nested(step, true), nested(step + 10, false),
+                                  numbers({3, 4}, step + 20).requires_grad_()};
+    std::vector<at::Tensor> captured{nested(step, true), nested(step + 10, false),
+                                     numbers({3, 4}, step + 20).requires_grad_()};
+    const Values expected = function({eager[0], eager[1], eager[2]}),
+                 actual = compiled({captured[0], captured[1], captured[2]});
     EXPECT_TRUE(same_tensor(actual[0].toTensor(), expected[0].toTensor()));
     EXPECT_TRUE(same_tensor(actual[1].toTensor(), expected[1].toTensor()));
     EXPECT_EQ(actual[2].toInt(), 7);
@@ -114,7 +117,10 @@ TEST_F(SubclassCapture, HaveNoDynamicDims) {
   EXPECT_TRUE(has_text(of_input.why_not_dynamic(), "input 0 is a tensor of kind"));
   EXPECT_TRUE(has_text(of_result.why_not_dynamic(), "one of its results or their gradients"));
   Compiled strict(boxed, {.recapture = false, .dynamic = options.dynamic});
-  EXPECT_TRUE(has_text(message_of<StateError>([&] { strict({numbers({3, 2}, 1)}); }), "one of its results or their gradients"));
+  EXPECT_TRUE(has_text(message_of<StateError>([&] {
+                         strict({numbers({3, 2}, 1)});
+                       }),
+                       "one of its results or their gradients"));
 }
 
 TEST_F(SubclassCapture, AnotherKindOrNestingCapturesAgain) {
@@ -131,14 +137,20 @@ TEST_F(SubclassCapture, AnotherKindOrNestingCapturesAgain) {
   EXPECT_EQ(compiled.captures(), 4u);
   Compiled strict(function, {.recapture = false});
   strict({Boxed::make(x)});
-  EXPECT_TRUE(has_text(message_of<StateError>([&] { strict({x}); }), "input 0 is a plain tensor, in the capture Boxed"));
-  EXPECT_TRUE(has_text(message_of<StateError>([&] { strict({Two::make(x, x)}); }), "input 0 is Two two, in the capture Boxed"));
-  EXPECT_TRUE(has_text(message_of<StateError>([&] { strict({Boxed::make(Boxed::make(x))}); }), "input 0 is Boxed with inner Boxed, in the capture a plain tensor"));
+  EXPECT_TRUE(has_text(message_of<StateError>([&] { strict({x}); }),
+                       "input 0 is a plain tensor, in the capture Boxed"));
+  EXPECT_TRUE(has_text(message_of<StateError>([&] { strict({Two::make(x, x)}); }),
+                       "input 0 is Two two, in the capture Boxed"));
+  EXPECT_TRUE(has_text(message_of<StateError>([&] { strict({Boxed::make(Boxed::make(x))}); }),
+                       "input 0 is Boxed with inner Boxed, in the capture a plain tensor"));
 }
 
 TEST_F(SubclassCapture, GradientsOfAnotherKindAreErrorsThatNameTheResult) {
-  Compiled compiled([](const Values& in) -> Values { return {in[1].toTensor().cos(), in[0].toTensor().sin()}; });
-  const at::Tensor x = Boxed::make(numbers({3}, 1)).set_requires_grad(true), y = numbers({3}, 2).requires_grad_();
+  Compiled compiled([](const Values& in) -> Values {
+    return {in[1].toTensor().cos(), in[0].toTensor().sin()};
+  });
+  const at::Tensor x = Boxed::make(numbers({3}, 1)).set_requires_grad(true),
+                   y = numbers({3}, 2).requires_grad_();
   const auto run = [&](const at::Tensor& of_plain, const at::Tensor& of_boxed) {
     const Values results = compiled({x, y});
     torch::autograd::backward({results[0].toTensor(), results[1].toTensor()}, {of_plain, of_boxed});
@@ -147,9 +159,11 @@ TEST_F(SubclassCapture, GradientsOfAnotherKindAreErrorsThatNameTheResult) {
   EXPECT_TRUE(has_text(message_of<TypeError>([&] { run(ones, ones); }), "the gradient of result 1"));
   EXPECT_TRUE(has_text(message_of<TypeError>([&] { run(ones, ones); }), "a plain tensor"));
   EXPECT_TRUE(has_text(message_of<TypeError>([&] { run(ones, ones); }), "Boxed"));
-  EXPECT_TRUE(has_text(message_of<TypeError>([&] { run(Boxed::make(ones), Boxed::make(ones)); }), "the gradient of result 0"));
+  EXPECT_TRUE(has_text(message_of<TypeError>([&] { run(Boxed::make(ones), Boxed::make(ones)); }),
+                       "the gradient of result 0"));
   EXPECT_TRUE(has_text(message_of<TypeError>([&] { run(ones, Two::make(ones, ones)); }), "Two two"));
-  EXPECT_TRUE(has_text(message_of<TypeError>([&] { run(ones, Boxed::make(Boxed::make(ones))); }), "the gradient of result 1"));
+  EXPECT_TRUE(has_text(message_of<TypeError>([&] { run(ones, Boxed::make(Boxed::make(ones))); }),
+                       "the gradient of result 1"));
   run(ones, Boxed::make(ones));
   EXPECT_TRUE(same_tensor(x.grad(), x.detach().cos()));
 }
@@ -197,14 +211,21 @@ TEST_F(SubclassCapture, WritesReachTheInput) {
 
 TEST_F(SubclassCapture, WritesThatCannotBeDoneNameTheInput) {
   Compiled transposes([](const Values& in) -> Values { return {in[0].toTensor().t_() * 2}; });
-  EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { transposes({nested(1, false)}); }), "input 0, Two two, changes its shape"));
+  EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { transposes({nested(1, false)}); }),
+                       "input 0, Two two, changes its shape"));
   Compiled shared([](const Values& in) -> Values {
     in[0].toTensor().add_(1);
     return {in[1].toTensor() * 2};
   });
   const at::Tensor plain = numbers({3}, 1);
-  EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { shared({Boxed::make(plain), plain}); }), "input 0 (Boxed) is written and shares memory with input 1"));
-  EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { shared({plain, Boxed::make(plain)}); }), "input 0 (a plain tensor) is written and shares memory with input 1"));
+  EXPECT_TRUE(has_text(message_of<NotImplemented>([&] {
+                         shared({Boxed::make(plain), plain});
+                       }),
+                       "input 0 (Boxed) is written and shares memory with input 1"));
+  EXPECT_TRUE(has_text(message_of<NotImplemented>([&] {
+                         shared({plain, Boxed::make(plain)});
+                       }),
+                       "input 0 (a plain tensor) is written and shares memory with input 1"));
 }
 
 TEST_F(SubclassCapture, ResultsShareMemoryWithInputs) {
@@ -240,7 +261,8 @@ TEST_F(SubclassCapture, ResultsInWrittenInputs) {
     const Values actual = compiled({a}), expected = function({b});
     a.add_(1);
     b.add_(1);
-    for (std::size_t i = 0; i < 3; ++i) EXPECT_TRUE(same_tensor(actual[i].toTensor(), expected[i].toTensor())) << i;
+    for (std::size_t i = 0; i < 3; ++i)
+      EXPECT_TRUE(same_tensor(actual[i].toTensor(), expected[i].toTensor())) << i;
     for (const at::Tensor& part : plain_parts(actual[0].toTensor()))
       EXPECT_TRUE(part.is_alias_of(plain_parts(a)[0]) || part.is_alias_of(plain_parts(a)[1]));
   }
@@ -279,7 +301,8 @@ TEST_F(SubclassCapture, WritingWhatIsSavedIsAnError) {
   const at::Tensor x = nested(1, true), y = nested(2, false);
   const at::Tensor result = compiled({x, y})[0].toTensor();
   y.add_(1);
-  EXPECT_TRUE(has_text(message_of<c10::Error>([&] { result.sum().backward(); }), "modified by an inplace operation"));
+  EXPECT_TRUE(
+      has_text(message_of<c10::Error>([&] { result.sum().backward(); }), "modified by an inplace operation"));
   const at::Tensor again = compiled({x, y})[0].toTensor();
   again.sum().backward();
   EXPECT_THROW(again.sum().backward(), c10::Error);  // its saved tensors are freed
@@ -295,11 +318,14 @@ TEST_F(SubclassCapture, UnsupportedSubclassesAreNamed) {
   };
   const at::Tensor x = numbers({3}, 1);
   Compiled compiled([](const Values& in) -> Values { return {in[0].toTensor() * 2}; });
-  EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { compiled({make_wrapper_like(c10::make_intrusive<Closed>(x), x)}); }), "tensor subclass Closed: it cannot be flattened"));
+  EXPECT_TRUE(has_text(
+      message_of<NotImplemented>([&] { compiled({make_wrapper_like(c10::make_intrusive<Closed>(x), x)}); }),
+      "tensor subclass Closed: it cannot be flattened"));
   // A subclass that is not an input.
   const at::Tensor outside = Boxed::make(x).set_requires_grad(true);
   Compiled closure([outside](const Values& in) -> Values { return {in[0].toTensor() * outside}; });
-  EXPECT_TRUE(has_text(message_of<StateError>([&] { closure({Boxed::make(x)}); }), "a tensor of kind Boxed and sizes [3] that requires a gradient"));
+  EXPECT_TRUE(has_text(message_of<StateError>([&] { closure({Boxed::make(x)}); }),
+                       "a tensor of kind Boxed and sizes [3] that requires a gradient"));
   // Without a gradient its inner tensors are constants.
   const at::Tensor constant = Boxed::make(x);
   Compiled constants([constant](const Values& in) -> Values { return {in[0].toTensor() * constant}; });
@@ -309,16 +335,27 @@ TEST_F(SubclassCapture, UnsupportedSubclassesAreNamed) {
 TEST_F(SubclassCapture, FilesAndSignaturesRejectThem) {
   Compiled compiled([](const Values& in) -> Values { return {in[0].toTensor() * 2}; });
   compiled({Boxed::make(at::ones({3}))});
-  EXPECT_TRUE(has_text(message_of<ValueError>([&] { encode_graph({compiled.joint(0), compiled.inner_meta(0), {}, {}}); }), "tensor subclasses"));
-  EXPECT_TRUE(has_text(message_of<ValueError>([&] { make_signature(compiled.joint(0), compiled.inner_meta(0)); }), "tensor subclasses"));
-  EXPECT_TRUE(has_text(message_of<TypeError>([] { capture_forward([](const Values& in) -> Values { return {in[0]}; }, {Boxed::make(at::ones({3}))}); }), "Boxed"));
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] {
+                         encode_graph({compiled.joint(0), compiled.inner_meta(0), {}, {}});
+                       }),
+                       "tensor subclasses"));
+  EXPECT_TRUE(
+      has_text(message_of<ValueError>([&] { make_signature(compiled.joint(0), compiled.inner_meta(0)); }),
+               "tensor subclasses"));
+  EXPECT_TRUE(has_text(message_of<TypeError>([] {
+                         capture_forward([](const Values& in) -> Values { return {in[0]}; },
+                                         {Boxed::make(at::ones({3}))});
+                       }),
+                       "Boxed"));
 }
 
 TEST_F(SubclassCapture, ReportsNameEveryTensor) {
   Compiled compiled([](const Values& in) -> Values { return {in[0].toTensor() * in[1].toTensor()}; });
   compiled({nested(1, true), numbers({3, 4}, 1)});
-  const std::string report = report_text({compiled.joint(0), compiled.inner_meta(0), compiled.partition(0).saved, {}});
-  for (const char* part : {"primals_1.a.inner", "primals_1.b.inner", "primals_2", "tangents_2", "Two two"}) EXPECT_TRUE(has_text(report, part));
+  const std::string report =
+      report_text({compiled.joint(0), compiled.inner_meta(0), compiled.partition(0).saved, {}});
+  for (const char* part : {"primals_1.a.inner", "primals_1.b.inner", "primals_2", "tangents_2", "Two two"})
+    EXPECT_TRUE(has_text(report, part));
 }
 
 // A module whose parameter became a subclass in place.
@@ -326,7 +363,8 @@ TEST_F(SubclassCapture, ParametersOfModules) {
   const auto make = [] {
     torch::manual_seed(3);
     torch::nn::Sequential net(torch::nn::Linear(4, 3), torch::nn::Tanh(), torch::nn::Linear(3, 2));
-    for (const at::Tensor& parameter : net->parameters()) replace_data(parameter, Boxed::make(parameter.detach().clone()));
+    for (const at::Tensor& parameter : net->parameters())
+      replace_data(parameter, Boxed::make(parameter.detach().clone()));
     return net;
   };
   torch::nn::Sequential eager = make(), inner = make();
@@ -340,7 +378,8 @@ TEST_F(SubclassCapture, ParametersOfModules) {
     EXPECT_TRUE(same_tensor(actual.detach(), expected.detach()));
     expected.pow(2).sum().backward();
     actual.pow(2).sum().backward();
-    for (std::size_t i = 0; i < eager->parameters().size(); ++i) EXPECT_TRUE(same_tensor(inner->parameters()[i].grad(), eager->parameters()[i].grad())) << i;
+    for (std::size_t i = 0; i < eager->parameters().size(); ++i)
+      EXPECT_TRUE(same_tensor(inner->parameters()[i].grad(), eager->parameters()[i].grad())) << i;
     one.step();
     other.step();
   }

@@ -23,9 +23,12 @@ using test::same_tensor;
 
 at::Tensor random_nesting(std::mt19937& random, int depth) {
   switch (depth == 0 ? 0 : random() % 3) {
-    case 1: return Boxed::make(random_nesting(random, depth - 1));
-    case 2: return Two::make(random_nesting(random, depth - 1), random_nesting(random, depth - 1));
-    default: return at::randn({2, 3});
+    case 1:
+      return Boxed::make(random_nesting(random, depth - 1));
+    case 2:
+      return Two::make(random_nesting(random, depth - 1), random_nesting(random, depth - 1));
+    default:
+      return at::randn({2, 3});
   }
 }
 
@@ -64,7 +67,8 @@ TEST(SubclassRecord, RandomNestingsRoundTrip) {
       EXPECT_EQ(FlattenRecord::of(again, records[i].first_flat()), records[i]);
       EXPECT_EQ(records[i].plain_names().size(), records[i].count());
       const std::vector<at::Tensor> parts = plain_parts(again);
-      for (std::size_t part = 0; part < parts.size(); ++part) EXPECT_TRUE(parts[part].is_same(flat[records[i].first_flat() + part]));
+      for (std::size_t part = 0; part < parts.size(); ++part)
+        EXPECT_TRUE(parts[part].is_same(flat[records[i].first_flat() + part]));
     }
   }
   EXPECT_GT(nested, 100u);
@@ -81,7 +85,8 @@ TEST(SubclassRecord, TellsKindsContextsAndGeometriesApart) {
   EXPECT_EQ(record.difference(x), "a plain tensor, in the capture Two two");
   EXPECT_EQ(record.difference(Boxed::make(x)), "Boxed, in the capture Two two");
   EXPECT_EQ(record.difference(Two::make(x, x)), "Two two with a a plain tensor, in the capture Boxed");
-  EXPECT_TRUE(has_text(record.difference(Two::make(Boxed::make(x), at::ones({3, 2}).t())), "Two two with b "));
+  EXPECT_TRUE(
+      has_text(record.difference(Two::make(Boxed::make(x), at::ones({3, 2}).t())), "Two two with b "));
   EXPECT_NE(record, FlattenRecord::of(Two::make(Boxed::make(x), x), 4));
   EXPECT_EQ(record, FlattenRecord::of(Two::make(Boxed::make(x + 1), x), 5));
   EXPECT_NE(FlattenRecord::of(x, 0), FlattenRecord::of(x.t(), 0));
@@ -92,22 +97,31 @@ TEST(SubclassRecord, TellsKindsContextsAndGeometriesApart) {
 TEST(SubclassRecord, HoldsNoMemory) {
   test::register_sample_kinds();
   FlattenRecord record;
-  c10::weak_intrusive_ptr<c10::StorageImpl> memory(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), 0, at::DataPtr(nullptr, at::kCPU), nullptr, false));
+  c10::weak_intrusive_ptr<c10::StorageImpl> memory(c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), 0, at::DataPtr(nullptr, at::kCPU), nullptr, false));
   {
     const at::Tensor x = at::ones({4});
-    memory = c10::weak_intrusive_ptr<c10::StorageImpl>(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(x.storage().unsafeGetStorageImpl()));
+    memory = c10::weak_intrusive_ptr<c10::StorageImpl>(
+        c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(x.storage().unsafeGetStorageImpl()));
     record = FlattenRecord::of(Boxed::make(x), 0);
   }
   EXPECT_TRUE(memory.expired());
-  for (const auto& [name, inner] : record.subclass().like->inner_tensors()) EXPECT_TRUE(is_fake(inner)) << name;
+  for (const auto& [name, inner] : record.subclass().like->inner_tensors())
+    EXPECT_TRUE(is_fake(inner)) << name;
 }
 
 TEST(SubclassRecord, SaysWhatIsMissing) {
   test::register_sample_kinds();
   const at::Tensor x = at::ones({2});
   const FlattenRecord record = FlattenRecord::of(Two::make(x, x), 1);
-  EXPECT_TRUE(has_text(message_of<ValueError>([&] { record.rebuild({x, x}); }), "at least 3, of which it uses indices 1 to 2"));
-  EXPECT_TRUE(has_text(message_of<ValueError>([&] { record.rebuild({x, x, at::Tensor()}); }), "tensor b of a Two is undefined"));
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] {
+                         record.rebuild({x, x});
+                       }),
+                       "at least 3, of which it uses indices 1 to 2"));
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] {
+                         record.rebuild({x, x, at::Tensor()});
+                       }),
+                       "tensor b of a Two is undefined"));
   EXPECT_FALSE(FlattenRecord::of(x, 0).rebuild({at::Tensor()}).defined());
 }
 

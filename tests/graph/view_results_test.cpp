@@ -10,8 +10,8 @@
 
 #include "penstock/errors.h"
 #include "penstock/graph/run/compiled.h"
-#include "penstock/graph/tools/graph_file.h"
 #include "penstock/graph/run/saving_node.h"
+#include "penstock/graph/tools/graph_file.h"
 #include "tests/graph/call_trace.h"
 #include "tests/graph/random_program.h"
 #include "tests/has_text.h"
@@ -26,7 +26,8 @@ using OverTensors = std::function<Tensors(const Tensors&)>;
 
 // Expects what the function itself does: results, their memory, mutated inputs, gradients; captured and
 // replayed, with and without gradients.
-void expect_as_eager(const OverTensors& function, const Tensors& leaves, const OverTensors& prepare = cloned) {
+void expect_as_eager(const OverTensors& function, const Tensors& leaves,
+                     const OverTensors& prepare = cloned) {
   for (const bool trained : {true, false}) {
     SCOPED_TRACE(trained ? "trained" : "not trained");
     const c10::AutoGradMode mode(trained);
@@ -54,22 +55,46 @@ at::Tensor complex_leaf(at::IntArrayRef sizes, bool requires_grad = true) {
 TEST(ViewResults, OfAnotherDtype) {
   torch::manual_seed(1);
   expect_as_eager([](const Tensors& in) { return Tensors{in[0].view(at::kInt)}; }, {leaf({3, 4})});
-  expect_as_eager([](const Tensors& in) { return Tensors{in[0].t().select(0, 1).view(at::kInt), in[0] * 2}; }, {leaf({3, 4})});
-  expect_as_eager([](const Tensors& in) { return Tensors{in[0].view(at::kByte), in[0].view(at::kDouble)}; }, {leaf({3, 4}, false)});
+  expect_as_eager(
+      [](const Tensors& in) {
+        return Tensors{in[0].t().select(0, 1).view(at::kInt), in[0] * 2};
+      },
+      {leaf({3, 4})});
+  expect_as_eager(
+      [](const Tensors& in) {
+        return Tensors{in[0].view(at::kByte), in[0].view(at::kDouble)};
+      },
+      {leaf({3, 4}, false)});
 }
 
 TEST(ViewResults, ComplexAndReal) {
   torch::manual_seed(2);
   expect_as_eager([](const Tensors& in) { return Tensors{at::view_as_complex(in[0])}; }, {leaf({3, 2})});
-  expect_as_eager([](const Tensors& in) { return Tensors{at::view_as_complex(in[0]).select(0, 1), in[0].select(1, 1)}; }, {leaf({3, 2})});
-  expect_as_eager([](const Tensors& in) { return Tensors{at::view_as_real(in[0]), at::real(in[0]), at::imag(in[0])}; }, {complex_leaf({3})});
+  expect_as_eager(
+      [](const Tensors& in) {
+        return Tensors{at::view_as_complex(in[0]).select(0, 1), in[0].select(1, 1)};
+      },
+      {leaf({3, 2})});
+  expect_as_eager(
+      [](const Tensors& in) {
+        return Tensors{at::view_as_real(in[0]), at::real(in[0]), at::imag(in[0])};
+      },
+      {complex_leaf({3})});
 }
 
 TEST(ViewResults, LazyConjugates) {
   torch::manual_seed(3);
   expect_as_eager([](const Tensors& in) { return Tensors{in[0].conj()}; }, {complex_leaf({3})});
-  expect_as_eager([](const Tensors& in) { return Tensors{in[0].mH(), in[0].conj().resolve_conj()}; }, {complex_leaf({3, 2})});
-  expect_as_eager([](const Tensors& in) { return Tensors{at::imag(in[0].conj()), at::real(in[0].conj()), at::imag(in[0].conj()).resolve_neg()}; }, {complex_leaf({3})});
+  expect_as_eager(
+      [](const Tensors& in) {
+        return Tensors{in[0].mH(), in[0].conj().resolve_conj()};
+      },
+      {complex_leaf({3, 2})});
+  expect_as_eager(
+      [](const Tensors& in) {
+        return Tensors{at::imag(in[0].conj()), at::real(in[0].conj()), at::imag(in[0].conj()).resolve_neg()};
+      },
+      {complex_leaf({3})});
   expect_as_eager([](const Tensors& in) { return Tensors{in[0]._neg_view().select(0, 1)}; }, {leaf({3, 2})});
 }
 
@@ -98,30 +123,43 @@ TEST(ViewResults, OfIntermediateTensors) {
 TEST(ViewResults, InputsThatAreLazyConjugatesOrNegatives) {
   torch::manual_seed(5);
   const auto conjugated = [](const Tensors& fresh) { return Tensors{fresh[0].clone().conj()}; };
-  expect_as_eager([](const Tensors& in) { return Tensors{in[0] * c10::Scalar(c10::complex<double>(0, 1)), in[0].conj(), at::imag(in[0]), in[0].t()}; },
-                  {complex_leaf({3, 2})}, conjugated);
+  expect_as_eager(
+      [](const Tensors& in) {
+        return Tensors{in[0] * c10::Scalar(c10::complex<double>(0, 1)), in[0].conj(), at::imag(in[0]),
+                       in[0].t()};
+      },
+      {complex_leaf({3, 2})}, conjugated);
   expect_as_eager(
       [](const Tensors& in) {
         in[0].mul_(2);
         return Tensors{in[0].conj(), in[0].sum()};
       },
       {complex_leaf({3, 2})}, conjugated);
-  expect_as_eager([](const Tensors& in) { return Tensors{in[0] * 2, in[0].select(0, 0), in[0].resolve_neg()}; }, {leaf({3, 2})},
-                  [](const Tensors& fresh) { return Tensors{fresh[0].clone()._neg_view()}; });
+  expect_as_eager(
+      [](const Tensors& in) {
+        return Tensors{in[0] * 2, in[0].select(0, 0), in[0].resolve_neg()};
+      },
+      {leaf({3, 2})}, [](const Tensors& fresh) { return Tensors{fresh[0].clone()._neg_view()}; });
   // Written through a view without the lazy bit, and conjugated after it was written.
   expect_as_eager(
       [](const Tensors& in) {
         at::imag(in[0]).add_(in[1]);
         return Tensors{in[0] * 2};
       },
-      {complex_leaf({3, 2}), leaf({3, 2})}, [](const Tensors& fresh) { return Tensors{fresh[0].clone().conj(), fresh[1].clone()}; });
+      {complex_leaf({3, 2}), leaf({3, 2})},
+      [](const Tensors& fresh) {
+        return Tensors{fresh[0].clone().conj(), fresh[1].clone()};
+      });
   expect_as_eager(
       [](const Tensors& in) {
         in[0].add_(in[0].clone());
         in[0].transpose_(0, 1);
         return Tensors{in[1] * 2};
       },
-      {complex_leaf({3, 2}), leaf({3, 2})}, [](const Tensors& fresh) { return Tensors{fresh[0].clone().conj(), fresh[1].clone()}; });
+      {complex_leaf({3, 2}), leaf({3, 2})},
+      [](const Tensors& fresh) {
+        return Tensors{fresh[0].clone().conj(), fresh[1].clone()};
+      });
   // An input that is written with a value that has a gradient is no longer a leaf.
   Compiled copied(over_tensors([](const Tensors& in) { return Tensors{in[0].copy_(in[1])}; }));
   const at::Tensor target = torch::zeros({3}, torch::kComplexFloat).conj();
@@ -131,8 +169,10 @@ TEST(ViewResults, InputsThatAreLazyConjugatesOrNegatives) {
   Compiled once(over_tensors([](const Tensors& in) { return Tensors{in[0].conj()}; }), {.recapture = false});
   const at::Tensor x = complex_leaf({3}, false);
   once({x});
-  EXPECT_TRUE(has_text(message_of<StateError>([&] { once({x.conj()}); }), "input 0 is a lazy conjugate (conj()), in the capture it is not"));
-  EXPECT_TRUE(has_text(message_of<StateError>([&] { once({x._neg_view()}); }), "input 0 is a lazy negative, in the capture it is not"));
+  EXPECT_TRUE(has_text(message_of<StateError>([&] { once({x.conj()}); }),
+                       "input 0 is a lazy conjugate (conj()), in the capture it is not"));
+  EXPECT_TRUE(has_text(message_of<StateError>([&] { once({x._neg_view()}); }),
+                       "input 0 is a lazy negative, in the capture it is not"));
 }
 
 TEST(ViewResults, InputsWrittenThroughSuchViews) {
@@ -184,9 +224,16 @@ TEST(ViewResults, OfInputsWithElementsThatShareMemory) {
   torch::manual_seed(7);
   const auto expanded = [](const Tensors& fresh) { return Tensors{fresh[0].clone().expand({3, 2})}; };
   expect_as_eager([](const Tensors& in) { return Tensors{in[0].select(0, 0)}; }, {leaf({2})}, expanded);
-  expect_as_eager([](const Tensors& in) { return Tensors{in[0].slice(0, 1), in[0].t(), in[0] * 2}; }, {leaf({1, 2})}, expanded);
-  expect_as_eager([](const Tensors& in) { return Tensors{in[0].select(0, 1), in[0].select(1, 0)}; }, {leaf({5})},
-                  [](const Tensors& fresh) { return Tensors{fresh[0].clone().unfold(0, 3, 1)}; });
+  expect_as_eager(
+      [](const Tensors& in) {
+        return Tensors{in[0].slice(0, 1), in[0].t(), in[0] * 2};
+      },
+      {leaf({1, 2})}, expanded);
+  expect_as_eager(
+      [](const Tensors& in) {
+        return Tensors{in[0].select(0, 1), in[0].select(1, 0)};
+      },
+      {leaf({5})}, [](const Tensors& fresh) { return Tensors{fresh[0].clone().unfold(0, 3, 1)}; });
   // The gradient of one element goes to that element and is not divided among all at its address.
   const at::Tensor x = torch::ones({1}).set_requires_grad(true), wide = x.expand({3});
   wide.retain_grad();
@@ -201,12 +248,19 @@ TEST(ViewResults, WritingElementsThatShareMemoryIsRefused) {
     return message_of<NotImplemented>([&] { compiled({input}); });
   };
   const auto fill = [](const Tensors& in) { return Tensors{in[0].fill_(2)}; };
-  EXPECT_TRUE(has_text(refusal(fill, torch::ones({1, 2}).expand({3, 2})), "input 0 has elements that share memory (expand, unfold), and the function writes it"));
+  EXPECT_TRUE(
+      has_text(refusal(fill, torch::ones({1, 2}).expand({3, 2})),
+               "input 0 has elements that share memory (expand, unfold), and the function writes it"));
   EXPECT_TRUE(has_text(refusal(fill, torch::ones({4}).unfold(0, 2, 1)), "elements that share memory"));
-  EXPECT_TRUE(has_text(refusal([](const Tensors& in) { return Tensors{in[0].t_()}; }, leaf({1, 2}).expand({3, 2})), "changes its shape in place"));
+  EXPECT_TRUE(
+      has_text(refusal([](const Tensors& in) { return Tensors{in[0].t_()}; }, leaf({1, 2}).expand({3, 2})),
+               "changes its shape in place"));
   const at::Tensor z = torch::zeros({3}, torch::kComplexFloat);
   Compiled overlapping(over_tensors([](const Tensors& in) { return Tensors{in[0].add_(1), in[1] * 2}; }));
-  EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { overlapping({at::real(z), at::real(z).slice(0, 1)}); }), "different dtype"));
+  EXPECT_TRUE(has_text(message_of<NotImplemented>([&] {
+                         overlapping({at::real(z), at::real(z).slice(0, 1)});
+                       }),
+                       "different dtype"));
   EXPECT_TRUE(torch::equal(z, torch::zeros({3}, torch::kComplexFloat)));
 }
 
@@ -257,7 +311,10 @@ TEST(ViewResults, OfAnInputWhoseShapeIsChangedToo) {
     in[0].t_();
     return Tensors{before};
   }));
-  EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { compiled({complex_leaf({3, 2}, false)}); }), "result 0 is a view of another dtype, a conjugate"));
+  EXPECT_TRUE(has_text(message_of<NotImplemented>([&] {
+                         compiled({complex_leaf({3, 2}, false)});
+                       }),
+                       "result 0 is a view of another dtype, a conjugate"));
 }
 
 TEST(ViewResults, GradientsThatAreLazyConjugates) {
@@ -269,7 +326,10 @@ TEST(ViewResults, GradientsThatAreLazyConjugates) {
 }
 
 TEST(ViewResults, DynamicDims) {
-  Compiled compiled(over_tensors([](const Tensors& in) { return Tensors{at::view_as_complex(in[0]).slice(0, 1), in[0].view(at::kInt).select(0, in[0].size(0) - 1)}; }),
+  Compiled compiled(over_tensors([](const Tensors& in) {
+                      return Tensors{at::view_as_complex(in[0]).slice(0, 1),
+                                     in[0].view(at::kInt).select(0, in[0].size(0) - 1)};
+                    }),
                     {.dynamic = {.dims = {{0, 0, "B"}}}});
   for (const std::int64_t size : {5, 3, 8}) {
     const at::Tensor x = torch::randn({size, 2});
@@ -295,11 +355,14 @@ TEST(ViewResults, CopiesStayLazy) {
 
 TEST(ViewReplay, IsAValueAndRunsOnAnotherTensor) {
   const auto replay_of = [](const OverTensors& function) {
-    const ViewAndMutationMeta meta = analyze(over_tensors(function), {torch::zeros({4, 6}, torch::kComplexFloat)});
+    const ViewAndMutationMeta meta =
+        analyze(over_tensors(function), {torch::zeros({4, 6}, torch::kComplexFloat)});
     EXPECT_TRUE(meta.outputs.at(0).has_view_replay);
     return meta.outputs.at(0).view;
   };
-  const OverTensors view = [](const Tensors& in) { return Tensors{at::view_as_real(in[0].t().split(2)[1].conj().conj()).select(2, 1)}; };
+  const OverTensors view = [](const Tensors& in) {
+    return Tensors{at::view_as_real(in[0].t().split(2)[1].conj().conj()).select(2, 1)};
+  };
   const ViewReplay replay = replay_of(view);
   EXPECT_EQ(replay, replay_of(view));
   EXPECT_EQ(replay.steps.back().op.operator_name().name, "aten::select");
@@ -307,13 +370,21 @@ TEST(ViewReplay, IsAValueAndRunsOnAnotherTensor) {
   const at::Tensor made = replay.apply(other);
   EXPECT_TRUE(torch::equal(made, view({other})[0]));
   EXPECT_TRUE(made.is_alias_of(other));
-  EXPECT_NE(replay, replay_of([](const Tensors& in) { return Tensors{at::view_as_real(in[0].t().split(2)[2].conj().conj()).select(2, 1)}; }));  // element
-  EXPECT_NE(replay, replay_of([](const Tensors& in) { return Tensors{at::view_as_real(in[0].t().split(2)[1].conj().conj()).select(2, 0)}; }));  // constant
-  EXPECT_NE(replay, replay_of([](const Tensors& in) { return Tensors{at::view_as_real(in[0].t().split(2)[1]).select(2, 1)}; }));                // steps
+  EXPECT_NE(replay, replay_of([](const Tensors& in) {
+              return Tensors{at::view_as_real(in[0].t().split(2)[2].conj().conj()).select(2, 1)};
+            }));  // element
+  EXPECT_NE(replay, replay_of([](const Tensors& in) {
+              return Tensors{at::view_as_real(in[0].t().split(2)[1].conj().conj()).select(2, 0)};
+            }));  // constant
+  EXPECT_NE(replay, replay_of([](const Tensors& in) {
+              return Tensors{at::view_as_real(in[0].t().split(2)[1]).select(2, 1)};
+            }));  // steps
 }
 
 TEST(ViewReplay, GraphFilesHoldIt) {
-  Compiled compiled(over_tensors([](const Tensors& in) { return Tensors{in[0].conj().select(0, 1), in[0].conj() * 2}; }));
+  Compiled compiled(over_tensors([](const Tensors& in) {
+    return Tensors{in[0].conj().select(0, 1), in[0].conj() * 2};
+  }));
   compiled({complex_leaf({3, 2})});
   GraphFile file{.joint = compiled.joint(0), .meta = compiled.inner_meta(0)};
   const GraphFile back = decode_graph(encode_graph(file), "memory");
@@ -326,13 +397,26 @@ TEST(ViewReplay, GraphFilesHoldIt) {
 Tensors chosen_inputs(unsigned seed, const Tensors& fresh) {
   Tensors inputs = cloned(fresh);
   switch (seed % 7) {
-    case 1: inputs[1] = inputs[1].conj(); break;
-    case 2: inputs[0] = inputs[0]._neg_view(); break;
-    case 3: inputs[2] = inputs[2].unsqueeze(0).expand({3, 4}); break;
-    case 4: inputs[2] = inputs[2].unfold(0, 2, 1); break;
-    case 5: inputs.push_back(at::view_as_complex(inputs[0].view({3, 2, 2}))); break;
-    case 6: inputs.push_back(at::real(inputs[1])); break;
-    default: break;
+    case 1:
+      inputs[1] = inputs[1].conj();
+      break;
+    case 2:
+      inputs[0] = inputs[0]._neg_view();
+      break;
+    case 3:
+      inputs[2] = inputs[2].unsqueeze(0).expand({3, 4});
+      break;
+    case 4:
+      inputs[2] = inputs[2].unfold(0, 2, 1);
+      break;
+    case 5:
+      inputs.push_back(at::view_as_complex(inputs[0].view({3, 2, 2})));
+      break;
+    case 6:
+      inputs.push_back(at::real(inputs[1]));
+      break;
+    default:
+      break;
   }
   if (seed % 11 == 1) inputs.push_back(inputs[0].slice(0, 1));
   return inputs;
@@ -347,11 +431,17 @@ TEST(ViewResults, RandomProgramsOverAnyDtype) {
     torch::manual_seed(seed);
     const c10::AutoGradMode mode(seed % 5 != 0);
     const Tensors leaves{torch::randint(-4, 5, {3, 4}).to(at::kFloat).set_requires_grad(true),
-                         at::complex(torch::randint(-4, 5, {3, 4}).to(at::kFloat), torch::randint(-4, 5, {3, 4}).to(at::kFloat)).set_requires_grad(seed % 3 != 0),
+                         at::complex(torch::randint(-4, 5, {3, 4}).to(at::kFloat),
+                                     torch::randint(-4, 5, {3, 4}).to(at::kFloat))
+                             .set_requires_grad(seed % 3 != 0),
                          torch::randint(-4, 5, {4}).to(at::kFloat).set_requires_grad(seed % 2 == 0)};
     const auto prepare = [&](const Tensors& fresh) { return chosen_inputs(seed, fresh); };
-    const Function function = over_tensors([&](const Tensors& in) { return random_program(seed, in, Looks::AnyDtype); });
-    const auto text = [&] { return "the program, as it is written: " + to_text(capture_forward(function, values_of(prepare(cloned(leaves))))); };
+    const Function function =
+        over_tensors([&](const Tensors& in) { return random_program(seed, in, Looks::AnyDtype); });
+    const auto text = [&] {
+      return "the program, as it is written: " +
+             to_text(capture_forward(function, values_of(prepare(cloned(leaves)))));
+    };
     Compiled compiled(function, {.partitioner = seed % 2 ? Partitioner::MinCut : Partitioner::Default});
     bool counted = false;
     for (int call = 0; call < 2; ++call) {
@@ -363,7 +453,8 @@ TEST(ViewResults, RandomProgramsOverAnyDtype) {
       }
       legal += call == 0 ? 1 : 0;
       try {
-        const Trace actual = trace_of([&](const Values& inputs) { return compiled(inputs); }, leaves, prepare);
+        const Trace actual =
+            trace_of([&](const Values& inputs) { return compiled(inputs); }, leaves, prepare);
         expect_same(actual.outputs, expected.outputs, "output");
         expect_same(actual.inputs, expected.inputs, "input");
         expect_same_look(actual.outputs, expected.outputs, "output");
@@ -384,7 +475,8 @@ TEST(ViewResults, RandomProgramsOverAnyDtype) {
     }
     compared += counted ? 1 : 0;
     if (::testing::Test::HasFailure()) {
-      ADD_FAILURE() << text() << (compiled.captures() > 0 ? "and its graph: " + to_text(compiled.joint(0).graph) : "");
+      ADD_FAILURE() << text()
+                    << (compiled.captures() > 0 ? "and its graph: " + to_text(compiled.joint(0).graph) : "");
       return;
     }
   }

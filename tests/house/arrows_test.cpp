@@ -34,7 +34,8 @@ std::string objections(const std::string& file, const std::string& room, std::st
   for (const std::string& include : own_includes(text)) {
     const std::string other = room_of(include);
     if (other.empty()) {
-      found += file + " includes " + include + ", which belongs to no room: give it a line in penstock/arrows.txt\n";
+      found += file + " includes " + include +
+               ", which belongs to no room: give it a line in penstock/arrows.txt\n";
     } else if (!allowed.contains(other)) {
       found += file + " includes " + include + ": " + room + " may not use " + other + "\n";
     }
@@ -62,7 +63,9 @@ TEST(Arrows, EveryIncludeFollowsThem) {
 TEST(Arrows, ForbiddenIncludesAreFound) {
   EXPECT_NE(objections("x.h", "base", "#include \"penstock/comm/message/message.h\"\n"), "");
   EXPECT_NE(objections("x.h", "schedule/ir", "// text\n#include \"penstock/world.h\"\n"), "");
-  EXPECT_EQ(objections("x.h", "comm/group", "#include \"penstock/comm/message/message.h\"\n#include \"penstock/errors.h\"\n"), "");
+  EXPECT_EQ(objections("x.h", "comm/group",
+                       "#include \"penstock/comm/message/message.h\"\n#include \"penstock/errors.h\"\n"),
+            "");
 }
 
 TEST(Arrows, EveryRoomIsThereAndNoneIsInACircle) {
@@ -70,9 +73,11 @@ TEST(Arrows, EveryRoomIsThereAndNoneIsInACircle) {
   for (const std::string& file : sources_under("penstock")) rooms.insert(room_of_file(file));
   for (const auto& [room, below] : arrows().direct) {
     EXPECT_TRUE(rooms.contains(room)) << room << " has a line in penstock/arrows.txt and no sources";
-    for (const std::string& next : below) EXPECT_FALSE(arrows().reachable(next).contains(room)) << room << " and " << next;
+    for (const std::string& next : below)
+      EXPECT_FALSE(arrows().reachable(next).contains(room)) << room << " and " << next;
   }
-  for (const std::string& room : rooms) EXPECT_TRUE(arrows().direct.contains(room)) << room << " has no line in penstock/arrows.txt";
+  for (const std::string& room : rooms)
+    EXPECT_TRUE(arrows().direct.contains(room)) << room << " has no line in penstock/arrows.txt";
 }
 
 TEST(Arrows, RoomsAboveTheLineKnowNothingOfLibTorch) {
@@ -81,18 +86,21 @@ TEST(Arrows, RoomsAboveTheLineKnowNothingOfLibTorch) {
     const std::string room = room_of_file(file);
     if (arrows().with_libtorch.contains(room)) continue;
     EXPECT_FALSE(std::regex_search(text_of(source_root() / file), torch)) << file;
-    for (const std::string& below : arrows().reachable(room)) EXPECT_FALSE(arrows().with_libtorch.contains(below)) << room << " uses " << below;
+    for (const std::string& below : arrows().reachable(room))
+      EXPECT_FALSE(arrows().with_libtorch.contains(below)) << room << " uses " << below;
   }
 }
 
 TEST(PublicHeaders, IncludeOnlyPublicHeaders) {
   for (const std::string& file : sources_under("include/penstock"))
     for (const std::string& include : own_includes(text_of(source_root() / file)))
-      EXPECT_TRUE(fs::exists(source_root() / "include" / include)) << file << " includes " << include << ", which is not public";
+      EXPECT_TRUE(fs::exists(source_root() / "include" / include))
+          << file << " includes " << include << ", which is not public";
 }
 
 TEST(PublicHeaders, TheUmbrellaHasAllOfThem) {
-  const std::vector<std::string> includes = own_includes(text_of(source_root() / "include/penstock/penstock.h"));
+  const std::vector<std::string> includes =
+      own_includes(text_of(source_root() / "include/penstock/penstock.h"));
   const std::set<std::string> all(includes.begin(), includes.end());
   for (const std::string& file : sources_under("include/penstock"))
     if (file != "include/penstock/penstock.h") EXPECT_TRUE(all.contains(file.substr(8))) << file;
@@ -105,7 +113,8 @@ TEST(PublicHeaders, ExamplesAndDocsUseNothingElse) {
   files.push_back("README.md");
   for (const std::string& file : files)
     for (const std::string& include : own_includes(text_of(source_root() / file)))
-      EXPECT_TRUE(include.starts_with("examples/") || fs::exists(source_root() / "include" / include)) << file << " includes " << include;
+      EXPECT_TRUE(include.starts_with("examples/") || fs::exists(source_root() / "include" / include))
+          << file << " includes " << include;
 }
 
 TEST(PublicHeaders, InternalNamespacesStayInside) {
@@ -122,16 +131,18 @@ TEST(PublicHeaders, InternalNamespacesStayInside) {
 TEST(Namespaces, EachFolderHasOne) {
   static const std::regex opened("(?:^|\\n)namespace ([a-z_:]+) \\{");
   for (const std::string& file : sources_under("penstock")) {
-    const std::string room = room_of_file(file), folder = room.substr(0, room.find('/')), own = fs::path(file).stem().string();
+    const std::string room = room_of_file(file), folder = room.substr(0, room.find('/')),
+                      own = fs::path(file).stem().string();
     const auto expected = arrows().namespace_of.find(folder);
     ASSERT_NE(expected, arrows().namespace_of.end()) << folder << " has no namespace in penstock/arrows.txt";
     const std::string& outer = expected->second;
     const auto also = arrows().also.find(room);
     const std::string text = text_of(source_root() / file);
-    for (auto at = std::sregex_iterator(text.begin(), text.end(), opened); at != std::sregex_iterator(); ++at) {
+    for (auto at = std::sregex_iterator(text.begin(), text.end(), opened); at != std::sregex_iterator();
+         ++at) {
       const std::string name = (*at)[1];
-      EXPECT_TRUE(name == outer || name == outer + "::detail" || name == outer + "::" + own || name == "detail" ||
-                  (also != arrows().also.end() && also->second.contains(name)))
+      EXPECT_TRUE(name == outer || name == outer + "::detail" || name == outer + "::" + own ||
+                  name == "detail" || (also != arrows().also.end() && also->second.contains(name)))
           << file << " opens namespace " << name << ", expected " << outer;
     }
   }
@@ -139,13 +150,17 @@ TEST(Namespaces, EachFolderHasOne) {
 
 // Types that headers declare: a name means one thing.
 TEST(Names, NoTypeNameExistsTwice) {
-  static const std::regex declared("(?:^|\\n)(?:template <[^\\n]*>\\n?)?(?:struct|class|enum class)(?: \\[\\[nodiscard\\]\\])? (\\w+)[^;{(]*\\{");
+  static const std::regex declared(
+      "(?:^|\\n)(?:template <[^\\n]*>\\n?)?(?:struct|class|enum class)(?: \\[\\[nodiscard\\]\\])? "
+      "(\\w+)[^;{(]*\\{");
   std::map<std::string, std::set<std::string>> places;
   for (const char* folder : {"penstock", "include/penstock"})
     for (const std::string& file : sources_under(folder)) {
       if (!file.ends_with(".h")) continue;
       const std::string text = text_of(source_root() / file);
-      for (auto at = std::sregex_iterator(text.begin(), text.end(), declared); at != std::sregex_iterator(); ++at) places[(*at)[1]].insert(file);
+      for (auto at = std::sregex_iterator(text.begin(), text.end(), declared); at != std::sregex_iterator();
+           ++at)
+        places[(*at)[1]].insert(file);
     }
   places.erase("std");  // specializations of std::hash
   EXPECT_GT(places.size(), 300u);

@@ -1,11 +1,12 @@
-// Collects the code that people read (``` cpp blocks of the docs, snippets in the heads of public headers) into one source, which the
-// build compiles: documentation that does not compile is an error.
+// Collects the code that people read (``` cpp blocks of the docs, snippets in the heads of public headers)
+// into one source, which the build compiles: documentation that does not compile is an error.
 //
 //   extract_snippets OUTPUT.cpp ROOT FILE...
 //
-// Each snippet becomes a namespace of its own. Includes go to the top; types, templates, using declarations and functions stay at namespace
-// scope; the other statements become the body of a function. Names that snippets presume (`world`, `model`, `x`) are declared in
-// snippet_context.h; what a snippet declares itself hides those.
+// Each snippet becomes a namespace of its own. Includes go to the top; types, templates, using declarations
+// and functions stay at namespace scope; the other statements become the body of a function. Names that
+// snippets presume (`world`, `model`, `x`) are declared in snippet_context.h; what a snippet declares itself
+// hides those.
 #include <algorithm>
 #include <cctype>
 #include <fstream>
@@ -53,7 +54,8 @@ std::vector<Snippet> of_markdown(const std::string& file, const std::vector<std:
   return found;
 }
 
-// Lines of the first comment that are indented by three spaces or more. Tables are no code: a snippet ends a line with ; { or }.
+// Lines of the first comment that are indented by three spaces or more. Tables are no code: a snippet ends a
+// line with ; { or }.
 std::vector<Snippet> of_header(const std::string& file, const std::vector<std::string>& lines) {
   std::vector<Snippet> found;
   bool inside = false;
@@ -69,7 +71,8 @@ std::vector<Snippet> of_header(const std::string& file, const std::vector<std::s
   }
   std::erase_if(found, [](const Snippet& snippet) {
     static const std::regex statement("[;{}] *(//.*)?$");
-    return std::none_of(snippet.lines.begin(), snippet.lines.end(), [](const std::string& line) { return std::regex_search(line, statement); });
+    return std::none_of(snippet.lines.begin(), snippet.lines.end(),
+                        [](const std::string& line) { return std::regex_search(line, statement); });
   });
   return found;
 }
@@ -80,9 +83,12 @@ int depth_change(const std::string& line) {
   for (std::size_t i = 0; i < line.size(); ++i) {
     const char c = line[i];
     if (quote != 0) {
-      if (c == '\\') ++i;
-      else if (c == quote) quote = 0;
-    } else if (c == '"' || (c == '\'' && (i == 0 || !std::isalnum(static_cast<unsigned char>(line[i - 1]))))) {
+      if (c == '\\')
+        ++i;
+      else if (c == quote)
+        quote = 0;
+    } else if (c == '"' ||
+               (c == '\'' && (i == 0 || !std::isalnum(static_cast<unsigned char>(line[i - 1]))))) {
       quote = c;
     } else if (c == '/' && i + 1 < line.size() && line[i + 1] == '/') {
       break;
@@ -96,7 +102,9 @@ int depth_change(const std::string& line) {
 }
 
 void write(const Snippet& snippet, int number, std::ostream& out, std::set<std::string>& includes) {
-  static const std::regex scope("^(class|struct|enum|template|using|namespace|TORCH_MODULE|static|inline|constexpr|int main|(void|at::Tensor|torch::Tensor|std::\\w+) \\w+\\()");
+  static const std::regex scope(
+      "^(class|struct|enum|template|using|namespace|TORCH_MODULE|static|inline|constexpr|int "
+      "main|(void|at::Tensor|torch::Tensor|std::\\w+) \\w+\\()");
   static const std::regex program("^int main\\(");
   std::ostringstream outside, body;
   int depth = 0;
@@ -120,7 +128,9 @@ void write(const Snippet& snippet, int number, std::ostream& out, std::set<std::
     }
     ++line;
   }
-  out << "\nnamespace snippet_" << number << " {\nusing namespace presumed;\n" << outside.str() << "[[maybe_unused]] void run() {\n" << body.str() << "}\n}  // namespace\n";
+  out << "\nnamespace snippet_" << number << " {\nusing namespace presumed;\n"
+      << outside.str() << "[[maybe_unused]] void run() {\n"
+      << body.str() << "}\n}  // namespace\n";
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// Names that the snippets of docs and headers presume. Nothing here is defined: snippets are compiled, never linked.
+// Names that the snippets of docs and headers presume. Nothing here is defined: snippets are compiled, never
+// linked.
 #pragma once
 
 #include <torch/torch.h>

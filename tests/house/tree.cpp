@@ -38,7 +38,8 @@ std::vector<std::string> own_includes(std::string_view text) {
   static const std::regex line("(?:^|\\n)[ \\t]*#[ \\t]*include[ \\t]*\"([^\"]+)\"");
   std::vector<std::string> found;
   const std::string all(text);
-  for (auto at = std::sregex_iterator(all.begin(), all.end(), line); at != std::sregex_iterator(); ++at) found.push_back((*at)[1]);
+  for (auto at = std::sregex_iterator(all.begin(), all.end(), line); at != std::sregex_iterator(); ++at)
+    found.push_back((*at)[1]);
   return found;
 }
 
@@ -47,7 +48,8 @@ std::set<std::string> Arrows::reachable(const std::string& room) const {
   const std::function<void(const std::string&)> visit = [&](const std::string& next) {
     if (!seen.insert(next).second) return;
     const auto found = direct.find(next);
-    if (found == direct.end()) throw std::runtime_error("penstock/arrows.txt names " + next + ", which has no line of its own");
+    if (found == direct.end())
+      throw std::runtime_error("penstock/arrows.txt names " + next + ", which has no line of its own");
     for (const std::string& below : found->second) visit(below);
   };
   visit(room);

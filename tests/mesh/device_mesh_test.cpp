@@ -18,12 +18,8 @@ using Numbers = std::vector<std::int64_t>;
 using Ranks = std::vector<int>;
 using Names = std::vector<std::string>;
 
-DeviceMesh grid_2x4(int rank) {
-  return init_device_mesh("cpu", {2, 4}, {"dp", "tp"}, rank, 8);
-}
-DeviceMesh grid_2x2x2(int rank) {
-  return init_device_mesh("cpu", {2, 2, 2}, {"pp", "dp", "tp"}, rank, 8);
-}
+DeviceMesh grid_2x4(int rank) { return init_device_mesh("cpu", {2, 4}, {"dp", "tp"}, rank, 8); }
+DeviceMesh grid_2x2x2(int rank) { return init_device_mesh("cpu", {2, 2, 2}, {"pp", "dp", "tp"}, rank, 8); }
 
 TEST(DeviceMesh, Queries) {
   const DeviceMesh mesh = grid_2x4(5);
@@ -195,11 +191,10 @@ TEST(DeviceMesh, Concatenate) {
                          DeviceMesh::concatenate({mesh["dp"], grid_2x4(5)["tp"].as_rank(4)});
                        }),
                        "as_rank"));
-  EXPECT_TRUE(
-      has_text(message_of<ValueError>([&] {
-                 DeviceMesh::concatenate({mesh["dp"], init_device_mesh("cpu", {6}, {"x"}, 5, 8)});
-               }),
-               "same root"));
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] {
+                         DeviceMesh::concatenate({mesh["dp"], init_device_mesh("cpu", {6}, {"x"}, 5, 8)});
+                       }),
+                       "same root"));
   EXPECT_THROW(DeviceMesh::concatenate({}), ValueError);
   const DeviceMesh again = mesh.unflatten("pp", {2}, {"dp2"});
   EXPECT_EQ(DeviceMesh::concatenate({again["dp2"], mesh["dp"]}).names(), (Names{"dp2", "dp"}));
@@ -240,8 +235,7 @@ TEST(DeviceMesh, ARankOutside) {
                        "rank 6, expected one of the mesh's ranks 0, 1, 2, 3"));
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { mesh.axis_rank("tp"); }), "rank 6"));
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { mesh.rank_list(0); }), "rank 6"));
-  EXPECT_TRUE(
-      has_text(message_of<ValueError>([&] { grid_2x4(0)["tp"].axis_rank(0, 4); }), "0, 1, 2, 3"));
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] { grid_2x4(0)["tp"].axis_rank(0, 4); }), "0, 1, 2, 3"));
 }
 
 TEST(DeviceMesh, EqualityAndHash) {

@@ -10,8 +10,8 @@
 #include <set>
 #include <sstream>
 
-#include "penstock/errors.h"
 #include "penstock/device_mesh.h"
+#include "penstock/errors.h"
 #include "penstock/mesh/local_shard.h"
 #include "tests/golden_data.h"
 
@@ -52,7 +52,9 @@ void expect_mesh(const DeviceMesh& mesh, const json& expected) {
   EXPECT_EQ(actual, expected);
 }
 
-bool names_twice(const Names& names) { return std::set<std::string>(names.begin(), names.end()).size() < names.size(); }
+bool names_twice(const Names& names) {
+  return std::set<std::string>(names.begin(), names.end()).size() < names.size();
+}
 
 // PyTorch accepts an axis of size 1 twice in a slice, which makes its name ambiguous; Penstock refuses that.
 void expect_slice(const DeviceMesh& mesh, const Names& axes, const json& expected) {
@@ -107,7 +109,8 @@ TEST(GoldenMesh, DeviceMeshes) {
           for (const auto& [call, type] : answers.items()) {
             SCOPED_TRACE(call);
             // No error: an axis of size 1 that is named twice.
-            EXPECT_TRUE(type.is_string() || names_twice(split(call.substr(call.find(' ') + 1)))) << "PyTorch allows it";
+            EXPECT_TRUE(type.is_string() || names_twice(split(call.substr(call.find(' ') + 1))))
+                << "PyTorch allows it";
             // KeyError, RuntimeError, ... all mean an invalid argument here.
             if (call.starts_with("slice ")) {
               EXPECT_THROW(mesh.slice(split(call.substr(6))), ValueError) << type;

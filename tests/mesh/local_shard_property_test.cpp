@@ -5,8 +5,8 @@
 #include <map>
 #include <numeric>
 
-#include "penstock/mesh_layout.h"
 #include "penstock/mesh/local_shard.h"
+#include "penstock/mesh_layout.h"
 #include "tests/mesh/generate.h"
 
 namespace penstock {

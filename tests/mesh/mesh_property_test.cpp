@@ -7,8 +7,8 @@
 #include <numeric>
 #include <set>
 
-#include "penstock/errors.h"
 #include "penstock/device_mesh.h"
+#include "penstock/errors.h"
 #include "penstock/mesh_layout.h"
 #include "tests/mesh/generate.h"
 

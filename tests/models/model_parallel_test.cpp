@@ -9,12 +9,12 @@
 #include <string>
 #include <vector>
 
-#include "penstock/errors.h"
-#include "penstock/world.h"
 #include "penstock/dtensor.h"
-#include "penstock/transformer.h"
+#include "penstock/errors.h"
 #include "penstock/models/transformer/parallel_plan.h"
 #include "penstock/pipeline.h"
+#include "penstock/transformer.h"
+#include "penstock/world.h"
 #include "tests/has_text.h"
 #include "tests/models/small_model.h"
 #include "tests/throws.h"
@@ -43,7 +43,9 @@ at::Tensor targets(const TransformerOptions& options) {
   all[1].narrow(0, 0, 5).fill_(kIgnoredTarget);
   return all;
 }
-at::Tensor documents() { return at::arange(kLength).div(3, "floor").to(at::kLong).expand({kBatch, kLength}).contiguous(); }
+at::Tensor documents() {
+  return at::arange(kLength).div(3, "floor").to(at::kLong).expand({kBatch, kLength}).contiguous();
+}
 constexpr int kMicrobatches = 4;
 constexpr double kCounted = kBatch * kLength - 5;
 
@@ -62,7 +64,8 @@ void expect_gradients(const torch::nn::Module& module, const Gradients& expected
   for (const auto& item : module.named_parameters()) {
     ASSERT_TRUE(is_dtensor(item.value().grad())) << where << item.key();
     EXPECT_EQ(placements_of(item.value().grad()), placements_of(item.value())) << where << item.key();
-    EXPECT_LT(difference(full_tensor(item.value().grad()), expected.at(item.key())), kTolerance) << where << item.key();
+    EXPECT_LT(difference(full_tensor(item.value().grad()), expected.at(item.key())), kTolerance)
+        << where << item.key();
   }
 }
 
@@ -105,7 +108,8 @@ TEST(ModelTensorParallel, DistributedInputsOnTwoByTwo) {
     TransformerStage model = made(options);
     parallelize_transformer(*model, mesh, "tp");
     const Placements rows{Shard{0}, Replicate{}};
-    const at::Tensor logits = model->forward(distribute_tensor(inputs(options), mesh, rows), distribute_tensor(documents(), mesh, rows));
+    const at::Tensor logits = model->forward(distribute_tensor(inputs(options), mesh, rows),
+                                             distribute_tensor(documents(), mesh, rows));
     const at::Tensor loss = token_loss(logits, distribute_tensor(targets(options), mesh, rows), kCounted);
     EXPECT_NEAR(loss.item<double>(), expected.loss, kTolerance);
     loss.backward();
@@ -123,7 +127,8 @@ TEST(ModelTensorParallel, InitialValuesAreTheSameBits) {
     parallelize_transformer(*model, mesh);
     initialize(*model, {.seed = 5, .deviation = 0.3});
     const auto expected = whole->named_parameters();
-    for (const auto& item : model->named_parameters()) EXPECT_TRUE(at::equal(full_tensor(item.value().detach()), expected[item.key()])) << item.key();
+    for (const auto& item : model->named_parameters())
+      EXPECT_TRUE(at::equal(full_tensor(item.value().detach()), expected[item.key()])) << item.key();
   });
 }
 
@@ -141,7 +146,8 @@ TEST(ModelTensorParallel, GeneratesTheSameTokens) {
 
 TEST(ModelTensorParallel, MismatchesNameTheRemedy) {
   EXPECT_NO_THROW(check_tensor_parallel(small(), 2));
-  EXPECT_TRUE(has_text(message_of<ConfigError>([] { check_tensor_parallel(small(), 4); }), "model.key_value_heads"));
+  EXPECT_TRUE(
+      has_text(message_of<ConfigError>([] { check_tensor_parallel(small(), 4); }), "model.key_value_heads"));
   EXPECT_TRUE(has_text(message_of<ConfigError>([] { check_tensor_parallel(small(), 3); }), "model.heads"));
   EXPECT_THROW(check_tensor_parallel(small(), 0), ConfigError);
   comm::run_ranks(2, 60s, [&](comm::World& world) {
@@ -150,7 +156,8 @@ TEST(ModelTensorParallel, MismatchesNameTheRemedy) {
     TransformerStage half = made(small());
     parallelize_module(*half, mesh, {{"blocks.*.feed.gate", colwise_parallel()}});
     distribute_module(*half, mesh);
-    EXPECT_TRUE(has_text(message_of<ValueError>([&] { half->forward(inputs(small())); }), "tensor_parallel_plan()"));
+    EXPECT_TRUE(
+        has_text(message_of<ValueError>([&] { half->forward(inputs(small())); }), "tensor_parallel_plan()"));
     TransformerStage norms = made(small());
     parallelize_module(*norms, mesh, tensor_parallel_plan(small()));
     EXPECT_NO_THROW(norms->forward(inputs(small())));  // plain norms with plain activations are fine
@@ -160,8 +167,10 @@ TEST(ModelTensorParallel, MismatchesNameTheRemedy) {
 // ---- a pipeline ----
 
 PipelineStage pipeline_stage(TransformerStage stage) {
-  return PipelineStage(StageModule([stage](at::Tensor x, Tree keywords) mutable { return stage->forward_with(x, keywords); }, {stage.ptr()}), stage->part().index,
-                       stage->part().count, at::kCPU);
+  return PipelineStage(
+      StageModule([stage](at::Tensor x, Tree keywords) mutable { return stage->forward_with(x, keywords); },
+                  {stage.ptr()}),
+      stage->part().index, stage->part().count, at::kCPU);
 }
 
 TEST(ModelPipeline, LossesAndGradientsAreThoseOfOneProcess) {
@@ -170,22 +179,31 @@ TEST(ModelPipeline, LossesAndGradientsAreThoseOfOneProcess) {
   TransformerStage whole = made(options, at::kFloat);
   std::vector<at::Tensor> losses;
   for (int m = 0; m < kMicrobatches; ++m) {
-    losses.push_back(token_loss(whole->forward(inputs(options).narrow(0, m, 1), documents().narrow(0, m, 1)), targets(options).narrow(0, m, 1), kCounted / kMicrobatches));
+    losses.push_back(token_loss(whole->forward(inputs(options).narrow(0, m, 1), documents().narrow(0, m, 1)),
+                                targets(options).narrow(0, m, 1), kCounted / kMicrobatches));
     losses.back().backward();
   }
   Gradients expected;
   collect(*whole, expected);
   comm::run_ranks(2, 60s, [&](comm::World& world) {
-    TransformerStage stage = made(options, partition_model(options, 2)[static_cast<std::size_t>(world.rank())], at::kFloat);
-    Schedule1F1B schedule(pipeline_stage(stage), kMicrobatches, [](const at::Tensor& logits, const at::Tensor& wanted) { return token_loss(logits, wanted, kCounted / kMicrobatches); },
+    TransformerStage stage =
+        made(options, partition_model(options, 2)[static_cast<std::size_t>(world.rank())], at::kFloat);
+    Schedule1F1B schedule(pipeline_stage(stage), kMicrobatches,
+                          [](const at::Tensor& logits, const at::Tensor& wanted) {
+                            return token_loss(logits, wanted, kCounted / kMicrobatches);
+                          },
                           {world});
-    const StepResult result = schedule.step(Tree::tuple({inputs(options)}), Tree::dict({{"documents", Tree(documents())}}), Tree(targets(options)));
+    const StepResult result =
+        schedule.step(Tree::tuple({inputs(options)}), Tree::dict({{"documents", Tree(documents())}}),
+                      Tree(targets(options)));
     const std::lock_guard lock(mutex);
     if (world.rank() == 1) {
       ASSERT_EQ(result.losses.size(), losses.size());
-      for (std::size_t m = 0; m < losses.size(); ++m) EXPECT_TRUE(at::equal(result.losses[m], losses[m].detach())) << "microbatch " << m;
+      for (std::size_t m = 0; m < losses.size(); ++m)
+        EXPECT_TRUE(at::equal(result.losses[m], losses[m].detach())) << "microbatch " << m;
     }
-    for (const auto& item : stage->named_parameters()) EXPECT_TRUE(at::equal(item.value().grad(), expected.at(item.key()) / kMicrobatches)) << item.key();
+    for (const auto& item : stage->named_parameters())
+      EXPECT_TRUE(at::equal(item.value().grad(), expected.at(item.key()) / kMicrobatches)) << item.key();
   });
 }
 
@@ -195,7 +213,9 @@ TEST(ModelPipeline, SplitBackward) {
   options.layers = 4;
   TransformerStage whole = made(options);
   for (int m = 0; m < kMicrobatches; ++m)
-    token_loss(whole->forward(inputs(options).narrow(0, m, 1), documents().narrow(0, m, 1)), targets(options).narrow(0, m, 1), kCounted / kMicrobatches).backward();
+    token_loss(whole->forward(inputs(options).narrow(0, m, 1), documents().narrow(0, m, 1)),
+               targets(options).narrow(0, m, 1), kCounted / kMicrobatches)
+        .backward();
   Gradients expected;
   collect(*whole, expected);
   const auto kind = schedule::schedule_kind("ZBVZeroBubble");
@@ -208,12 +228,18 @@ TEST(ModelPipeline, SplitBackward) {
       mine.push_back(made(options, parts[static_cast<std::size_t>(index)]));
       stages.push_back(pipeline_stage(mine.back()));
     }
-    PipelineRuntime pipeline = make_pipeline("ZBVZeroBubble", stages, kMicrobatches,
-                                             [](const at::Tensor& logits, const at::Tensor& wanted) { return token_loss(logits, wanted, kCounted / kMicrobatches); }, PipelineOptions{world});
-    pipeline.step(Tree::tuple({inputs(options)}), Tree::dict({{"documents", Tree(documents())}}), Tree(targets(options)));
+    PipelineRuntime pipeline = make_pipeline(
+        "ZBVZeroBubble", stages, kMicrobatches,
+        [](const at::Tensor& logits, const at::Tensor& wanted) {
+          return token_loss(logits, wanted, kCounted / kMicrobatches);
+        },
+        PipelineOptions{world});
+    pipeline.step(Tree::tuple({inputs(options)}), Tree::dict({{"documents", Tree(documents())}}),
+                  Tree(targets(options)));
     for (const TransformerStage& stage : mine)
       for (const auto& item : stage->named_parameters())
-        EXPECT_LT(difference(item.value().grad(), expected.at(item.key()) / kMicrobatches), kTolerance) << item.key();
+        EXPECT_LT(difference(item.value().grad(), expected.at(item.key()) / kMicrobatches), kTolerance)
+            << item.key();
   });
 }
 
@@ -223,12 +249,20 @@ TEST(ModelPipeline, TimesTensorParallel) {
   comm::run_ranks(4, 60s, [&](comm::World& world) {
     const comm::MeshGroups all(world, init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, world.rank(), 4));
     const comm::MeshGroups tp = all.with_mesh(all.mesh()["tp"]);
-    TransformerStage stage = made(options, partition_model(options, 2)[static_cast<std::size_t>(all.coordinate()[0])]);
+    TransformerStage stage =
+        made(options, partition_model(options, 2)[static_cast<std::size_t>(all.coordinate()[0])]);
     parallelize_transformer(*stage, tp);
     PipelineOptions how{world};
     for (int i = 0; i < 2; ++i) how.ranks.push_back(2 * i + world.rank() % 2);
-    Schedule1F1B schedule(pipeline_stage(stage), 2, [](const at::Tensor& logits, const at::Tensor& wanted) { return token_loss(logits, wanted, kCounted / 2); }, how);
-    const StepResult result = schedule.step(Tree::tuple({inputs(options)}), Tree::dict({{"documents", Tree(documents())}}), Tree(targets(options)));
+    Schedule1F1B schedule(
+        pipeline_stage(stage), 2,
+        [](const at::Tensor& logits, const at::Tensor& wanted) {
+          return token_loss(logits, wanted, kCounted / 2);
+        },
+        how);
+    const StepResult result =
+        schedule.step(Tree::tuple({inputs(options)}), Tree::dict({{"documents", Tree(documents())}}),
+                      Tree(targets(options)));
     if (all.coordinate()[0] == 1) {
       EXPECT_NEAR(at::stack(result.losses).mean().item<double>(), expected.loss, kTolerance);
     }

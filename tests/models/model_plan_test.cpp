@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "penstock/errors.h"
-#include "penstock/transformer_options.h"
 #include "penstock/models/plan/pattern.h"
 #include "penstock/partition.h"
+#include "penstock/transformer_options.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 
@@ -26,7 +26,9 @@ TEST(TransformerOptions, ZerosAreFilledIn) {
 }
 
 TEST(TransformerOptions, EachMistakeNamesItsField) {
-  const auto message = [](TransformerOptions options) { return message_of<ConfigError>([&] { options.check(); }); };
+  const auto message = [](TransformerOptions options) {
+    return message_of<ConfigError>([&] { options.check(); });
+  };
   EXPECT_TRUE(has_text(message({.vocabulary = 0}), "model.vocabulary"));
   EXPECT_TRUE(has_text(message({.width = 130, .heads = 4}), "a multiple of heads, 4"));
   EXPECT_TRUE(has_text(message({.width = 12, .heads = 4}), "use a multiple of 8"));
@@ -42,12 +44,19 @@ TEST(TransformerOptions, EachMistakeNamesItsField) {
 }
 
 TEST(TransformerOptions, CountsOfAModelDoneByHand) {
-  const TransformerOptions options{.vocabulary = 10, .width = 8, .layers = 2, .heads = 2, .key_value_heads = 1, .feed_width = 12, .context = 16};
+  const TransformerOptions options{.vocabulary = 10,
+                                   .width = 8,
+                                   .layers = 2,
+                                   .heads = 2,
+                                   .key_value_heads = 1,
+                                   .feed_width = 12,
+                                   .context = 16};
   const std::int64_t block = 8 + 8 * 8 + 2 * 4 * 8 + 8 * 8 + 8 + 3 * 8 * 12;
   EXPECT_EQ(block_parameter_count(options), block);
   EXPECT_EQ(parameter_count(options), 2 * block + 8 + 2 * 80);
   std::int64_t listed = 0;
-  for (const ParameterShape& parameter : parameter_shapes(options)) listed += parameter.shape.size() == 1 ? parameter.shape[0] : parameter.shape[0] * parameter.shape[1];
+  for (const ParameterShape& parameter : parameter_shapes(options))
+    listed += parameter.shape.size() == 1 ? parameter.shape[0] : parameter.shape[0] * parameter.shape[1];
   EXPECT_EQ(listed, parameter_count(options));
   TransformerOptions tied = options;
   tied.tie_head = true;
@@ -57,7 +66,8 @@ TEST(TransformerOptions, CountsOfAModelDoneByHand) {
 }
 
 TEST(Pattern, RoundTrip) {
-  for (const std::string text : {"A", "AAAA", "AA|AA|A", "A|A"}) EXPECT_EQ(to_text(parse_pattern(text)), text);
+  for (const std::string text : {"A", "AAAA", "AA|AA|A", "A|A"})
+    EXPECT_EQ(to_text(parse_pattern(text)), text);
   EXPECT_EQ(parse_pattern("AA|AA|A").boundaries, (std::vector<int>{2, 4}));
   EXPECT_EQ(parse_pattern(" AA | A "), parse_pattern("AA|A"));
   EXPECT_FALSE(parse_pattern("AAA").has_cuts());
@@ -75,7 +85,9 @@ TEST(Pattern, BadInput) {
   EXPECT_TRUE(has_text(message_of<NotImplemented>([] { parse_pattern("E"); }), "E (experts)"));
 }
 
-TransformerOptions layers(std::int64_t count, std::int64_t vocabulary = 256) { return {.vocabulary = vocabulary, .width = 64, .layers = count, .heads = 4, .context = 64}; }
+TransformerOptions layers(std::int64_t count, std::int64_t vocabulary = 256) {
+  return {.vocabulary = vocabulary, .width = 64, .layers = count, .heads = 4, .context = 64};
+}
 
 TEST(StageParts, CompleteAndInOrder) {
   for (const Balance balance : {Balance::Count, Balance::Cost})
@@ -102,17 +114,24 @@ TEST(StageParts, ALargeHeadTakesBlocksFromTheLastStage) {
   EXPECT_EQ(large.back().blocks(), 0);
   EXPECT_EQ(large.front().blocks(), 2);  // the embedding has a cost, too
   // Measured costs override estimated ones.
-  const auto measured = partition_model(layers(4), 2, {.balance = Balance::Cost, .costs = PartCosts{.blocks = {5, 1, 1, 1}, .embed = 0, .head = 0}});
+  const auto measured = partition_model(
+      layers(4), 2,
+      {.balance = Balance::Cost, .costs = PartCosts{.blocks = {5, 1, 1, 1}, .embed = 0, .head = 0}});
   EXPECT_EQ(measured[0].blocks(), 1);
-  EXPECT_THROW(partition_model(layers(4), 2, {.balance = Balance::Cost, .costs = PartCosts{.blocks = {1, 1}, .embed = 0, .head = 0}}), ValueError);
+  EXPECT_THROW(partition_model(
+                   layers(4), 2,
+                   {.balance = Balance::Cost, .costs = PartCosts{.blocks = {1, 1}, .embed = 0, .head = 0}}),
+               ValueError);
 }
 
 TEST(StageParts, PatternsOverrideTheBalance) {
   const auto parts = partition_model(layers(5), 3, {.balance = Balance::Cost, .pattern = "A|A|AAA"});
   EXPECT_EQ(parts[2], (StagePart{2, 3, 2, 5}));
   EXPECT_EQ(partition_model(layers(5), 3, {.pattern = "AAAAA"}), partition_model(layers(5), 3));
-  EXPECT_TRUE(has_text(message_of<ConfigError>([] { partition_model(layers(5), 2, {.pattern = "A|A|AAA"}); }), "2, as in the layout"));
-  EXPECT_TRUE(has_text(message_of<ConfigError>([] { partition_model(layers(4), 3, {.pattern = "A|A|AAA"}); }), "model.layers"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] { partition_model(layers(5), 2, {.pattern = "A|A|AAA"}); }),
+                       "2, as in the layout"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] { partition_model(layers(4), 3, {.pattern = "A|A|AAA"}); }),
+                       "model.layers"));
   EXPECT_THROW(partition_model(layers(2), 3), ValueError);
 }
 
@@ -132,16 +151,43 @@ TEST(StageParts, StagesOfAParameter) {
 
 // By hand: width 16, 2 heads of 8, 1 of keys and values, feed-forward 32, vocabulary 100.
 TEST(StageParts, ReportsWhatEveryStageHolds) {
-  TransformerOptions options{.vocabulary = 100, .width = 16, .layers = 5, .heads = 2, .key_value_heads = 1, .feed_width = 32, .context = 8};
-  constexpr std::int64_t kAttention = 16 * 16 + 2 * (8 * 16) + 16 * 16, kFeed = 3 * 16 * 32, kNorms = 2 * 16, kBlock = kAttention + kFeed + kNorms;
+  TransformerOptions options{.vocabulary = 100,
+                             .width = 16,
+                             .layers = 5,
+                             .heads = 2,
+                             .key_value_heads = 1,
+                             .feed_width = 32,
+                             .context = 8};
+  constexpr std::int64_t kAttention = 16 * 16 + 2 * (8 * 16) + 16 * 16, kFeed = 3 * 16 * 32, kNorms = 2 * 16,
+                         kBlock = kAttention + kFeed + kNorms;
   constexpr std::int64_t kEmbed = 100 * 16, kLastNorm = 16;
   const auto gib = [](std::int64_t parameters) { return static_cast<double>(parameters) * 2 / 1073741824.0; };
   using Kinds = std::map<std::string, std::int64_t>;
   const std::vector<PartReport> by_pattern = report_parts(options, 3, {.pattern = "AA|AA|A"});
-  const std::vector<PartReport> expected{
-      {.stage = 0, .first_block = 0, .last_block = 1, .blocks = 2, .block_parameters = 2 * kBlock, .parameters = kEmbed + 2 * kBlock, .gib = gib(kEmbed + 2 * kBlock), .block_kinds = Kinds{{"attention", 2}}},
-      {.stage = 1, .first_block = 2, .last_block = 3, .blocks = 2, .block_parameters = 2 * kBlock, .parameters = 2 * kBlock, .gib = gib(2 * kBlock), .block_kinds = Kinds{{"attention", 2}}},
-      {.stage = 2, .first_block = 4, .last_block = 4, .blocks = 1, .block_parameters = kBlock, .parameters = kBlock + kLastNorm + kEmbed, .gib = gib(kBlock + kLastNorm + kEmbed), .block_kinds = Kinds{{"attention", 1}}}};
+  const std::vector<PartReport> expected{{.stage = 0,
+                                          .first_block = 0,
+                                          .last_block = 1,
+                                          .blocks = 2,
+                                          .block_parameters = 2 * kBlock,
+                                          .parameters = kEmbed + 2 * kBlock,
+                                          .gib = gib(kEmbed + 2 * kBlock),
+                                          .block_kinds = Kinds{{"attention", 2}}},
+                                         {.stage = 1,
+                                          .first_block = 2,
+                                          .last_block = 3,
+                                          .blocks = 2,
+                                          .block_parameters = 2 * kBlock,
+                                          .parameters = 2 * kBlock,
+                                          .gib = gib(2 * kBlock),
+                                          .block_kinds = Kinds{{"attention", 2}}},
+                                         {.stage = 2,
+                                          .first_block = 4,
+                                          .last_block = 4,
+                                          .blocks = 1,
+                                          .block_parameters = kBlock,
+                                          .parameters = kBlock + kLastNorm + kEmbed,
+                                          .gib = gib(kBlock + kLastNorm + kEmbed),
+                                          .block_kinds = Kinds{{"attention", 1}}}};
   ASSERT_EQ(by_pattern.size(), expected.size());
   for (std::size_t i = 0; i < expected.size(); ++i) EXPECT_EQ(by_pattern[i], expected[i]) << "stage " << i;
   std::int64_t all = 0;
@@ -162,16 +208,20 @@ TEST(StageParts, ReportsWhatEveryStageHolds) {
     EXPECT_EQ(by_cost[i].blocks, parts[i].blocks());
     EXPECT_EQ(by_cost[i].last_block, parts[i].end_block - 1);
     EXPECT_EQ(by_cost[i].block_parameters, parts[i].blocks() * kBlock);
-    EXPECT_EQ(by_cost[i].block_kinds, parts[i].blocks() > 0 ? (Kinds{{"attention", parts[i].blocks()}}) : Kinds());
+    EXPECT_EQ(by_cost[i].block_kinds,
+              parts[i].blocks() > 0 ? (Kinds{{"attention", parts[i].blocks()}}) : Kinds());
   }
   EXPECT_EQ(by_cost[2].blocks, 0);
   EXPECT_EQ(by_cost[2].parameters, kLastNorm + 100000 * 16);
   // A model of realistic size: 6.74 billion parameters are 12.5 GiB.
-  const TransformerOptions large{.vocabulary = 32000, .width = 4096, .layers = 32, .heads = 32, .feed_width = 11008, .context = 2048};
+  const TransformerOptions large{
+      .vocabulary = 32000, .width = 4096, .layers = 32, .heads = 32, .feed_width = 11008, .context = 2048};
   const PartReport whole = report_parts({whole_model(large)}, large.resolved())[0];
   EXPECT_EQ(whole.parameters, 6738415616);
   EXPECT_NEAR(whole.gib, 12.551, 0.001);
-  EXPECT_TRUE(has_text(describe_parts({whole_model(large)}, large), "stage 0: embed, blocks 0-31, norm, head, 6738.416 M parameters, 12.6 GiB at 2 bytes each, 32 attention"));
+  EXPECT_TRUE(has_text(describe_parts({whole_model(large)}, large),
+                       "stage 0: embed, blocks 0-31, norm, head, 6738.416 M parameters, 12.6 GiB at 2 bytes "
+                       "each, 32 attention"));
 }
 
 }  // namespace model_plan_test

@@ -13,7 +13,14 @@
 namespace penstock::models::test {
 
 inline TransformerOptions small(bool tie_head = false) {
-  return {.vocabulary = 19, .width = 16, .layers = 3, .heads = 4, .key_value_heads = 2, .feed_width = 24, .context = 12, .tie_head = tie_head};
+  return {.vocabulary = 19,
+          .width = 16,
+          .layers = 3,
+          .heads = 4,
+          .key_value_heads = 2,
+          .feed_width = 24,
+          .context = 12,
+          .tie_head = tie_head};
 }
 
 // Larger deviations than in training, so that every part has an effect.
@@ -23,15 +30,18 @@ inline TransformerStage made(const TransformerOptions& options, at::ScalarType d
   initialize(*model, {.seed = 5, .deviation = 0.3});
   return model;
 }
-inline TransformerStage made(const TransformerOptions& options, const StagePart& part, at::ScalarType dtype = at::kDouble) {
+inline TransformerStage made(const TransformerOptions& options, const StagePart& part,
+                             at::ScalarType dtype = at::kDouble) {
   TransformerStage model(options, part);
   model->to(dtype);
   initialize(*model, {.seed = 5, .deviation = 0.3});
   return model;
 }
 
-inline at::Tensor tokens_for(const TransformerOptions& options, std::int64_t batch, std::int64_t length, std::uint64_t seed = 1) {
-  return at::randint(0, options.vocabulary, {batch, length}, at::detail::createCPUGenerator(seed), at::TensorOptions(at::kLong));
+inline at::Tensor tokens_for(const TransformerOptions& options, std::int64_t batch, std::int64_t length,
+                             std::uint64_t seed = 1) {
+  return at::randint(0, options.vocabulary, {batch, length}, at::detail::createCPUGenerator(seed),
+                     at::TensorOptions(at::kLong));
 }
 
 inline at::Tensor numbers(const std::vector<std::vector<std::int64_t>>& rows) {
@@ -49,6 +59,8 @@ inline void collect(const torch::nn::Module& module, Gradients& all) {
   }
 }
 
-inline double difference(const at::Tensor& a, const at::Tensor& b) { return (a - b).abs().max().item<double>(); }
+inline double difference(const at::Tensor& a, const at::Tensor& b) {
+  return (a - b).abs().max().item<double>();
+}
 
 }  // namespace penstock::models::test

@@ -12,12 +12,12 @@
 #include <vector>
 
 #include "penstock/errors.h"
-#include "penstock/models/blocks/rotary.h"
 #include "penstock/fake.h"
-#include "penstock/torch/kernels/fused_attention.h"
+#include "penstock/models/blocks/rotary.h"
 #include "penstock/random.h"
-#include "penstock/torch/kernels/rms_norm.h"
 #include "penstock/step_context.h"
+#include "penstock/torch/kernels/fused_attention.h"
+#include "penstock/torch/kernels/rms_norm.h"
 #include "tests/has_text.h"
 #include "tests/models/small_model.h"
 #include "tests/throws.h"
@@ -42,15 +42,24 @@ TEST(Transformer, ShapesAndNames) {
 
 TEST(Transformer, BadInputSaysWhatIsWanted) {
   TransformerStage model = made(small());
-  const auto message = [&](at::Tensor x, at::Tensor documents = {}) { return message_of<ValueError>([&] { model->forward(x, documents); }); };
+  const auto message = [&](at::Tensor x, at::Tensor documents = {}) {
+    return message_of<ValueError>([&] { model->forward(x, documents); });
+  };
   EXPECT_TRUE(has_text(message({}), "tokens [batch, length]"));
   EXPECT_TRUE(has_text(message(at::zeros({2, 7})), "Long or Int"));
   EXPECT_TRUE(has_text(message(at::zeros({7}, at::kLong)), "tokens [batch, length]"));
   EXPECT_TRUE(has_text(message(at::zeros({1, 13}, at::kLong)), "at most model.context, 12"));
   EXPECT_TRUE(has_text(message(at::zeros({1, 5}, at::kLong), at::zeros({1, 4}, at::kLong)), "documents"));
-  EXPECT_TRUE(has_text(message_of<ValueError>([&] { model->forward_with(at::zeros({1, 5}, at::kLong), Tree::dict({{"mask", Tree(at::zeros({1}))}})); }), "'mask'"));
+  EXPECT_TRUE(has_text(
+      message_of<ValueError>([&] {
+        model->forward_with(at::zeros({1, 5}, at::kLong), Tree::dict({{"mask", Tree(at::zeros({1}))}}));
+      }),
+      "'mask'"));
   TransformerStage second = made(small(), partition_model(small(), 2)[1]);
-  EXPECT_TRUE(has_text(message_of<ValueError>([&] { second->forward(at::zeros({1, 5, 8})); }), "[batch, length, 16]"));
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] {
+                         second->forward(at::zeros({1, 5, 8}));
+                       }),
+                       "[batch, length, 16]"));
   EXPECT_THROW(TransformerStage(small(), StagePart{0, 1, 2, 9}), ValueError);
 }
 
@@ -65,7 +74,8 @@ TEST(Transformer, TheFutureDoesNotChangeThePast) {
     if (position > 0) {
       EXPECT_LT(difference(after.narrow(1, 0, position), before.narrow(1, 0, position)), 1e-13);
     }
-    EXPECT_GT(difference(after.narrow(1, position, 9 - position), before.narrow(1, position, 9 - position)), 1e-3);
+    EXPECT_GT(difference(after.narrow(1, position, 9 - position), before.narrow(1, position, 9 - position)),
+              1e-3);
   }
 }
 
@@ -76,21 +86,26 @@ TEST(Transformer, DocumentsAreSeparate) {
   const at::Tensor documents = numbers({{0, 0, 0, 1, 1, 1, 1, 2, 2, 2}, {4, 7, 7, 7, 7, 7, 7, 7, 7, 9}});
   const at::Tensor packed = model->forward(tokens, documents);
   EXPECT_GT(difference(packed, model->forward(tokens)), 1e-2);
-  const std::vector<std::vector<std::pair<std::int64_t, std::int64_t>>> spans{{{0, 3}, {3, 4}, {7, 3}}, {{0, 1}, {1, 8}, {9, 1}}};
+  const std::vector<std::vector<std::pair<std::int64_t, std::int64_t>>> spans{{{0, 3}, {3, 4}, {7, 3}},
+                                                                              {{0, 1}, {1, 8}, {9, 1}}};
   for (std::int64_t row = 0; row < 2; ++row)
     for (const auto& [begin, length] : spans[static_cast<std::size_t>(row)]) {
       const at::Tensor alone = model->forward(tokens.narrow(0, row, 1).narrow(1, begin, length));
       // Positions differ, which matters only by rounding.
-      EXPECT_LT(difference(alone, packed.narrow(0, row, 1).narrow(1, begin, length)), 1e-12) << "row " << row << " from " << begin;
+      EXPECT_LT(difference(alone, packed.narrow(0, row, 1).narrow(1, begin, length)), 1e-12)
+          << "row " << row << " from " << begin;
     }
 }
 
 TEST(Rotary, ProductsDependOnTheDistance) {
   Rotary rotary(8, 64, 10000);
   const at::Tensor q = at::randn({1, 1, 1, 8}, at::kDouble), k = at::randn({1, 1, 1, 8}, at::kDouble);
-  const auto product = [&](std::int64_t i, std::int64_t j) { return (rotate(q, rotary.turns(i, 1, q)) * rotate(k, rotary.turns(j, 1, k))).sum().item<double>(); };
+  const auto product = [&](std::int64_t i, std::int64_t j) {
+    return (rotate(q, rotary.turns(i, 1, q)) * rotate(k, rotary.turns(j, 1, k))).sum().item<double>();
+  };
   for (const std::int64_t distance : {0, 1, 5, 17})
-    for (const std::int64_t shift : {1, 9, 40}) EXPECT_NEAR(product(distance, 0), product(distance + shift, shift), 1e-12);
+    for (const std::int64_t shift : {1, 9, 40})
+      EXPECT_NEAR(product(distance, 0), product(distance + shift, shift), 1e-12);
   EXPECT_NEAR(product(3, 3), (q * k).sum().item<double>(), 1e-12);
   EXPECT_GT(std::abs(product(5, 0) - product(0, 0)), 1e-6);
   // Rotation preserves lengths.
@@ -105,7 +120,9 @@ TEST(Rotary, TurnsByTheFormula) {
   EXPECT_LT(difference(y, torch::tensor(expected, at::kDouble)), 1e-15);
   // 16-bit types are rotated in float32 and rounded once.
   const at::Tensor many = at::randn({2, 10, 3, 4});
-  EXPECT_TRUE(at::equal(rotate(many.to(at::kBFloat16), rotary.turns(0, 10, many)), rotate(many.to(at::kBFloat16).to(at::kFloat), rotary.turns(0, 10, many)).to(at::kBFloat16)));
+  EXPECT_TRUE(
+      at::equal(rotate(many.to(at::kBFloat16), rotary.turns(0, 10, many)),
+                rotate(many.to(at::kBFloat16).to(at::kFloat), rotary.turns(0, 10, many)).to(at::kBFloat16)));
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { rotary.turns(5, 6, x); }), "0 to 9"));
 }
 
@@ -126,7 +143,8 @@ TEST(Attention, GroupedQueriesAreRepeatedHeads) {
     auto from = grouped->named_parameters(), to = repeated->named_parameters();
     for (const auto& item : from) {
       at::Tensor value = item.value();
-      if (item.key().find("attention.key") != std::string::npos || item.key().find("attention.value") != std::string::npos)
+      if (item.key().find("attention.key") != std::string::npos ||
+          item.key().find("attention.value") != std::string::npos)
         value = value.view({2, 1, 4, 16}).expand({2, 2, 4, 16}).reshape({16, 16});
       to[item.key()].copy_(value);
     }
@@ -139,24 +157,33 @@ TEST(Attention, GroupedQueriesAreRepeatedHeads) {
 
 TEST(Attention, AgainstTheDefinition) {
   const std::int64_t length = 6;
-  const at::Tensor q = at::randn({2, 4, length, 8}, at::kDouble), k = at::randn({2, 2, length, 8}, at::kDouble), v = at::randn({2, 2, length, 8}, at::kDouble);
+  const at::Tensor q = at::randn({2, 4, length, 8}, at::kDouble),
+                   k = at::randn({2, 2, length, 8}, at::kDouble),
+                   v = at::randn({2, 2, length, 8}, at::kDouble);
   const at::Tensor documents = numbers({{0, 0, 1, 1, 1, 1}, {0, 0, 0, 0, 0, 1}});
   const auto by_definition = [&](const at::Tensor& allowed, std::int64_t queries) {
     at::Tensor result = at::zeros({2, 4, queries, 8}, at::kDouble);
     for (std::int64_t b = 0; b < 2; ++b)
       for (std::int64_t h = 0; h < 4; ++h) {
-        const at::Tensor scores = at::matmul(q[b][h].narrow(0, length - queries, queries), k[b][h / 2].t()) / std::sqrt(8.0);
-        result[b][h].copy_(at::matmul(at::softmax(scores.masked_fill(allowed[b].logical_not(), -1e300), -1), v[b][h / 2]));
+        const at::Tensor scores =
+            at::matmul(q[b][h].narrow(0, length - queries, queries), k[b][h / 2].t()) / std::sqrt(8.0);
+        result[b][h].copy_(
+            at::matmul(at::softmax(scores.masked_fill(allowed[b].logical_not(), -1e300), -1), v[b][h / 2]));
       }
     return result;
   };
   const at::Tensor causal = at::ones({length, length}, at::kBool).tril().expand({2, length, length});
   const at::Tensor within = causal.logical_and(documents.unsqueeze(2).eq(documents.unsqueeze(1)));
   for (const auto& form : {attend, attend_by_products}) {
-    EXPECT_LT(difference(form(q, k, v, AttentionMask::causal(length, length, q)), by_definition(causal, length)), 1e-13);
-    EXPECT_LT(difference(form(q, k, v, AttentionMask::within_documents(documents)), by_definition(within, length)), 1e-13);
+    EXPECT_LT(
+        difference(form(q, k, v, AttentionMask::causal(length, length, q)), by_definition(causal, length)),
+        1e-13);
+    EXPECT_LT(
+        difference(form(q, k, v, AttentionMask::within_documents(documents)), by_definition(within, length)),
+        1e-13);
     for (const std::int64_t queries : {1, 3})
-      EXPECT_LT(difference(form(q.narrow(2, length - queries, queries), k, v, AttentionMask::causal(queries, length, q)),
+      EXPECT_LT(difference(form(q.narrow(2, length - queries, queries), k, v,
+                                AttentionMask::causal(queries, length, q)),
                            by_definition(causal.narrow(1, length - queries, queries), queries)),
                 1e-13);
     EXPECT_THROW(form(q.narrow(1, 0, 3), k, v, AttentionMask::causal(length, length, q)), ValueError);
@@ -172,7 +199,9 @@ TEST(Transformer, ATiedHeadGetsBothGradients) {
   }
   token_loss(tied->forward(tokens), targets, 16).backward();
   token_loss(untied->forward(tokens), targets, 16).backward();
-  EXPECT_LT(difference(tied->embed->weight.grad(), untied->embed->weight.grad() + untied->head->weight.grad()), 1e-14);
+  EXPECT_LT(
+      difference(tied->embed->weight.grad(), untied->embed->weight.grad() + untied->head->weight.grad()),
+      1e-14);
   EXPECT_GT(untied->embed->weight.grad().abs().max().item<double>(), 1e-4);
 }
 
@@ -182,7 +211,8 @@ TEST(Stages, ChainedAreTheWholeModelBitForBit) {
   for (const bool tied : {false, true})
     for (const int stages : {1, 2, 3}) {
       const TransformerOptions options = small(tied);
-      const at::Tensor tokens = tokens_for(options, 2, 8), targets = tokens_for(options, 2, 8, 2), documents = numbers({{0, 0, 0, 1, 1, 1, 2, 2}, {0, 0, 0, 0, 0, 0, 0, 0}});
+      const at::Tensor tokens = tokens_for(options, 2, 8), targets = tokens_for(options, 2, 8, 2),
+                       documents = numbers({{0, 0, 0, 1, 1, 1, 2, 2}, {0, 0, 0, 0, 0, 0, 0, 0}});
       TransformerStage whole = made(options, at::kFloat);
       const at::Tensor expected = whole->forward(tokens, documents);
       token_loss(expected, targets, 16).backward();
@@ -193,7 +223,8 @@ TEST(Stages, ChainedAreTheWholeModelBitForBit) {
       std::vector<at::Tensor> inputs{tokens}, outputs;
       for (const StagePart& part : partition_model(options, stages)) {
         parts.push_back(made(options, part, at::kFloat));
-        outputs.push_back(parts.back()->forward_with(inputs.back(), Tree::dict({{"documents", Tree(documents)}})));
+        outputs.push_back(
+            parts.back()->forward_with(inputs.back(), Tree::dict({{"documents", Tree(documents)}})));
         inputs.push_back(outputs.back().detach().requires_grad_());
       }
       EXPECT_TRUE(at::equal(outputs.back(), expected));
@@ -201,7 +232,9 @@ TEST(Stages, ChainedAreTheWholeModelBitForBit) {
       for (std::size_t i = parts.size() - 1; i-- > 0;) outputs[i].backward(inputs[i + 1].grad());
       for (std::size_t i = parts.size(); i-- > 0;) collect(*parts[i], gradients);
       ASSERT_EQ(gradients.size(), expected_gradients.size());
-      for (const auto& [name, gradient] : expected_gradients) EXPECT_TRUE(at::equal(gradients.at(name), gradient)) << name << ", " << stages << " stages, tied " << tied;
+      for (const auto& [name, gradient] : expected_gradients)
+        EXPECT_TRUE(at::equal(gradients.at(name), gradient))
+            << name << ", " << stages << " stages, tied " << tied;
     }
 }
 
@@ -288,10 +321,13 @@ TEST(TokenLoss, MicrobatchesAddUp) {
   const double counted = static_cast<double>(counted_targets(targets).item<std::int64_t>());
   EXPECT_EQ(counted, 22);
   const at::Tensor whole = token_loss(logits, targets, counted);
-  EXPECT_NEAR(whole.item<double>(), torch::nn::functional::cross_entropy(logits.view({30, 19}), targets.view({30})).item<double>(), 1e-12);
+  EXPECT_NEAR(whole.item<double>(),
+              torch::nn::functional::cross_entropy(logits.view({30, 19}), targets.view({30})).item<double>(),
+              1e-12);
   const at::Tensor expected = torch::autograd::grad({whole}, {logits})[0];
   at::Tensor mean = at::zeros({}, at::kDouble);
-  for (std::int64_t m = 0; m < 3; ++m) mean = mean + token_loss(logits.narrow(0, 2 * m, 2), targets.narrow(0, 2 * m, 2), counted / 3) / 3;
+  for (std::int64_t m = 0; m < 3; ++m)
+    mean = mean + token_loss(logits.narrow(0, 2 * m, 2), targets.narrow(0, 2 * m, 2), counted / 3) / 3;
   EXPECT_NEAR(mean.item<double>(), whole.item<double>(), 1e-12);
   EXPECT_LT(difference(torch::autograd::grad({mean}, {logits})[0], expected), 1e-14);
   // All targets are ignored: zero, not NaN.
@@ -302,7 +338,8 @@ TEST(TokenLoss, MicrobatchesAddUp) {
 }
 
 TEST(TokenLoss, SixteenBitsAreSummedInFloat) {
-  const at::Tensor logits = at::randn({64, 19}).to(at::kBFloat16), targets = tokens_for(small(), 1, 64).view({64});
+  const at::Tensor logits = at::randn({64, 19}).to(at::kBFloat16),
+                   targets = tokens_for(small(), 1, 64).view({64});
   const at::Tensor loss = token_loss_sum(logits, targets);
   EXPECT_EQ(loss.scalar_type(), at::kFloat);
   EXPECT_NEAR(loss.item<double>(), token_loss_sum(logits.to(at::kDouble), targets).item<double>(), 1e-3);
@@ -313,13 +350,20 @@ TEST(Fake, ForwardAndBackwardInShapeOnly) {
     // Created under the fake mode: a model that would not fit in memory.
     FakeMode fake;
     const ModeGuard guard(fake);
-    TransformerStage model(TransformerOptions{.vocabulary = 50257, .width = 8192, .layers = 2, .heads = 64, .key_value_heads = 8, .context = 4096, .tie_head = tied});
+    TransformerStage model(TransformerOptions{.vocabulary = 50257,
+                                              .width = 8192,
+                                              .layers = 2,
+                                              .heads = 64,
+                                              .key_value_heads = 8,
+                                              .context = 4096,
+                                              .tie_head = tied});
     const at::Tensor tokens = at::empty({4, 4096}, at::kLong);
     const at::Tensor logits = model->forward(tokens, at::empty({4, 4096}, at::kLong));
     EXPECT_TRUE(is_fake(logits));
     EXPECT_EQ(logits.sizes(), at::IntArrayRef({4, 4096, 50257}));
     token_loss(logits, tokens, 1000).backward();
-    for (const auto& item : model->named_parameters()) EXPECT_EQ(item.value().grad().sizes(), item.value().sizes()) << item.key();
+    for (const auto& item : model->named_parameters())
+      EXPECT_EQ(item.value().grad().sizes(), item.value().sizes()) << item.key();
     initialize(*model, {});
   }
 }

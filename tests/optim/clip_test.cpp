@@ -1,4 +1,5 @@
-// The norm of all gradients: one process, tensor-parallel shards, pipeline ranks, ties; gradients that are not finite.
+// The norm of all gradients: one process, tensor-parallel shards, pipeline ranks, ties; gradients that are
+// not finite.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -12,10 +13,10 @@
 #include <string>
 #include <vector>
 
-#include "penstock/errors.h"
-#include "penstock/world.h"
 #include "penstock/dtensor.h"
+#include "penstock/errors.h"
 #include "penstock/gradients.h"
+#include "penstock/world.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 
@@ -29,7 +30,11 @@ using test::message_of;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 at::Tensor numbers(at::IntArrayRef shape, int seed) {
-  return (at::arange(c10::multiply_integers(shape), at::kDouble) * 1.7 + seed * 0.37).sin().add(0.1).reshape(shape).to(at::kFloat);
+  return (at::arange(c10::multiply_integers(shape), at::kDouble) * 1.7 + seed * 0.37)
+      .sin()
+      .add(0.1)
+      .reshape(shape)
+      .to(at::kFloat);
 }
 
 NamedParameter with_gradient(std::string name, const at::Tensor& gradient) {
@@ -43,7 +48,8 @@ TEST(ClipGradNorm, AgainstTorch) {
     for (const double most : {0.5, 1e6}) {
       std::vector<NamedParameter> ours;
       std::vector<at::Tensor> theirs;
-      for (const std::vector<std::int64_t>& shape : {std::vector<std::int64_t>{70, 50}, {13}, {}, {3, 4, 5}}) {
+      for (const std::vector<std::int64_t>& shape :
+           {std::vector<std::int64_t>{70, 50}, {13}, {}, {3, 4, 5}}) {
         const int seed = static_cast<int>(ours.size());
         ours.push_back(with_gradient("p" + std::to_string(seed), numbers(shape, seed)));
         theirs.push_back(with_gradient("", numbers(shape, seed)).tensor);
@@ -56,7 +62,8 @@ TEST(ClipGradNorm, AgainstTorch) {
       EXPECT_NEAR(result.value(), expected, 1e-5 * expected);
       EXPECT_TRUE(result.finite());
       EXPECT_FALSE(result.skipped);
-      for (std::size_t i = 0; i < theirs.size(); ++i) EXPECT_TRUE(at::allclose(ours[i].tensor.grad(), theirs[i].grad(), 1e-5, 1e-7));
+      for (std::size_t i = 0; i < theirs.size(); ++i)
+        EXPECT_TRUE(at::allclose(ours[i].tensor.grad(), theirs[i].grad(), 1e-5, 1e-7));
       EXPECT_FALSE(ours[4].tensor.grad().defined());
     }
 }
@@ -96,11 +103,13 @@ struct Part {
 };
 
 const std::vector<Part>& parts() {
-  static const std::vector<Part> result{
-      {"embed.weight", {9, 4}, 0, {Shard{0}}, {Shard{0}}},     {"a.norm", {5}, 0, {Replicate{}}, {Partial{}}},
-      {"b.norm", {3}, 0, {Replicate{}}, {Replicate{}}},        {"c.weight", {5, 7}, 1, {Shard{1}}, {Shard{1}}},
-      {"d.norm", {6}, 1, {Replicate{}}, {Partial{}}},          {"tiny.weight", {1, 3}, 1, {Shard{0}}, {Shard{0}}},
-      {"embed.weight", {9, 4}, 1, {Shard{0}}, {Shard{0}}, false}};
+  static const std::vector<Part> result{{"embed.weight", {9, 4}, 0, {Shard{0}}, {Shard{0}}},
+                                        {"a.norm", {5}, 0, {Replicate{}}, {Partial{}}},
+                                        {"b.norm", {3}, 0, {Replicate{}}, {Replicate{}}},
+                                        {"c.weight", {5, 7}, 1, {Shard{1}}, {Shard{1}}},
+                                        {"d.norm", {6}, 1, {Replicate{}}, {Partial{}}},
+                                        {"tiny.weight", {1, 3}, 1, {Shard{0}}, {Shard{0}}},
+                                        {"embed.weight", {9, 4}, 1, {Shard{0}}, {Shard{0}}, false}};
   return result;
 }
 
@@ -112,7 +121,9 @@ std::vector<NamedParameter> of_stage(int stage, const comm::MeshGroups& tp, int 
     if (part.stage != stage) continue;
     const at::Tensor gradient = numbers(part.shape, seed_of(part));
     at::Tensor p = distribute_tensor(at::zeros(part.shape), tp, part.parameter).set_requires_grad(true);
-    p.mutable_grad() = part.gradient[0].is_partial() ? from_local(gradient * (tp_rank == 0 ? 0.75 : 0.25), tp, {Partial{}}) : distribute_tensor(gradient, tp, part.gradient);
+    p.mutable_grad() = part.gradient[0].is_partial()
+                           ? from_local(gradient * (tp_rank == 0 ? 0.75 : 0.25), tp, {Partial{}})
+                           : distribute_tensor(gradient, tp, part.gradient);
     result.push_back({part.name, p});
   }
   return result;
@@ -134,14 +145,20 @@ TEST(ClipGradNorm, PipelineAndTensorParallelAgainstOneProcess) {
           const comm::MeshGroups tp = mesh.with_mesh(whole["tp"]);
           const int stage = world.rank() / 2;
           const auto own = of_stage(stage, tp, world.rank() % 2);
-          const ClipResult result = clip_grad_norm(own, most, {.order = order, .groups = {one_group ? world.group() : mesh.group("pp")}, .counts = [&](const NamedParameter& parameter) {
-                                                                 return !(stage == 1 && parameter.name == "embed.weight");
-                                                               }});
+          const ClipResult result =
+              clip_grad_norm(own, most,
+                             {.order = order,
+                              .groups = {one_group ? world.group() : mesh.group("pp")},
+                              .counts = [&](const NamedParameter& parameter) {
+                                return !(stage == 1 && parameter.name == "embed.weight");
+                              }});
           EXPECT_NEAR(result.value(), expected, 1e-6 * expected);
           for (const NamedParameter& parameter : own)
             for (const NamedParameter& other : alone)
               if (parameter.name == other.name) {
-                EXPECT_TRUE(at::allclose(full_tensor(parameter.tensor.grad()), other.tensor.grad(), 1e-6, 1e-7)) << parameter.name;
+                EXPECT_TRUE(
+                    at::allclose(full_tensor(parameter.tensor.grad()), other.tensor.grad(), 1e-6, 1e-7))
+                    << parameter.name;
               }
           const std::lock_guard lock(mutex);
           bits.insert(std::bit_cast<std::uint64_t>(result.value()));
@@ -161,7 +178,10 @@ TEST(ClipGradNorm, CopiesAlongAnAxisCountOnce) {
     // A plain parameter beside a split one is a copy, too.
     at::Tensor split = distribute_tensor(at::zeros({4}), mesh, {Shard{0}}).set_requires_grad(true);
     split.mutable_grad() = distribute_tensor(at::full({4}, 4.0), mesh, {Shard{0}});
-    EXPECT_EQ(clip_grad_norm({{"p", p}, with_gradient("plain", at::full({4}, 6.0)), {"split", split}}, kInfinity).value(), std::sqrt(36.0 + 144 + 64));
+    EXPECT_EQ(
+        clip_grad_norm({{"p", p}, with_gradient("plain", at::full({4}, 6.0)), {"split", split}}, kInfinity)
+            .value(),
+        std::sqrt(36.0 + 144 + 64));
   });
 }
 
@@ -170,9 +190,14 @@ TEST(SettleGradients, AGradientOnOtherRanksIsRefusedWhateverItsPlacements) {
     const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, world.rank(), 4));
     const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"dp", "tp"}, world.rank()));
     for (const Placement& placement : {Placement(Shard{0}), Placement(Replicate{})}) {
-      at::Tensor parameter = distribute_tensor(at::ones({4}), mesh, {Replicate{}, Shard{0}}, {.source_axis_rank = std::nullopt});
-      parameter.mutable_grad() = distribute_tensor(at::ones({4}), other, {Replicate{}, placement}, {.source_axis_rank = std::nullopt});
-      EXPECT_TRUE(has_text(message_of<ValueError>([&] { settle_gradients({{"p", parameter}}); }), "over one mesh"));
+      at::Tensor parameter =
+          distribute_tensor(at::ones({4}), mesh, {Replicate{}, Shard{0}}, {.source_axis_rank = std::nullopt});
+      parameter.mutable_grad() = distribute_tensor(at::ones({4}), other, {Replicate{}, placement},
+                                                   {.source_axis_rank = std::nullopt});
+      EXPECT_TRUE(has_text(message_of<ValueError>([&] {
+                             settle_gradients({{"p", parameter}});
+                           }),
+                           "over one mesh"));
     }
   });
 }
@@ -180,9 +205,14 @@ TEST(SettleGradients, AGradientOnOtherRanksIsRefusedWhateverItsPlacements) {
 TEST(ClipGradNorm, NotFinite) {
   for (const double order : {2.0, kInfinity})
     for (const double bad : {std::nan(""), kInfinity, -kInfinity}) {
-      const NamedParameter good = with_gradient("good", at::full({4}, 3.0)), broken = with_gradient("broken", at::tensor({1.0F, static_cast<float>(bad), 2.0F}));
+      const NamedParameter good = with_gradient("good", at::full({4}, 3.0)),
+                           broken =
+                               with_gradient("broken", at::tensor({1.0F, static_cast<float>(bad), 2.0F}));
       const std::vector<NamedParameter> both{good, broken};
-      const auto untouched = [&] { return at::equal(good.tensor.grad(), at::full({4}, 3.0)) && broken.tensor.grad()[2].item<float>() == 2; };
+      const auto untouched = [&] {
+        return at::equal(good.tensor.grad(), at::full({4}, 3.0)) &&
+               broken.tensor.grad()[2].item<float>() == 2;
+      };
       const ClipResult left = clip_grad_norm(both, 1, {.order = order});
       EXPECT_FALSE(left.finite());
       EXPECT_EQ(std::isnan(left.value()), std::isnan(bad));
@@ -191,7 +221,8 @@ TEST(ClipGradNorm, NotFinite) {
       const ClipResult skipped = clip_grad_norm(both, 1, {.order = order, .non_finite = NonFinite::Skip});
       EXPECT_TRUE(skipped.skipped);
       EXPECT_TRUE(untouched());
-      const std::string text = message_of<StateError>([&] { clip_grad_norm(both, 1, {.order = order, .non_finite = NonFinite::Throw}); });
+      const std::string text = message_of<StateError>(
+          [&] { clip_grad_norm(both, 1, {.order = order, .non_finite = NonFinite::Throw}); });
       EXPECT_TRUE(has_text(text, "gradients of broken,"));
       EXPECT_TRUE(untouched());
       EXPECT_EQ(non_finite_gradients(both), std::vector<std::string>{"broken"});
@@ -204,26 +235,39 @@ TEST(ClipGradNorm, NotFiniteOnOneRankIsKnownToAll) {
     for (const double bad : {std::nan(""), kInfinity})
       for (const int where : {0, 1})
         comm::run_ranks(2, 60s, [&](comm::World& world) {
-          const NamedParameter p = with_gradient("p" + std::to_string(world.rank()), at::full({2}, world.rank() == where ? bad : 1.0));
-          const ClipResult result = clip_grad_norm({p}, 1, {.order = order, .groups = {world.group()}, .non_finite = NonFinite::Skip});
+          const NamedParameter p = with_gradient("p" + std::to_string(world.rank()),
+                                                 at::full({2}, world.rank() == where ? bad : 1.0));
+          const ClipResult result = clip_grad_norm(
+              {p}, 1, {.order = order, .groups = {world.group()}, .non_finite = NonFinite::Skip});
           EXPECT_TRUE(result.skipped);
           EXPECT_EQ(std::isnan(result.value()), std::isnan(bad)) << result.value();
-          const std::string text = message_of<StateError>([&] { clip_grad_norm({p}, 1, {.order = order, .groups = {world.group()}, .non_finite = NonFinite::Throw}); });
-          EXPECT_TRUE(has_text(text, world.rank() == where ? "gradients of p" + std::to_string(where) : "on another rank"));
+          const std::string text = message_of<StateError>([&] {
+            clip_grad_norm({p}, 1,
+                           {.order = order, .groups = {world.group()}, .non_finite = NonFinite::Throw});
+          });
+          EXPECT_TRUE(has_text(
+              text, world.rank() == where ? "gradients of p" + std::to_string(where) : "on another rank"));
         });
 }
 
 TEST(ClipGradNorm, BadInput) {
   const NamedParameter p = with_gradient("p", at::ones({2}));
-  for (const double most : {0.0, -1.0, std::nan("")}) EXPECT_TRUE(has_text(message_of<ValueError>([&] { clip_grad_norm({p}, most); }), "max_norm"));
-  for (const double order : {1.0, 0.0, -kInfinity, std::nan("")}) EXPECT_TRUE(has_text(message_of<ValueError>([&] { clip_grad_norm({p}, 1, {.order = order}); }), "order"));
-  EXPECT_TRUE(has_text(message_of<ValueError>([&] { clip_grad_norm({p}, 1, {.groups = {comm::Group()}}); }), "empty handle"));
-  EXPECT_TRUE(has_text(message_of<ValueError>([&] { clip_grad_norm({p, with_gradient("p", at::ones({2}))}, 1); }), "two tensors"));
+  for (const double most : {0.0, -1.0, std::nan("")})
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] { clip_grad_norm({p}, most); }), "max_norm"));
+  for (const double order : {1.0, 0.0, -kInfinity, std::nan("")})
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] { clip_grad_norm({p}, 1, {.order = order}); }), "order"));
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] { clip_grad_norm({p}, 1, {.groups = {comm::Group()}}); }),
+                       "empty handle"));
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] {
+                         clip_grad_norm({p, with_gradient("p", at::ones({2}))}, 1);
+                       }),
+                       "two tensors"));
   comm::run_ranks(2, 60s, [&](comm::World& world) {
     const comm::Group first = world.new_group({0});
     const NamedParameter own = with_gradient("p", at::ones({2}));
     if (world.rank() == 1) {
-      EXPECT_TRUE(has_text(message_of<ValueError>([&] { clip_grad_norm({own}, 1, {.groups = {first}}); }), "groups that this rank is in"));
+      EXPECT_TRUE(has_text(message_of<ValueError>([&] { clip_grad_norm({own}, 1, {.groups = {first}}); }),
+                           "groups that this rank is in"));
     }
   });
 }
@@ -235,8 +279,12 @@ TEST(SettleGradients, RanksWithDifferentGradientsAreNamed) {
   comm::run_ranks(2, 20s, [&](comm::World& world) {
     const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, world.rank(), 2));
     std::vector<NamedParameter> parameters;
-    for (const char* name : {"a", "b"}) parameters.push_back({name, distribute_tensor(at::zeros({3}), mesh, {Replicate{}}).detach().set_requires_grad(true)});
-    const auto give = [&](std::size_t which) { parameters[which].tensor.mutable_grad() = from_local(at::ones({3}), mesh, {Partial{}}); };
+    for (const char* name : {"a", "b"})
+      parameters.push_back(
+          {name, distribute_tensor(at::zeros({3}), mesh, {Replicate{}}).detach().set_requires_grad(true)});
+    const auto give = [&](std::size_t which) {
+      parameters[which].tensor.mutable_grad() = from_local(at::ones({3}), mesh, {Partial{}});
+    };
     // The same on both: summed.
     give(0);
     settle_gradients(parameters);

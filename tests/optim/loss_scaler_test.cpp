@@ -8,11 +8,11 @@
 #include <string>
 #include <vector>
 
-#include "penstock/errors.h"
-#include "penstock/world.h"
 #include "penstock/dtensor.h"
-#include "penstock/optimizer.h"
+#include "penstock/errors.h"
 #include "penstock/gradients.h"
+#include "penstock/optimizer.h"
+#include "penstock/world.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 
@@ -36,7 +36,10 @@ TEST(LossScaler, ScalesAndUnscales) {
   EXPECT_EQ(loss.item<float>(), 12 * 1024);
   loss.backward();
   EXPECT_TRUE(at::equal(w.grad(), at::full({3}, 4096.0)));
-  EXPECT_TRUE(scaler.unscale({{"w", w}, {"tied", w}, {"without", at::ones({2}).set_requires_grad(true)}, with_gradient("empty", at::zeros({0}))}));
+  EXPECT_TRUE(scaler.unscale({{"w", w},
+                              {"tied", w},
+                              {"without", at::ones({2}).set_requires_grad(true)},
+                              with_gradient("empty", at::zeros({0}))}));
   EXPECT_TRUE(at::equal(w.grad(), at::full({3}, 4.0)));
 }
 
@@ -50,7 +53,8 @@ TEST(LossScaler, GrowsAndShrinksWithinItsBounds) {
   };
   std::vector<double> scales;
   const double nan = std::nan(""), infinity = std::numeric_limits<double>::infinity();
-  for (const double value : {1.0, 1.0, 1.0, 1.0, 1.0, infinity, 1.0, 1.0, nan, -infinity, nan, 1.0, 1.0, 1.0}) scales.push_back(step(value));
+  for (const double value : {1.0, 1.0, 1.0, 1.0, 1.0, infinity, 1.0, 1.0, nan, -infinity, nan, 1.0, 1.0, 1.0})
+    scales.push_back(step(value));
   EXPECT_EQ(scales, (std::vector<double>{8, 8, 16, 16, 16, 8, 8, 8, 4, 2, 2, 2, 2, 4}));
   for (int i = 0; i < 20; ++i) step(1);
   EXPECT_EQ(scaler.scale(), 32);
@@ -115,7 +119,8 @@ TEST(LossScaler, RanksAgree) {
 TEST(LossScaler, RanksOfAMeshAgree) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, world.rank(), 2));
-    at::Tensor split = distribute_tensor(at::zeros({4}), mesh, {Shard{0}}).set_requires_grad(true), terms = distribute_tensor(at::zeros({2}), mesh, {Replicate{}}).set_requires_grad(true);
+    at::Tensor split = distribute_tensor(at::zeros({4}), mesh, {Shard{0}}).set_requires_grad(true),
+               terms = distribute_tensor(at::zeros({2}), mesh, {Replicate{}}).set_requires_grad(true);
     for (const bool bad : {false, true}) {
       LossScaler scaler({.initial_scale = 2});
       at::Tensor local = at::full({2}, 2.0);
@@ -132,7 +137,9 @@ TEST(LossScaler, RanksOfAMeshAgree) {
 }
 
 TEST(LossScaler, Mistakes) {
-  const auto refused = [](LossScalerOptions options) { return message_of<ValueError>([&] { const LossScaler scaler(options); }); };
+  const auto refused = [](LossScalerOptions options) {
+    return message_of<ValueError>([&] { const LossScaler scaler(options); });
+  };
   const double nan = std::nan("");
   EXPECT_TRUE(has_text(refused({.initial_scale = 0}), "initial_scale"));
   EXPECT_TRUE(has_text(refused({.initial_scale = nan}), "initial_scale"));

@@ -11,11 +11,11 @@
 #include <string>
 #include <vector>
 
-#include "penstock/errors.h"
-#include "penstock/world.h"
 #include "penstock/dtensor.h"
-#include "penstock/optimizer.h"
+#include "penstock/errors.h"
 #include "penstock/gradients.h"
+#include "penstock/optimizer.h"
+#include "penstock/world.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 
@@ -35,7 +35,9 @@ at::Tensor numbers(at::IntArrayRef shape, int seed, at::ScalarType dtype = at::k
 
 std::vector<NamedParameter> make(at::ScalarType dtype = at::kFloat) {
   std::vector<NamedParameter> result;
-  for (std::size_t i = 0; i < kShapes.size(); ++i) result.push_back({"p" + std::to_string(i), numbers(kShapes[i], static_cast<int>(i), dtype).set_requires_grad(true)});
+  for (std::size_t i = 0; i < kShapes.size(); ++i)
+    result.push_back(
+        {"p" + std::to_string(i), numbers(kShapes[i], static_cast<int>(i), dtype).set_requires_grad(true)});
   return result;
 }
 
@@ -43,7 +45,10 @@ std::vector<NamedParameter> make(at::ScalarType dtype = at::kFloat) {
 void set_gradients(const std::vector<NamedParameter>& parameters, int step) {
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     at::Tensor p = parameters[i].tensor;
-    p.mutable_grad() = i == 3 && step % 3 ? at::Tensor() : numbers(p.sizes(), 100 * step + static_cast<int>(i), p.scalar_type()) * (1 + step % 4);
+    p.mutable_grad() =
+        i == 3 && step % 3
+            ? at::Tensor()
+            : numbers(p.sizes(), 100 * step + static_cast<int>(i), p.scalar_type()) * (1 + step % 4);
   }
 }
 
@@ -54,7 +59,8 @@ std::vector<at::Tensor> tensors_of(const std::vector<NamedParameter>& parameters
 }
 
 // 20 steps of both; the learning rate changes in between.
-void compare(Optimizer& ours, torch::optim::Optimizer& theirs, const std::vector<NamedParameter>& own, const std::vector<NamedParameter>& other, double rtol) {
+void compare(Optimizer& ours, torch::optim::Optimizer& theirs, const std::vector<NamedParameter>& own,
+             const std::vector<NamedParameter>& other, double rtol) {
   for (int step = 0; step < 20; ++step) {
     if (step == 10) {
       ours.set_lr(0.005);
@@ -70,11 +76,15 @@ void compare(Optimizer& ours, torch::optim::Optimizer& theirs, const std::vector
     theirs.step();
   }
   for (std::size_t i = 0; i < own.size(); ++i) {
-    EXPECT_FALSE(at::equal(own[i].tensor, numbers(kShapes[i], static_cast<int>(i), own[i].tensor.scalar_type()))) << own[i].name << " did not move";
+    EXPECT_FALSE(
+        at::equal(own[i].tensor, numbers(kShapes[i], static_cast<int>(i), own[i].tensor.scalar_type())))
+        << own[i].name << " did not move";
     if (rtol == 0)
-      EXPECT_TRUE(at::equal(own[i].tensor, other[i].tensor)) << own[i].name << "\n" << own[i].tensor << other[i].tensor;
+      EXPECT_TRUE(at::equal(own[i].tensor, other[i].tensor)) << own[i].name << "\n"
+                                                             << own[i].tensor << other[i].tensor;
     else
-      EXPECT_TRUE(at::allclose(own[i].tensor, other[i].tensor, rtol, rtol)) << own[i].name << " " << (own[i].tensor - other[i].tensor).abs().max();
+      EXPECT_TRUE(at::allclose(own[i].tensor, other[i].tensor, rtol, rtol))
+          << own[i].name << " " << (own[i].tensor - other[i].tensor).abs().max();
   }
 }
 
@@ -90,17 +100,24 @@ TEST(AdamW, BitsOfTorchByForeachOperators) {
 TEST(AdamW, NearTorchByOneKernel) {
   const auto own = make(), other = make();
   AdamW ours(own, {.lr = 0.02, .beta1 = 0.8, .beta2 = 0.95, .eps = 1e-6, .weight_decay = 0.1});
-  torch::optim::AdamW theirs(tensors_of(other), torch::optim::AdamWOptions(0.02).betas({0.8, 0.95}).eps(1e-6).weight_decay(0.1));
+  torch::optim::AdamW theirs(tensors_of(other),
+                             torch::optim::AdamWOptions(0.02).betas({0.8, 0.95}).eps(1e-6).weight_decay(0.1));
   compare(ours, theirs, own, other, 2e-6);
 }
 
 TEST(AdamW, GroupsHaveTheirOwnRateAndDecay) {
   const auto own = make(), other = make();
-  AdamW ours({{.parameters = {own[0], own[1], own[2]}, .lr_scale = 0.5}, {.parameters = {own[3], own[4], own[5]}, .weight_decay = 0.0}}, {.lr = 0.02, .weight_decay = 0.1, .kernels = Kernels::Foreach});
+  AdamW ours({{.parameters = {own[0], own[1], own[2]}, .lr_scale = 0.5},
+              {.parameters = {own[3], own[4], own[5]}, .weight_decay = 0.0}},
+             {.lr = 0.02, .weight_decay = 0.1, .kernels = Kernels::Foreach});
   const auto there = tensors_of(other);
   std::vector<torch::optim::OptimizerParamGroup> groups;
-  groups.emplace_back(std::vector<at::Tensor>{there[0], there[1], there[2]}, std::make_unique<torch::optim::AdamWOptions>(torch::optim::AdamWOptions(0.01).weight_decay(0.1)));
-  groups.emplace_back(std::vector<at::Tensor>{there[3], there[4], there[5]}, std::make_unique<torch::optim::AdamWOptions>(torch::optim::AdamWOptions(0.02).weight_decay(0.0)));
+  groups.emplace_back(
+      std::vector<at::Tensor>{there[0], there[1], there[2]},
+      std::make_unique<torch::optim::AdamWOptions>(torch::optim::AdamWOptions(0.01).weight_decay(0.1)));
+  groups.emplace_back(
+      std::vector<at::Tensor>{there[3], there[4], there[5]},
+      std::make_unique<torch::optim::AdamWOptions>(torch::optim::AdamWOptions(0.02).weight_decay(0.0)));
   torch::optim::AdamW theirs(groups);
   for (int step = 0; step < 5; ++step) {
     set_gradients(own, step);
@@ -117,11 +134,18 @@ TEST(SGD, BitsOfTorchByForeachOperatorsAndNearByOneKernel) {
     bool nesterov;
     double decay;
   };
-  for (const Case& c : {Case{0, false, 0}, Case{0, false, 0.1}, Case{0.9, false, 0.1}, Case{0.9, true, 0}, Case{0.5, true, 0.1}})
+  for (const Case& c : {Case{0, false, 0}, Case{0, false, 0.1}, Case{0.9, false, 0.1}, Case{0.9, true, 0},
+                        Case{0.5, true, 0.1}})
     for (const Kernels kernels : {Kernels::Foreach, Kernels::Auto}) {
       const auto own = make(), other = make();
-      SGD ours(own, {.lr = 0.02, .momentum = c.momentum, .nesterov = c.nesterov, .weight_decay = c.decay, .kernels = kernels});
-      torch::optim::SGD theirs(tensors_of(other), torch::optim::SGDOptions(0.02).momentum(c.momentum).nesterov(c.nesterov).weight_decay(c.decay));
+      SGD ours(own, {.lr = 0.02,
+                     .momentum = c.momentum,
+                     .nesterov = c.nesterov,
+                     .weight_decay = c.decay,
+                     .kernels = kernels});
+      torch::optim::SGD theirs(
+          tensors_of(other),
+          torch::optim::SGDOptions(0.02).momentum(c.momentum).nesterov(c.nesterov).weight_decay(c.decay));
       compare(ours, theirs, own, other, kernels == Kernels::Foreach ? 0 : 1e-5);
     }
 }
@@ -129,7 +153,8 @@ TEST(SGD, BitsOfTorchByForeachOperatorsAndNearByOneKernel) {
 TEST(SGD, DecoupledDecayShrinksTheParameterAlone) {
   for (const Kernels kernels : {Kernels::Foreach, Kernels::Auto}) {
     at::Tensor p = at::full({3}, 2.0).set_requires_grad(true);
-    SGD sgd({NamedParameter{"p", p}}, {.lr = 0.5, .momentum = 0.5, .weight_decay = 0.25, .decoupled = true, .kernels = kernels});
+    SGD sgd({NamedParameter{"p", p}},
+            {.lr = 0.5, .momentum = 0.5, .weight_decay = 0.25, .decoupled = true, .kernels = kernels});
     p.mutable_grad() = at::ones({3});
     sgd.step();  // 2 * 0.875 - 0.5
     EXPECT_TRUE(at::equal(p, at::full({3}, 1.25)));
@@ -152,7 +177,8 @@ TEST(OneKernel, BitsDoNotDependOnTheSplit) {
     if (adamw)
       optimizer = std::make_unique<AdamW>(parameters);
     else
-      optimizer = std::make_unique<SGD>(parameters, SGDOptions{.momentum = 0.9, .nesterov = true, .weight_decay = 0.1});
+      optimizer = std::make_unique<SGD>(parameters,
+                                        SGDOptions{.momentum = 0.9, .nesterov = true, .weight_decay = 0.1});
     for (int step = 0; step < 3; ++step) optimizer->step();
     return at::cat(tensors_of(parameters)).detach();
   };
@@ -168,12 +194,14 @@ TEST(OneKernel, BitsDoNotDependOnTheSplit) {
 
 TEST(Optimizer, OddLayoutsOfMemory) {
   const auto run = [](bool odd, Kernels kernels) {
-    at::Tensor p = numbers({4, 6}, 0), q = numbers({4, 3}, 1), empty = at::zeros({0, 3}).set_requires_grad(true);
+    at::Tensor p = numbers({4, 6}, 0), q = numbers({4, 3}, 1),
+               empty = at::zeros({0, 3}).set_requires_grad(true);
     if (odd) p = p.t().contiguous().t(), q = at::zeros({4, 6}).slice(1, 0, 6, 2).copy_(q);
     p.set_requires_grad(true), q.set_requires_grad(true);
     AdamW adamw({NamedParameter{"p", p}, {"q", q}, {"empty", empty}}, {.kernels = kernels});
     for (int step = 0; step < 3; ++step) {
-      p.mutable_grad() = odd ? numbers({4, 1}, step).expand({4, 6}) : numbers({4, 1}, step).expand({4, 6}).contiguous();
+      p.mutable_grad() =
+          odd ? numbers({4, 1}, step).expand({4, 6}) : numbers({4, 1}, step).expand({4, 6}).contiguous();
       q.mutable_grad() = numbers({4, 3}, step);
       empty.mutable_grad() = at::zeros({0, 3});
       adamw.step();
@@ -182,7 +210,8 @@ TEST(Optimizer, OddLayoutsOfMemory) {
   };
   const at::Tensor expected = run(false, Kernels::Foreach);
   for (const bool odd : {false, true})
-    for (const Kernels kernels : {Kernels::Foreach, Kernels::Auto}) EXPECT_TRUE(at::allclose(run(odd, kernels), expected, 1e-6, 1e-7)) << odd;
+    for (const Kernels kernels : {Kernels::Foreach, Kernels::Auto})
+      EXPECT_TRUE(at::allclose(run(odd, kernels), expected, 1e-6, 1e-7)) << odd;
 }
 
 TEST(Optimizer, ABackwardThatStillNeedsTheOldValueNoticesTheStep) {
@@ -197,8 +226,10 @@ TEST(Optimizer, ABackwardThatStillNeedsTheOldValueNoticesTheStep) {
 }
 
 TEST(Optimizer, TiedParametersAreSteppedOnce) {
-  at::Tensor p = numbers({4, 2}, 0).set_requires_grad(true), alone = numbers({4, 2}, 0).set_requires_grad(true);
-  AdamW tied({NamedParameter{"embed.weight", p}, {"head.weight", p}}), single({NamedParameter{"embed.weight", alone}});
+  at::Tensor p = numbers({4, 2}, 0).set_requires_grad(true),
+             alone = numbers({4, 2}, 0).set_requires_grad(true);
+  AdamW tied({NamedParameter{"embed.weight", p}, {"head.weight", p}}),
+      single({NamedParameter{"embed.weight", alone}});
   p.mutable_grad() = numbers({4, 2}, 1);
   alone.mutable_grad() = numbers({4, 2}, 1);
   tied.step();
@@ -209,8 +240,12 @@ TEST(Optimizer, TiedParametersAreSteppedOnce) {
 }
 
 TEST(Optimizer, DecayGroups) {
-  const auto p = [](std::string name, at::IntArrayRef shape) { return NamedParameter{std::move(name), at::zeros(shape)}; };
-  const auto groups = decay_groups({p("embed.weight", {4, 2}), p("blocks.0.attention_norm.weight", {2}), p("blocks.0.attention.query.weight", {2, 2}), p("x.bias", {2, 2}), p("y.layernorm.weight", {2, 2}), p("biased", {2, 2}), p("scale", {})});
+  const auto p = [](std::string name, at::IntArrayRef shape) {
+    return NamedParameter{std::move(name), at::zeros(shape)};
+  };
+  const auto groups = decay_groups({p("embed.weight", {4, 2}), p("blocks.0.attention_norm.weight", {2}),
+                                    p("blocks.0.attention.query.weight", {2, 2}), p("x.bias", {2, 2}),
+                                    p("y.layernorm.weight", {2, 2}), p("biased", {2, 2}), p("scale", {})});
   ASSERT_EQ(groups.size(), 2u);
   const auto names = [](const ParameterGroup& group) {
     std::string text;
@@ -284,7 +319,9 @@ TEST(OptimizerState, ContinuesBitwise) {
         set_gradients(again, step);
         second->step();
       }
-      for (std::size_t i = 0; i < again.size(); ++i) EXPECT_TRUE(at::equal(again[i].tensor, straight[i].tensor)) << i << (in_place ? " in place" : " loaded");
+      for (std::size_t i = 0; i < again.size(); ++i)
+        EXPECT_TRUE(at::equal(again[i].tensor, straight[i].tensor))
+            << i << (in_place ? " in place" : " loaded");
       EXPECT_EQ(second->state().steps, first->state().steps);
     }
   }
@@ -304,17 +341,27 @@ TEST(OptimizerState, DamagedStateChangesNothing) {
     EXPECT_TRUE(at::equal(adamw.state().tensors[0].tensor, before));
     return text;
   };
-  EXPECT_TRUE(has_text(refused([](OptimizerState& s) { s.tensors[3].name = "optimizer.other.exp_avg"; }), "optimizer.other.exp_avg"));
-  EXPECT_TRUE(has_text(refused([](OptimizerState& s) { s.tensors[3].name = "optimizer.p1.step"; }), "optimizer.p1.step"));
-  EXPECT_TRUE(has_text(refused([](OptimizerState& s) { s.tensors[3].name = "optimizer.p1.momentum"; }), "exp_avg|exp_avg_sq"));
-  EXPECT_TRUE(has_text(refused([](OptimizerState& s) { s.tensors[3].tensor = at::zeros({14}); }), "[14], expected [13]"));
+  EXPECT_TRUE(has_text(refused([](OptimizerState& s) { s.tensors[3].name = "optimizer.other.exp_avg"; }),
+                       "optimizer.other.exp_avg"));
+  EXPECT_TRUE(has_text(refused([](OptimizerState& s) { s.tensors[3].name = "optimizer.p1.step"; }),
+                       "optimizer.p1.step"));
+  EXPECT_TRUE(has_text(refused([](OptimizerState& s) { s.tensors[3].name = "optimizer.p1.momentum"; }),
+                       "exp_avg|exp_avg_sq"));
+  EXPECT_TRUE(has_text(refused([](OptimizerState& s) { s.tensors[3].tensor = at::zeros({14}); }),
+                       "[14], expected [13]"));
   EXPECT_TRUE(has_text(refused([](OptimizerState& s) { s.tensors[3].tensor = at::Tensor(); }), "undefined"));
-  EXPECT_TRUE(has_text(refused([](OptimizerState& s) { s.tensors.erase(s.tensors.begin() + 3); }), "optimizer.p1.exp_avg_sq"));
+  EXPECT_TRUE(has_text(refused([](OptimizerState& s) { s.tensors.erase(s.tensors.begin() + 3); }),
+                       "optimizer.p1.exp_avg_sq"));
   EXPECT_TRUE(has_text(refused([](OptimizerState& s) { s.tensors.push_back(s.tensors[3]); }), "twice"));
-  EXPECT_TRUE(has_text(refused([](OptimizerState& s) { s.steps.erase(s.steps.begin()); }), "optimizer.p0.step"));
+  EXPECT_TRUE(
+      has_text(refused([](OptimizerState& s) { s.steps.erase(s.steps.begin()); }), "optimizer.p0.step"));
   EXPECT_TRUE(has_text(refused([](OptimizerState& s) { s.steps[0].steps = -1; }), "-1"));
-  EXPECT_TRUE(has_text(refused([](OptimizerState& s) { s.steps[0].name = "optimizer.p0.exp_avg"; }), "optimizer.p0.exp_avg"));
-  EXPECT_TRUE(has_text(message_of<ValueError>([&] { adamw.set_steps({{"optimizer.p0.step", 3}, {"optimizer.p9.step", 3}}); }), "p9"));
+  EXPECT_TRUE(has_text(refused([](OptimizerState& s) { s.steps[0].name = "optimizer.p0.exp_avg"; }),
+                       "optimizer.p0.exp_avg"));
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] {
+                         adamw.set_steps({{"optimizer.p0.step", 3}, {"optimizer.p9.step", 3}});
+                       }),
+                       "p9"));
   EXPECT_EQ(adamw.state().steps[0].steps, 1);
   adamw.load_state({});
   EXPECT_TRUE(adamw.state().tensors.empty());
@@ -323,22 +370,39 @@ TEST(OptimizerState, DamagedStateChangesNothing) {
 TEST(Optimizer, BadInput) {
   const auto good = make();
   const double nan = std::nan("");
-  const auto adamw = [&](AdamWOptions options) { return message_of<ValueError>([&] { AdamW(good, options); }); };
-  for (const double lr : {-1.0, nan, std::numeric_limits<double>::infinity()}) EXPECT_TRUE(has_text(adamw({.lr = lr}), "lr"));
+  const auto adamw = [&](AdamWOptions options) {
+    return message_of<ValueError>([&] { AdamW(good, options); });
+  };
+  for (const double lr : {-1.0, nan, std::numeric_limits<double>::infinity()})
+    EXPECT_TRUE(has_text(adamw({.lr = lr}), "lr"));
   EXPECT_TRUE(has_text(adamw({.beta1 = 1}), "beta1"));
   EXPECT_TRUE(has_text(adamw({.beta2 = -0.1}), "beta2"));
   EXPECT_TRUE(has_text(adamw({.eps = 0}), "eps"));
   EXPECT_TRUE(has_text(adamw({.weight_decay = -1}), "weight_decay"));
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { SGD(good, {.momentum = 1}); }), "momentum"));
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { SGD(good, {.nesterov = true}); }), "nesterov"));
-  EXPECT_TRUE(has_text(message_of<ValueError>([&] { AdamW({{.parameters = good, .lr_scale = -1}}); }), "lr_scale of group 0"));
-  EXPECT_TRUE(has_text(message_of<ValueError>([&] { AdamW({{.parameters = good, .weight_decay = nan}}); }), "weight_decay of group 0"));
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] { AdamW({{.parameters = good, .lr_scale = -1}}); }),
+                       "lr_scale of group 0"));
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] { AdamW({{.parameters = good, .weight_decay = nan}}); }),
+                       "weight_decay of group 0"));
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { AdamW({good[0], {"p0", good[1].tensor}}); }), "p0"));
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { AdamW({NamedParameter{"", good[1].tensor}}); }), "name"));
-  EXPECT_TRUE(has_text(message_of<ValueError>([&] { AdamW({NamedParameter{"p", at::Tensor()}}); }), "undefined"));
-  EXPECT_TRUE(has_text(message_of<ValueError>([&] { AdamW({NamedParameter{"p", at::ones({2}, at::kLong)}}); }), "Long"));
-  EXPECT_TRUE(has_text(message_of<ValueError>([&] { AdamW({NamedParameter{"p", good[0].tensor * 2}}); }), "leaf"));
-  EXPECT_TRUE(has_text(message_of<ValueError>([&] { AdamW({{.parameters = {good[0]}}, {.parameters = {good[0]}, .weight_decay = 0.5}}); }), "tied parameter p0"));
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] {
+                         AdamW({NamedParameter{"p", at::Tensor()}});
+                       }),
+                       "undefined"));
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] {
+                         AdamW({NamedParameter{"p", at::ones({2}, at::kLong)}});
+                       }),
+                       "Long"));
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] {
+                         AdamW({NamedParameter{"p", good[0].tensor * 2}});
+                       }),
+                       "leaf"));
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] {
+                         AdamW({{.parameters = {good[0]}}, {.parameters = {good[0]}, .weight_decay = 0.5}});
+                       }),
+                       "tied parameter p0"));
   AdamW fine(good);
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { fine.set_lr(-1); }), "lr"));
   at::Tensor p = at::ones({3}).set_requires_grad(true);
@@ -355,18 +419,28 @@ struct Layout {
 };
 
 TEST(DistributedOptimizer, TwoRanksAgainstOneProcess) {
-  const std::vector<Layout> layouts{{{6, 5}, {Shard{0}}, {Shard{0}}}, {{5, 3}, {Shard{1}}, {Shard{1}}}, {{4}, {Replicate{}}, {Partial{}}}, {{7, 2}, {Replicate{}}, {Partial{}}}, {{3}, {Replicate{}}, {Replicate{}}}, {{1, 4}, {Shard{0}}, {Replicate{}}}, {{5, 5}, {Shard{0}}, {Partial{}}}};
+  const std::vector<Layout> layouts{{{6, 5}, {Shard{0}}, {Shard{0}}},    {{5, 3}, {Shard{1}}, {Shard{1}}},
+                                    {{4}, {Replicate{}}, {Partial{}}},   {{7, 2}, {Replicate{}}, {Partial{}}},
+                                    {{3}, {Replicate{}}, {Replicate{}}}, {{1, 4}, {Shard{0}}, {Replicate{}}},
+                                    {{5, 5}, {Shard{0}}, {Partial{}}}};
   for (const bool adamw : {true, false})
     for (const Kernels kernels : {Kernels::Auto, Kernels::Foreach}) {
       const auto maker = [&](const std::vector<NamedParameter>& parameters) -> std::unique_ptr<Optimizer> {
-        if (adamw) return std::make_unique<AdamW>(decay_groups(parameters), AdamWOptions{.lr = 0.02, .weight_decay = 0.1, .kernels = kernels});
-        return std::make_unique<SGD>(decay_groups(parameters), SGDOptions{.lr = 0.02, .momentum = 0.9, .weight_decay = 0.1, .kernels = kernels});
+        if (adamw)
+          return std::make_unique<AdamW>(decay_groups(parameters),
+                                         AdamWOptions{.lr = 0.02, .weight_decay = 0.1, .kernels = kernels});
+        return std::make_unique<SGD>(
+            decay_groups(parameters),
+            SGDOptions{.lr = 0.02, .momentum = 0.9, .weight_decay = 0.1, .kernels = kernels});
       };
       std::vector<NamedParameter> alone;
-      for (std::size_t i = 0; i < layouts.size(); ++i) alone.push_back({"p" + std::to_string(i), numbers(layouts[i].shape, static_cast<int>(i)).set_requires_grad(true)});
+      for (std::size_t i = 0; i < layouts.size(); ++i)
+        alone.push_back({"p" + std::to_string(i),
+                         numbers(layouts[i].shape, static_cast<int>(i)).set_requires_grad(true)});
       const auto one = maker(alone);
       for (int step = 0; step < 6; ++step) {
-        for (std::size_t i = 0; i < alone.size(); ++i) alone[i].tensor.mutable_grad() = numbers(layouts[i].shape, 50 * step + static_cast<int>(i));
+        for (std::size_t i = 0; i < alone.size(); ++i)
+          alone[i].tensor.mutable_grad() = numbers(layouts[i].shape, 50 * step + static_cast<int>(i));
         one->step();
       }
       const OptimizerState expected = one->state();
@@ -374,26 +448,37 @@ TEST(DistributedOptimizer, TwoRanksAgainstOneProcess) {
         const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, world.rank(), 2));
         std::vector<NamedParameter> parameters;
         for (std::size_t i = 0; i < layouts.size(); ++i)
-          parameters.push_back({"p" + std::to_string(i), distribute_tensor(numbers(layouts[i].shape, static_cast<int>(i)), mesh, layouts[i].parameter).set_requires_grad(true)});
+          parameters.push_back(
+              {"p" + std::to_string(i),
+               distribute_tensor(numbers(layouts[i].shape, static_cast<int>(i)), mesh, layouts[i].parameter)
+                   .set_requires_grad(true)});
         const auto both = maker(parameters);
         for (int step = 0; step < 6; ++step) {
           for (std::size_t i = 0; i < parameters.size(); ++i) {
             const at::Tensor gradient = numbers(layouts[i].shape, 50 * step + static_cast<int>(i));
             // Terms that add up exactly: the whole value on one rank, in turn.
-            parameters[i].tensor.mutable_grad() = layouts[i].gradient[0].is_partial() ? from_local(gradient * (world.rank() == step % 2 ? 1 : 0), mesh, {Partial{}})
-                                                                                       : distribute_tensor(gradient, mesh, layouts[i].gradient);
+            parameters[i].tensor.mutable_grad() =
+                layouts[i].gradient[0].is_partial()
+                    ? from_local(gradient * (world.rank() == step % 2 ? 1 : 0), mesh, {Partial{}})
+                    : distribute_tensor(gradient, mesh, layouts[i].gradient);
           }
           both->step();
-          for (const NamedParameter& parameter : parameters) EXPECT_EQ(to_string(placements_of(parameter.tensor.grad())), to_string(placements_of(parameter.tensor)));
+          for (const NamedParameter& parameter : parameters)
+            EXPECT_EQ(to_string(placements_of(parameter.tensor.grad())),
+                      to_string(placements_of(parameter.tensor)));
         }
-        const auto same = [&](const at::Tensor& a, const at::Tensor& b) { return kernels == Kernels::Auto ? at::equal(a, b) : at::allclose(a, b, 1e-6, 1e-7); };
-        for (std::size_t i = 0; i < parameters.size(); ++i) EXPECT_TRUE(same(full_tensor(parameters[i].tensor.detach()), alone[i].tensor.detach())) << i;
+        const auto same = [&](const at::Tensor& a, const at::Tensor& b) {
+          return kernels == Kernels::Auto ? at::equal(a, b) : at::allclose(a, b, 1e-6, 1e-7);
+        };
+        for (std::size_t i = 0; i < parameters.size(); ++i)
+          EXPECT_TRUE(same(full_tensor(parameters[i].tensor.detach()), alone[i].tensor.detach())) << i;
         OptimizerState state = both->state();
         ASSERT_EQ(state.tensors.size(), expected.tensors.size());
         EXPECT_EQ(state.steps, expected.steps);
         for (std::size_t i = 0; i < state.tensors.size(); ++i) {
           EXPECT_EQ(state.tensors[i].name, expected.tensors[i].name);
-          EXPECT_TRUE(same(full_tensor(state.tensors[i].tensor), expected.tensors[i].tensor)) << state.tensors[i].name;
+          EXPECT_TRUE(same(full_tensor(state.tensors[i].tensor), expected.tensors[i].tensor))
+              << state.tensors[i].name;
         }
         // The whole state of one process is loaded into two ranks; then with other placements.
         const auto fresh = maker(parameters);
@@ -406,7 +491,8 @@ TEST(DistributedOptimizer, TwoRanksAgainstOneProcess) {
           state.tensors[i].tensor = redistribute(state.tensors[i].tensor * 2, {Replicate{}});
         }
         fresh->load_state(state);
-        for (std::size_t i = 0; i < state.tensors.size(); ++i) EXPECT_TRUE(same(full_tensor(fresh->state().tensors[i].tensor), expected.tensors[i].tensor * 2));
+        for (std::size_t i = 0; i < state.tensors.size(); ++i)
+          EXPECT_TRUE(same(full_tensor(fresh->state().tensors[i].tensor), expected.tensors[i].tensor * 2));
       });
     }
 }
@@ -414,14 +500,19 @@ TEST(DistributedOptimizer, TwoRanksAgainstOneProcess) {
 TEST(DistributedOptimizer, Mistakes) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, world.rank(), 2));
-    at::Tensor p = distribute_tensor(numbers({4, 2}, 0), mesh, {Shard{0}}).set_requires_grad(true), plain = numbers({4, 2}, 0).set_requires_grad(true);
+    at::Tensor p = distribute_tensor(numbers({4, 2}, 0), mesh, {Shard{0}}).set_requires_grad(true),
+               plain = numbers({4, 2}, 0).set_requires_grad(true);
     AdamW adamw({NamedParameter{"split", p}}), alone({NamedParameter{"plain", plain}});
     // .grad() checks only size, dtype and device of the gradient.
     p.mutable_grad() = numbers({4, 2}, 1);
     EXPECT_TRUE(has_text(message_of<TypeError>([&] { adamw.step(); }), "gradient of split"));
     plain.mutable_grad() = distribute_tensor(numbers({4, 2}, 1), mesh, {Shard{0}});
     EXPECT_TRUE(has_text(message_of<TypeError>([&] { alone.step(); }), "gradient of plain"));
-    EXPECT_TRUE(has_text(message_of<ValueError>([&] { AdamW({NamedParameter{"terms", from_local(numbers({4}, world.rank()), mesh, {Partial{}})}}); }), "Partial"));
+    EXPECT_TRUE(has_text(
+        message_of<ValueError>([&] {
+          AdamW({NamedParameter{"terms", from_local(numbers({4}, world.rank()), mesh, {Partial{}})}});
+        }),
+        "Partial"));
     plain.mutable_grad() = numbers({4, 2}, 1);
     alone.step();
     OptimizerState state = alone.state();

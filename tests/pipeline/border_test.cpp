@@ -6,12 +6,12 @@
 #include <random>
 #include <set>
 
-#include "penstock/errors.h"
-#include "penstock/world.h"
 #include "penstock/dtensor.h"
+#include "penstock/errors.h"
 #include "penstock/pipeline/runtime/channel_groups.h"
-#include "penstock/torch/tree/dense_layout.h"
 #include "penstock/step_context.h"
+#include "penstock/torch/tree/dense_layout.h"
+#include "penstock/world.h"
 #include "tests/pipeline/parity_check.h"
 
 namespace penstock {
@@ -37,7 +37,8 @@ class Dice {
   Dims order(int dims) {
     Dims found(static_cast<std::size_t>(dims));
     for (std::size_t i = 0; i < found.size(); ++i) found[i] = static_cast<std::int64_t>(i);
-    for (std::size_t i = found.size(); i-- > 1;) std::swap(found[i], found[static_cast<std::size_t>(below(static_cast<int>(i) + 1))]);
+    for (std::size_t i = found.size(); i-- > 1;)
+      std::swap(found[i], found[static_cast<std::size_t>(below(static_cast<int>(i) + 1))]);
     return found;
   }
 
@@ -47,18 +48,25 @@ class Dice {
 
 Dims inverse(const Dims& order) {
   Dims found(order.size());
-  for (std::size_t i = 0; i < order.size(); ++i) found[static_cast<std::size_t>(order[i])] = static_cast<std::int64_t>(i);
+  for (std::size_t i = 0; i < order.size(); ++i)
+    found[static_cast<std::size_t>(order[i])] = static_cast<std::int64_t>(i);
   return found;
 }
 
-const std::vector<Layout> kLayouts = {{ScheduleKind::OneFOneB, 4}, {ScheduleKind::GPipe, 3}, {ScheduleKind::Interleaved1F1B, 2}, {ScheduleKind::ZBVZeroBubble, 2}, {ScheduleKind::DualPipeV, 2}};
+const std::vector<Layout> kLayouts = {{ScheduleKind::OneFOneB, 4},
+                                      {ScheduleKind::GPipe, 3},
+                                      {ScheduleKind::Interleaved1F1B, 2},
+                                      {ScheduleKind::ZBVZeroBubble, 2},
+                                      {ScheduleKind::DualPipeV, 2}};
 
 // Runs random scenarios through every schedule. The number of a scenario is its seed.
 void expect_parity(int cases, const std::function<Scenario(std::uint64_t)>& make, bool exact) {
   for (const Layout& layout : kLayouts) {
     SCOPED_TRACE(schedule::to_text(layout.kind));
     std::vector<Scenario> scenarios;
-    for (int i = 0; i < cases; ++i) scenarios.push_back(make(static_cast<std::uint64_t>(i) * 100 + static_cast<std::uint64_t>(layout.kind)));
+    for (int i = 0; i < cases; ++i)
+      scenarios.push_back(
+          make(static_cast<std::uint64_t>(i) * 100 + static_cast<std::uint64_t>(layout.kind)));
     std::vector<Outcome> outcomes(scenarios.size());
     std::mutex mutex;
     std::size_t running = 0;
@@ -74,12 +82,14 @@ void expect_parity(int cases, const std::function<Scenario(std::uint64_t)>& make
     }
     for (std::size_t i = 0; i < scenarios.size(); ++i) {
       SCOPED_TRACE(scenarios[i].name);
-      test::expect_same(outcomes[i], OneProcess(scenarios[i], layout.parts()).run(layout.microbatches()), layout, exact);
+      test::expect_same(outcomes[i], OneProcess(scenarios[i], layout.parts()).run(layout.microbatches()),
+                        layout, exact);
     }
   }
 }
 
-// ------------------------------------------------------------------------------------------------------------------------- skips
+// -------------------------------------------------------------------------------------------------------------------------
+// skips
 
 struct SkipModel {
   SkipModel(std::uint64_t seed, int stages) {
@@ -108,17 +118,21 @@ Scenario skip_scenario(std::uint64_t seed) {
   scenario.name = "skips of seed " + std::to_string(seed);
   scenario.module = [seed](int stage, int stages) {
     Block block(stage);
-    return StageModule([block, stage, stages, model = SkipModel(seed, stages)](const Tree& args, const Tree&) mutable {
-      at::Tensor h = args[0].tensor();
-      // Selects rows by their values: their number is not known in advance.
-      if (model.selects[static_cast<std::size_t>(stage)]) h = h.index({h.select(1, 0).gt(-0.3)});
-      for (std::size_t i = 1; i < args.size(); ++i) h = h + 0.1 * static_cast<double>(i) * args[i].tensor().sin().sum(0, true);
-      h = block->forward(h);
-      std::vector<Tree> outputs = {h};
-      for (const SkipTensor& skip : model.skips)
-        if (skip.from == stage) outputs.emplace_back((h * (0.5 + static_cast<double>(outputs.size()))).cos());
-      return stage == stages - 1 ? Tree(h) : Tree::tuple(outputs);
-    }, {block.ptr()});
+    return StageModule(
+        [block, stage, stages, model = SkipModel(seed, stages)](const Tree& args, const Tree&) mutable {
+          at::Tensor h = args[0].tensor();
+          // Selects rows by their values: their number is not known in advance.
+          if (model.selects[static_cast<std::size_t>(stage)]) h = h.index({h.select(1, 0).gt(-0.3)});
+          for (std::size_t i = 1; i < args.size(); ++i)
+            h = h + 0.1 * static_cast<double>(i) * args[i].tensor().sin().sum(0, true);
+          h = block->forward(h);
+          std::vector<Tree> outputs = {h};
+          for (const SkipTensor& skip : model.skips)
+            if (skip.from == stage)
+              outputs.emplace_back((h * (0.5 + static_cast<double>(outputs.size()))).cos());
+          return stage == stages - 1 ? Tree(h) : Tree::tuple(outputs);
+        },
+        {block.ptr()});
   };
   scenario.batch = [](int step, int m) { return test::plain_batch(step, 3 * m); };
   scenario.loss = PipelineLoss([](const Tree& output, const Tree&) { return output.tensor().pow(2).sum(); });
@@ -140,11 +154,13 @@ TEST(Skips, PastAStageThatAnnouncesItsShapes) {
   scenario.name = "0 to 2, stage 1 announces";
   scenario.module = [](int stage, int) {
     Block block(stage);
-    return StageModule([block, stage](const Tree& args, const Tree&) mutable {
-      const at::Tensor h = block->forward(args[0].tensor());
-      if (stage == 0) return Tree::tuple({h, h.sin()});
-      return Tree(stage == 2 ? h * args[1].tensor() : h);
-    }, {block.ptr()});
+    return StageModule(
+        [block, stage](const Tree& args, const Tree&) mutable {
+          const at::Tensor h = block->forward(args[0].tensor());
+          if (stage == 0) return Tree::tuple({h, h.sin()});
+          return Tree(stage == 2 ? h * args[1].tensor() : h);
+        },
+        {block.ptr()});
   };
   scenario.batch = [](int step, int m) { return test::plain_batch(step, 2 * m); };
   scenario.loss = test::square_loss();
@@ -157,50 +173,88 @@ TEST(Skips, PastAStageThatAnnouncesItsShapes) {
   const Layout layout{ScheduleKind::OneFOneB, 3};
   Outcome outcome;
   std::mutex mutex;
-  comm::run_ranks(3, 20s, [&](comm::World& world) { test::run_pipeline(world, scenario, layout, outcome, mutex); });
+  comm::run_ranks(3, 20s,
+                  [&](comm::World& world) { test::run_pipeline(world, scenario, layout, outcome, mutex); });
   test::expect_same(outcome, OneProcess(scenario, 3).run(layout.microbatches()), layout);
 }
 
-// ----------------------------------------------------------------------------------------------------------------------- layouts
+// -----------------------------------------------------------------------------------------------------------------------
+// layouts
 
 // How a tensor is laid out when it leaves a stage, and how the next one reads it.
 struct LayoutOf {
-  enum Kind { Same, Permuted, ChannelsLast, DenseInOrder, Gaps, Expanded, Windows, Empty, Scalar, OneWide, Integers, Conjugated, kKinds };
+  enum Kind {
+    Same,
+    Permuted,
+    ChannelsLast,
+    DenseInOrder,
+    Gaps,
+    Expanded,
+    Windows,
+    Empty,
+    Scalar,
+    OneWide,
+    Integers,
+    Conjugated,
+    kKinds
+  };
   int kind;
   Dims order;
 
   static const char* name(int kind) {
-    constexpr const char* kNames[] = {"same", "permuted", "channels-last", "dense", "gaps", "expanded", "windows", "empty", "scalar", "one wide", "integers", "conjugated"};
+    constexpr const char* kNames[] = {"same",   "permuted", "channels-last", "dense",
+                                      "gaps",   "expanded", "windows",       "empty",
+                                      "scalar", "one wide", "integers",      "conjugated"};
     return kNames[kind];
   }
   // Of x, which is contiguous: [rows, 3, 4, 2].
   at::Tensor make(const at::Tensor& x) const {
     switch (kind) {
-      case Permuted: return x.permute(order);
-      case ChannelsLast: return x.contiguous(at::MemoryFormat::ChannelsLast);
-      case DenseInOrder: return x.permute(order).contiguous().permute(inverse(order));
-      case Gaps: return at::stack({x, x * 2}, -1).select(-1, 0).permute(order).permute(inverse(order));
-      case Expanded: return x.permute(order).unsqueeze(1).expand({-1, 3, -1, -1, -1});
-      case Windows: return x.unfold(2, 2, 1);
-      case Empty: return x.narrow(2, 0, 0).permute(order);
-      case Scalar: return x.sin().mean();
-      case OneWide: return x.unsqueeze(0).transpose(0, 2).contiguous().transpose(0, 2);
-      case Integers: return x.detach().mul(100).to(at::kLong).permute(order);
-      case Conjugated: return at::complex(x, x * 0.5).permute(order).conj();
-      default: return x;
+      case Permuted:
+        return x.permute(order);
+      case ChannelsLast:
+        return x.contiguous(at::MemoryFormat::ChannelsLast);
+      case DenseInOrder:
+        return x.permute(order).contiguous().permute(inverse(order));
+      case Gaps:
+        return at::stack({x, x * 2}, -1).select(-1, 0).permute(order).permute(inverse(order));
+      case Expanded:
+        return x.permute(order).unsqueeze(1).expand({-1, 3, -1, -1, -1});
+      case Windows:
+        return x.unfold(2, 2, 1);
+      case Empty:
+        return x.narrow(2, 0, 0).permute(order);
+      case Scalar:
+        return x.sin().mean();
+      case OneWide:
+        return x.unsqueeze(0).transpose(0, 2).contiguous().transpose(0, 2);
+      case Integers:
+        return x.detach().mul(100).to(at::kLong).permute(order);
+      case Conjugated:
+        return at::complex(x, x * 0.5).permute(order).conj();
+      default:
+        return x;
     }
   }
   // A tensor that broadcasts against x.
   at::Tensor read(const at::Tensor& t) const {
     switch (kind) {
-      case Permuted: return t.permute(inverse(order));
-      case Expanded: return t.mean(1).permute(inverse(order));
-      case Windows: return t.mean(-1).sum(2, true);
-      case Empty: return t.sum();
-      case OneWide: return t.squeeze(0);
-      case Integers: return t.permute(inverse(order)).to(at::kDouble) * 0.01;
-      case Conjugated: return at::imag(t).permute(inverse(order)) + 0.3 * at::real(t).permute(inverse(order));
-      default: return t;
+      case Permuted:
+        return t.permute(inverse(order));
+      case Expanded:
+        return t.mean(1).permute(inverse(order));
+      case Windows:
+        return t.mean(-1).sum(2, true);
+      case Empty:
+        return t.sum();
+      case OneWide:
+        return t.squeeze(0);
+      case Integers:
+        return t.permute(inverse(order)).to(at::kDouble) * 0.01;
+      case Conjugated:
+        return at::imag(t).permute(inverse(order)) + 0.3 * at::real(t).permute(inverse(order));
+      default:
+        return t;
     }
   }
   bool is_dense() const { return kind != Gaps && kind != Expanded && kind != Windows; }
@@ -210,7 +264,8 @@ struct LayoutOf {
 at::Tensor in_memory_order(const at::Tensor& t) {
   Dims dims(static_cast<std::size_t>(t.dim()));
   for (std::size_t i = 0; i < dims.size(); ++i) dims[i] = static_cast<std::int64_t>(i);
-  std::stable_sort(dims.begin(), dims.end(), [&](std::int64_t a, std::int64_t b) { return t.stride(a) > t.stride(b); });
+  std::stable_sort(dims.begin(), dims.end(),
+                   [&](std::int64_t a, std::int64_t b) { return t.stride(a) > t.stride(b); });
   return t.permute(dims).view({-1});
 }
 
@@ -247,48 +302,59 @@ Scenario layout_scenario(std::uint64_t seed) {
   scenario.name = "layouts of seed " + std::to_string(seed) + ":";
   const LayoutModel shown(seed, 4);
   for (const auto& border : shown.borders)
-    for (const LayoutOf& each : border) scenario.name += std::string(&each == border.data() ? " | " : ", ") + LayoutOf::name(each.kind);
+    for (const LayoutOf& each : border)
+      scenario.name += std::string(&each == border.data() ? " | " : ", ") + LayoutOf::name(each.kind);
   scenario.module = [seed](int stage, int stages) {
     Mix mix(stage);
-    return StageModule([mix, stage, stages, model = LayoutModel(seed, stages)](const Tree& args, const Tree&) mutable {
-      at::Tensor h;
-      if (stage == 0) {
-        h = args[0].tensor();
-      } else {
-        const auto& border = model.borders[static_cast<std::size_t>(stage) - 1];
-        h = at::zeros({args[border.size()].tensor().size(0), 3, 4, 2}, at::kDouble);
-        h = h + args[border.size()].tensor();
-        for (std::size_t i = 0; i < border.size(); ++i) {
-          const at::Tensor& t = args[i].tensor();
-          h = h + (0.3 + 0.1 * static_cast<double>(i)) * border[i].read(t);
-          if (!border[i].is_dense() || t.is_complex()) continue;
-          // Another memory order produces another sum.
-          const at::Tensor flat = in_memory_order(t);
-          h = h + 0.05 * (flat * at::arange(flat.numel(), at::kDouble).cos()).sum();
-        }
-      }
-      h = mix->forward(h).contiguous();
-      if (stage == stages - 1) return Tree(h);
-      std::vector<Tree> outputs;
-      for (const LayoutOf& each : model.borders[static_cast<std::size_t>(stage)]) outputs.emplace_back(each.make(h));
-      outputs.emplace_back(h);
-      return Tree::tuple(outputs);
-    }, {mix.ptr()});
+    return StageModule(
+        [mix, stage, stages, model = LayoutModel(seed, stages)](const Tree& args, const Tree&) mutable {
+          at::Tensor h;
+          if (stage == 0) {
+            h = args[0].tensor();
+          } else {
+            const auto& border = model.borders[static_cast<std::size_t>(stage) - 1];
+            h = at::zeros({args[border.size()].tensor().size(0), 3, 4, 2}, at::kDouble);
+            h = h + args[border.size()].tensor();
+            for (std::size_t i = 0; i < border.size(); ++i) {
+              const at::Tensor& t = args[i].tensor();
+              h = h + (0.3 + 0.1 * static_cast<double>(i)) * border[i].read(t);
+              if (!border[i].is_dense() || t.is_complex()) continue;
+              // Another memory order produces another sum.
+              const at::Tensor flat = in_memory_order(t);
+              h = h + 0.05 * (flat * at::arange(flat.numel(), at::kDouble).cos()).sum();
+            }
+          }
+          h = mix->forward(h).contiguous();
+          if (stage == stages - 1) return Tree(h);
+          std::vector<Tree> outputs;
+          for (const LayoutOf& each : model.borders[static_cast<std::size_t>(stage)])
+            outputs.emplace_back(each.make(h));
+          outputs.emplace_back(h);
+          return Tree::tuple(outputs);
+        },
+        {mix.ptr()});
   };
   scenario.batch = [](int step, int m) {
-    return Batch{Tree::tuple({test::values({2 * m, 3, 4, 2}, 500 + step).to(at::kDouble)}), {}, test::values({2 * m, 3, 4, 2}, 600 + step).to(at::kDouble)};
+    return Batch{Tree::tuple({test::values({2 * m, 3, 4, 2}, 500 + step).to(at::kDouble)}),
+                 {},
+                 test::values({2 * m, 3, 4, 2}, 600 + step).to(at::kDouble)};
   };
   scenario.loss = test::square_loss();
-  scenario.options = [seed](int stage, int stages) { return LayoutModel(seed, stages).options[static_cast<std::size_t>(stage)]; };
+  scenario.options = [seed](int stage, int stages) {
+    return LayoutModel(seed, stages).options[static_cast<std::size_t>(stage)];
+  };
   return scenario;
 }
 
 TEST(Borders, AnyLayoutEqualsOneProcess) { expect_parity(40, layout_scenario, false); }
 
-StageModule on_trial_or_real(std::function<at::Tensor(at::Tensor)> body) { return StageModule([body](at::Tensor x) { return body(x); }, {}); }
+StageModule on_trial_or_real(std::function<at::Tensor(at::Tensor)> body) {
+  return StageModule([body](at::Tensor x) { return body(x); }, {});
+}
 
 // Two stages, on two ranks or on one; returns what `second` reported about its inputs.
-Tree run_two(bool one_rank, const StageOptions& options, const std::function<at::Tensor(at::Tensor)>& first, const std::function<at::Tensor(at::Tensor)>& second, const at::Tensor& x) {
+Tree run_two(bool one_rank, const StageOptions& options, const std::function<at::Tensor(at::Tensor)>& first,
+             const std::function<at::Tensor(at::Tensor)>& second, const at::Tensor& x) {
   Tree output;
   std::mutex mutex;
   comm::run_ranks(one_rank ? 1 : 2, 20s, [&](comm::World& world) {
@@ -314,7 +380,8 @@ TEST(Borders, ChannelsLastAndPermutedViewsArriveAsTheyLeft) {
   StageOptions announced;
   announced.announce_shapes = true;
   for (const bool one_rank : {false, true})
-    for (const StageOptions& options : {StageOptions(), announced}) EXPECT_TRUE(run_two(one_rank, options, first, second, x).tensor().equal(expected));
+    for (const StageOptions& options : {StageOptions(), announced})
+      EXPECT_TRUE(run_two(one_rank, options, first, second, x).tensor().equal(expected));
 }
 
 TEST(Borders, ExamplesDetermineTheLayout) {
@@ -325,10 +392,12 @@ TEST(Borders, ExamplesDetermineTheLayout) {
     options.input_args = {world.rank() == 0 ? plain : last};
     options.output_args = {world.rank() == 0 ? last : plain};
     // Stage 0 nevertheless makes a contiguous output: it is sent as agreed.
-    const StageModule module = world.rank() == 0 ? on_trial_or_real([](at::Tensor t) { return t * 2; }) : on_trial_or_real([](at::Tensor t) {
-      EXPECT_TRUE(t.is_contiguous(at::MemoryFormat::ChannelsLast)) << t.strides();
-      return t + 1;
-    });
+    const StageModule module =
+        world.rank() == 0 ? on_trial_or_real([](at::Tensor t) { return t * 2; })
+                          : on_trial_or_real([](at::Tensor t) {
+                              EXPECT_TRUE(t.is_contiguous(at::MemoryFormat::ChannelsLast)) << t.strides();
+                              return t + 1;
+                            });
     ScheduleGPipe pipeline(PipelineStage(module, world.rank(), 2, at::kCPU, options), 2, {}, {world});
     const at::Tensor x = test::values({4, 3, 5, 2}, 3);
     const StepResult result = pipeline.eval(Tree::tuple({x}));
@@ -364,7 +433,9 @@ TEST(Borders, StagesOfOneRankShareTheTensor) {
 
 TEST(Borders, NonDenseTensorsArriveDenseInTheirOrder) {
   const at::Tensor x = test::values({4, 6, 4}, 3);
-  const auto first = [&](at::Tensor t) { return (t * 2).narrow(1, 1, 3).transpose(1, 2).unsqueeze(1).expand({-1, 2, -1, -1}); };
+  const auto first = [&](at::Tensor t) {
+    return (t * 2).narrow(1, 1, 3).transpose(1, 2).unsqueeze(1).expand({-1, 2, -1, -1});
+  };
   const auto second = [&](at::Tensor t) {
     EXPECT_TRUE(is_dense(t.sizes(), t.strides()));
     EXPECT_EQ(t.strides().vec(), first(test::values({2, 6, 4}, 3)).clone().strides().vec());
@@ -375,12 +446,16 @@ TEST(Borders, NonDenseTensorsArriveDenseInTheirOrder) {
 
 // Records the layout of the gradient that is sent back to it.
 struct NoteGradient : torch::autograd::Function<NoteGradient> {
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, std::vector<Dims>* notes) {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
+                            std::vector<Dims>* notes) {
     context->saved_data["notes"] = reinterpret_cast<std::int64_t>(notes);
     return x.clone();
   }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& gradients) {
-    if (!StepContext::current()->trial) reinterpret_cast<std::vector<Dims>*>(context->saved_data["notes"].toInt())->push_back(gradients[0].strides().vec());
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& gradients) {
+    if (!StepContext::current()->trial)
+      reinterpret_cast<std::vector<Dims>*>(context->saved_data["notes"].toInt())
+          ->push_back(gradients[0].strides().vec());
     return {gradients[0], at::Tensor()};
   }
 };
@@ -395,12 +470,17 @@ TEST(Borders, GradientsOfChannelsLastAreChannelsLast) {
         options.announce_shapes = announced;
         options.trial = TrialRun::Real;
         const at::Tensor weight = at::ones({1}).requires_grad_();
-        const StageModule first([&notes, weight](at::Tensor t) { return NoteGradient::apply((t * weight).contiguous(at::MemoryFormat::ChannelsLast), &notes); }, {});
+        const StageModule first(
+            [&notes, weight](at::Tensor t) {
+              return NoteGradient::apply((t * weight).contiguous(at::MemoryFormat::ChannelsLast), &notes);
+            },
+            {});
         const StageModule second([&scale](at::Tensor t) { return t * scale; }, {});
         std::vector<PipelineStage> stages;
         if (one_rank || world.rank() == 0) stages.emplace_back(first, 0, 2, at::kCPU, options);
         if (one_rank || world.rank() == 1) stages.emplace_back(second, 1, 2, at::kCPU, options);
-        PipelineRuntime pipeline = make_pipeline(one_rank ? "interleaved_1f1b" : "1f1b", stages, 2, test::square_loss(), {world});
+        PipelineRuntime pipeline =
+            make_pipeline(one_rank ? "interleaved_1f1b" : "1f1b", stages, 2, test::square_loss(), {world});
         pipeline.step(Tree::tuple({x}), {}, at::zeros_like(x));
       });
       EXPECT_EQ(notes, (std::vector<Dims>(2, Dims{30, 1, 6, 3}))) << one_rank << announced;
@@ -413,7 +493,8 @@ TEST(Borders, LocalPartsOfDistributedTensorsKeepTheirStrides) {
     std::mutex mutex;
     const at::Tensor x = test::values({8, kWidth}, 21);
     comm::run_ranks(4, 30s, [&](comm::World& world) {
-      const comm::MeshGroups whole(world, init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, world.rank(), world.size()));
+      const comm::MeshGroups whole(world,
+                                   init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, world.rank(), world.size()));
       const comm::MeshGroups columns = whole.with_mesh(whole.mesh()["tp"]);
       const int stage = world.rank() / 2, column = world.rank() % 2;
       StageOptions options;
@@ -425,15 +506,15 @@ TEST(Borders, LocalPartsOfDistributedTensorsKeepTheirStrides) {
         const at::Tensor local = t.narrow(1, column * kWidth / 2, kWidth / 2).t().contiguous().t();
         return from_local(local, columns, {Shard{1}});
       })
-                                           : on_trial_or_real([=](at::Tensor t) {
-                                               EXPECT_EQ(t.size(1), kWidth);
-                                               const at::Tensor local = to_local(t);
-                                               EXPECT_EQ(local.size(0), t.size(0));
-                                               if (local.size(0) > 1) {
-                                                 EXPECT_EQ(local.strides().vec(), (Dims{1, local.size(0)}));
-                                               }
-                                               return full_tensor(t) * 2;
-                                             });
+                                            : on_trial_or_real([=](at::Tensor t) {
+                                                EXPECT_EQ(t.size(1), kWidth);
+                                                const at::Tensor local = to_local(t);
+                                                EXPECT_EQ(local.size(0), t.size(0));
+                                                if (local.size(0) > 1) {
+                                                  EXPECT_EQ(local.strides().vec(), (Dims{1, local.size(0)}));
+                                                }
+                                                return full_tensor(t) * 2;
+                                              });
       PipelineOptions pipeline_options{world};
       pipeline_options.ranks = {column, 2 + column};
       ScheduleGPipe pipeline(PipelineStage(module, stage, 2, at::kCPU, options), 4, {}, pipeline_options);
@@ -445,11 +526,15 @@ TEST(Borders, LocalPartsOfDistributedTensorsKeepTheirStrides) {
   }
 }
 
-// -------------------------------------------------------------------------------------------------------------------- many tensors
+// --------------------------------------------------------------------------------------------------------------------
+// many tensors
 
 TEST(Borders, TagsNeverCollide) {
   comm::run_ranks(1, 20s, [](comm::World& world) {
-    const schedule::StageMap map = schedule::generate(ScheduleKind::Interleaved1F1B, {.ranks = 1, .stages_per_rank = 7, .microbatches = 4, .group_size = {}}).stages();
+    const schedule::StageMap map =
+        schedule::generate(ScheduleKind::Interleaved1F1B,
+                           {.ranks = 1, .stages_per_rank = 7, .microbatches = 4, .group_size = {}})
+            .stages();
     const ChannelGroups groups(world, {0}, map, {}, comm::P2PTransport::Auto);
     std::set<int> tags;
     std::size_t count = 0;
@@ -476,14 +561,17 @@ void expect_many(int count, bool announced) {
     for (const int index : {world.rank(), world.rank() + 2}) {
       StageOptions options;
       options.announce_shapes = announced;
-      const StageModule module([index, count](const Tree& args, const Tree&) {
-        at::Tensor sum = at::zeros({1, 3});
-        for (std::size_t i = 0; i < args.size(); ++i) sum = sum + args[i].tensor() * static_cast<double>(i % 7 + 1);
-        if (index % 2 == 1) return Tree(sum / count);
-        std::vector<Tree> outputs;
-        for (int i = 0; i < count; ++i) outputs.emplace_back(sum + i);
-        return Tree::tuple(outputs);
-      }, {});
+      const StageModule module(
+          [index, count](const Tree& args, const Tree&) {
+            at::Tensor sum = at::zeros({1, 3});
+            for (std::size_t i = 0; i < args.size(); ++i)
+              sum = sum + args[i].tensor() * static_cast<double>(i % 7 + 1);
+            if (index % 2 == 1) return Tree(sum / count);
+            std::vector<Tree> outputs;
+            for (int i = 0; i < count; ++i) outputs.emplace_back(sum + i);
+            return Tree::tuple(outputs);
+          },
+          {});
       stages.emplace_back(module, index, 4, at::kCPU, options);
     }
     PipelineRuntime pipeline = make_pipeline("interleaved_1f1b", stages, 2, {}, {world});

@@ -26,10 +26,12 @@ TEST(DeferredLinear, StartsAsLinear) {
     torch::manual_seed(5);
     const DeferredLinear deferred(torch::nn::LinearOptions(6, 4).bias(bias));
     ASSERT_EQ(plain->named_parameters().keys(), deferred->named_parameters().keys());
-    for (const auto& entry : plain->named_parameters()) EXPECT_TRUE(same(entry.value(), deferred->named_parameters()[entry.key()]));
+    for (const auto& entry : plain->named_parameters())
+      EXPECT_TRUE(same(entry.value(), deferred->named_parameters()[entry.key()]));
     std::ostringstream text;
     text << *deferred;
-    EXPECT_EQ(text.str(), std::string("penstock::DeferredLinear(in_features=6, out_features=4, bias=") + (bias ? "true)" : "false)"));
+    EXPECT_EQ(text.str(), std::string("penstock::DeferredLinear(in_features=6, out_features=4, bias=") +
+                              (bias ? "true)" : "false)"));
   }
   const auto copy = std::dynamic_pointer_cast<DeferredLinearImpl>(DeferredLinear(3, 2)->clone());
   ASSERT_TRUE(copy);
@@ -40,8 +42,10 @@ struct Result {
   at::Tensor output, input_grad, weight_grad, bias_grad;
 };
 
-// Two backwards, so that the second adds. `shape` makes the input of the layer from a leaf, `grad_of` the gradient of its output.
-Result run(bool deferred, const at::Tensor& leaf, const at::Tensor& weight, const at::Tensor& bias, const std::function<at::Tensor(at::Tensor)>& shape,
+// Two backwards, so that the second adds. `shape` makes the input of the layer from a leaf, `grad_of` the
+// gradient of its output.
+Result run(bool deferred, const at::Tensor& leaf, const at::Tensor& weight, const at::Tensor& bias,
+           const std::function<at::Tensor(at::Tensor)>& shape,
            const std::function<at::Tensor(at::Tensor)>& grad_of) {
   Result result;
   weight.mutable_grad() = at::Tensor();
@@ -69,22 +73,28 @@ TEST(DeferredLinear, SameBitsAsLinear) {
   ensure_cpu_bfloat16();
   torch::manual_seed(6);
   const auto as_is = [](const at::Tensor& t) { return t; };
-  const std::vector<std::function<at::Tensor(at::Tensor)>> shapes{as_is, [](const at::Tensor& t) { return t * 1.5; }, [](const at::Tensor& t) { return t.transpose(0, -2) * 2; },
-                                                                  [](const at::Tensor& t) { return t.transpose(0, -2); }};
+  const std::vector<std::function<at::Tensor(at::Tensor)>> shapes{
+      as_is, [](const at::Tensor& t) { return t * 1.5; },
+      [](const at::Tensor& t) { return t.transpose(0, -2) * 2; },
+      [](const at::Tensor& t) { return t.transpose(0, -2); }};
   const std::vector<std::function<at::Tensor(at::Tensor)>> grads{
-      [](const at::Tensor& y) { return y * 0.5 + 0.1; }, [](const at::Tensor& y) { return at::ones({1}, y.options()).expand_as(y); },
+      [](const at::Tensor& y) { return y * 0.5 + 0.1; },
+      [](const at::Tensor& y) { return at::ones({1}, y.options()).expand_as(y); },
       [](const at::Tensor& y) { return (y.transpose(0, -1).contiguous() * 0.3 + 0.2).transpose(0, -1); }};
   for (const at::ScalarType type : {at::kFloat, at::kDouble, at::kBFloat16})
     for (const bool with_bias : {true, false})
       for (const bool needs_grad : {true, false})
-        for (const std::vector<std::int64_t>& sizes : std::vector<std::vector<std::int64_t>>{{37}, {5, 37}, {3, 7, 37}, {2, 3, 4, 37}, {0, 37}, {300, 37}}) {
+        for (const std::vector<std::int64_t>& sizes : std::vector<std::vector<std::int64_t>>{
+                 {37}, {5, 37}, {3, 7, 37}, {2, 3, 4, 37}, {0, 37}, {300, 37}}) {
           const at::Tensor w = weight({21, 37}, type), bias = with_bias ? weight({21}, type) : at::Tensor();
           const at::Tensor x = torch::randn(sizes).to(type).requires_grad_(needs_grad);
           for (std::size_t s = 0; s < shapes.size(); ++s)
             for (std::size_t g = 0; g < grads.size(); ++g) {
               if (sizes.size() == 1 && s > 1) continue;
-              const Result plain = run(false, x, w, bias, shapes[s], grads[g]), ours = run(true, x, w, bias, shapes[s], grads[g]);
-              const std::string what = c10::str(type, " ", at::IntArrayRef(sizes), with_bias ? " bias" : "", needs_grad ? " grad" : "", " shape ", s, " grad ", g);
+              const Result plain = run(false, x, w, bias, shapes[s], grads[g]),
+                           ours = run(true, x, w, bias, shapes[s], grads[g]);
+              const std::string what = c10::str(type, " ", at::IntArrayRef(sizes), with_bias ? " bias" : "",
+                                                needs_grad ? " grad" : "", " shape ", s, " grad ", g);
               EXPECT_TRUE(same(plain.output, ours.output)) << what;
               EXPECT_TRUE(same(plain.input_grad, ours.input_grad)) << what;
               EXPECT_TRUE(same(plain.weight_grad, ours.weight_grad)) << what;
@@ -97,10 +107,16 @@ TEST(DeferredLinear, TiedWeightsHooksAndInPlaceOperators) {
   torch::manual_seed(7);
   const at::Tensor w = weight({8, 8}), b = weight({8}), x = torch::randn({4, 8});
   int on_output = 0, on_weight = 0;
-  w.register_hook([&](const at::Tensor& grad) { ++on_weight; return grad * 2; });
+  w.register_hook([&](const at::Tensor& grad) {
+    ++on_weight;
+    return grad * 2;
+  });
   const auto forward = [&](const at::Tensor& input) {
     at::Tensor h = deferred_linear(input, w, b);
-    h.register_hook([&](const at::Tensor& grad) { ++on_output; return grad * 3; });
+    h.register_hook([&](const at::Tensor& grad) {
+      ++on_output;
+      return grad * 3;
+    });
     h.relu_();
     for (int i = 0; i < 4; ++i) h = deferred_linear(h, w, b).tanh();
     return h;
@@ -127,7 +143,9 @@ TEST(DeferredLinear, TiedWeightsHooksAndInPlaceOperators) {
 TEST(DeferredLinear, WithSplitBackward) {
   torch::manual_seed(8);
   const at::Tensor w = weight({8, 8}), b = weight({8}), v = weight({8, 8}), x = torch::randn({4, 8});
-  const auto forward = [&](const at::Tensor& input) { return deferred_linear(deferred_linear(input, w, b).tanh().mm(v), w, b); };
+  const auto forward = [&](const at::Tensor& input) {
+    return deferred_linear(deferred_linear(input, w, b).tanh().mm(v), w, b);
+  };
   const at::Tensor plain = x.clone().requires_grad_(true);
   forward(plain).sum().backward();
   const Tensors wanted{w.grad().clone(), b.grad().clone(), v.grad().clone()};
@@ -194,19 +212,26 @@ TEST(DeferredLinear, FrozenParts) {
 TEST(DeferredLinear, JoinedLayers) {
   torch::manual_seed(9);
   for (const bool with_bias : {true, false}) {
-    const at::Tensor first = weight({7, 5}), second = weight({3, 7}), bias = with_bias ? weight({7}) : at::Tensor();
+    const at::Tensor first = weight({7, 5}), second = weight({3, 7}),
+                     bias = with_bias ? weight({7}) : at::Tensor();
     std::vector<at::Tensor> inputs;
-    for (const std::vector<std::int64_t>& sizes : std::vector<std::vector<std::int64_t>>{{4, 5}, {2, 3, 5}, {1, 5}, {2, 2, 2, 5}, {5}}) inputs.push_back(torch::randn(sizes));
+    for (const std::vector<std::int64_t>& sizes :
+         std::vector<std::vector<std::int64_t>>{{4, 5}, {2, 3, 5}, {1, 5}, {2, 2, 2, 5}, {5}})
+      inputs.push_back(torch::randn(sizes));
     std::vector<Tensors> results;
     for (const bool join : {false, true}) {
       for (const at::Tensor& each : {first, second, bias})
         if (each.defined()) each.mutable_grad() = at::Tensor();
       int hooks = 0;
-      const auto hook = first.register_hook([&](const at::Tensor& grad) { ++hooks; return grad; });
+      const auto hook = first.register_hook([&](const at::Tensor& grad) {
+        ++hooks;
+        return grad;
+      });
       WeightQueue queue;
       {
         const WeightQueueGuard guard(queue);
-        for (const at::Tensor& input : inputs) deferred_linear(deferred_linear(input, first, bias).tanh(), second, {}).pow(2).sum().backward();
+        for (const at::Tensor& input : inputs)
+          deferred_linear(deferred_linear(input, first, bias).tanh(), second, {}).pow(2).sum().backward();
       }
       EXPECT_EQ(queue.size(), 2 * inputs.size());
       if (join) queue.join_layers();

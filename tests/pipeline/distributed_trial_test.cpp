@@ -1,13 +1,14 @@
-// Trial runs of sharded and tensor-parallel stages: on fake tensors, or on real ones, but never with communication.
+// Trial runs of sharded and tensor-parallel stages: on fake tensors, or on real ones, but never with
+// communication.
 #include <gtest/gtest.h>
 
 #include <map>
 #include <mutex>
 
 #include "penstock/dtensor.h"
-#include "penstock/pipeline.h"
-#include "penstock/fully_shard.h"
 #include "penstock/fake.h"
+#include "penstock/fully_shard.h"
+#include "penstock/pipeline.h"
 #include "tests/pipeline/parity_scenarios.h"
 #include "tests/pipeline/trial_kinds.h"
 
@@ -27,15 +28,18 @@ using test::with;
 TEST(DistributedTrial, ADistributedArgumentAtAPlainStage) {
   for (const TrialRun trial : kTrials)
     comm::run_ranks(4, 30s, [&](comm::World& world) {
-      const comm::MeshGroups all(world, init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, world.rank(), world.size()));
+      const comm::MeshGroups all(world,
+                                 init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, world.rank(), world.size()));
       const comm::MeshGroups tp = all.with_mesh(all.mesh()["tp"]);
       const int stage = world.rank() / 2;
       StageOptions stage_options = with(trial);
       stage_options.find_mesh = [&](const MeshKey&) { return std::optional(tp); };
-      const StageModule module([stage](at::Tensor x, const Tree& kwargs) {
-        const at::Tensor h = x * kwargs["k"].tensor();
-        return stage == 1 ? full_tensor(h) : h;
-      }, {});
+      const StageModule module(
+          [stage](at::Tensor x, const Tree& kwargs) {
+            const at::Tensor h = x * kwargs["k"].tensor();
+            return stage == 1 ? full_tensor(h) : h;
+          },
+          {});
       PipelineOptions options{world};
       options.ranks = {world.rank() % 2, 2 + world.rank() % 2};
       ScheduleGPipe pipeline(PipelineStage(module, stage, 2, at::kCPU, stage_options), 2, {}, options);
@@ -49,7 +53,8 @@ TEST(DistributedTrial, ADistributedArgumentAtAPlainStage) {
 }
 
 struct ShardedPartImpl : torch::nn::Module {
-  explicit ShardedPartImpl(int stage, bool reads = false) : reads_values(reads), block(register_module("block", Block(stage))) {
+  explicit ShardedPartImpl(int stage, bool reads = false)
+      : reads_values(reads), block(register_module("block", Block(stage))) {
     factor = register_buffer("factor", values({kWidth}, 60 + stage));
     calls = register_buffer("calls", at::zeros({}, at::kLong));
   }
@@ -72,17 +77,20 @@ TORCH_MODULE(ShardedPart);
 // replica that makes none.
 void train_replicas(TrialRun trial, int pipeline_ranks, bool reads_values) {
   constexpr int kReplicas = 2;
-  const std::vector<std::vector<std::int64_t>> rows = {{4, 6}, {4, 4}, {8, 4}, {4, 8}};  // by step and replica, of two microbatches
+  const std::vector<std::vector<std::int64_t>> rows = {
+      {4, 6}, {4, 4}, {8, 4}, {4, 8}};  // by step and replica, of two microbatches
   std::mutex mutex;
   std::map<int, at::Tensor> found;
   comm::run_ranks(pipeline_ranks * kReplicas, 30s, [&](comm::World& world) {
-    const comm::MeshGroups all(world, init_device_mesh("cpu", {pipeline_ranks, kReplicas}, {"pp", "dp"}, world.rank(), world.size()));
+    const comm::MeshGroups all(world, init_device_mesh("cpu", {pipeline_ranks, kReplicas}, {"pp", "dp"},
+                                                       world.rank(), world.size()));
     const int stage = world.rank() / kReplicas, replica = world.rank() % kReplicas;
     ShardedPart module(stage, reads_values);
     fully_shard(*module, all.with_mesh(all.mesh()["dp"]));
     PipelineOptions options{world};
     for (int rank = 0; rank < pipeline_ranks; ++rank) options.ranks.push_back(rank * kReplicas + replica);
-    ScheduleGPipe pipeline(PipelineStage(StageModule(module), stage, pipeline_ranks, at::kCPU, with(trial)), 2, test::square_loss(), options);
+    ScheduleGPipe pipeline(PipelineStage(StageModule(module), stage, pipeline_ranks, at::kCPU, with(trial)),
+                           2, test::square_loss(), options);
     for (std::size_t step = 0; step < rows.size(); ++step) {
       const auto mine = rows[step][static_cast<std::size_t>(replica)];
       const int seed = static_cast<int>(100 * step) + replica;
@@ -100,7 +108,8 @@ void train_replicas(TrialRun trial, int pipeline_ranks, bool reads_values) {
     for (int replica = 0; replica < kReplicas; ++replica) {
       const auto mine = rows[step][static_cast<std::size_t>(replica)];
       const int seed = static_cast<int>(100 * step) + replica;
-      const std::vector<at::Tensor> xs = values({mine, kWidth}, seed).chunk(2), targets = values({mine, kWidth}, seed + 50).chunk(2);
+      const std::vector<at::Tensor> xs = values({mine, kWidth}, seed).chunk(2),
+                                    targets = values({mine, kWidth}, seed + 50).chunk(2);
       for (std::size_t m = 0; m < 2; ++m) {
         at::Tensor h = xs[m];
         for (ShardedPart& part : model) h = part->forward(h);
@@ -108,7 +117,9 @@ void train_replicas(TrialRun trial, int pipeline_ranks, bool reads_values) {
       }
     }
   for (int stage = 0; stage < pipeline_ranks; ++stage)
-    EXPECT_TRUE(at::allclose(found.at(stage), model[static_cast<std::size_t>(stage)]->block->weight.grad(), 1e-4, 1e-5)) << name_of(trial) << ", stage " << stage;
+    EXPECT_TRUE(at::allclose(found.at(stage), model[static_cast<std::size_t>(stage)]->block->weight.grad(),
+                             1e-4, 1e-5))
+        << name_of(trial) << ", stage " << stage;
 }
 
 TEST(DistributedTrial, ReplicasWhoseMicrobatchesDiffer) {
@@ -130,8 +141,12 @@ TEST(DistributedTrial, ShardedStagesCastInTheirTrial) {
       PipelineOptions options{world};
       options.ranks = {world.rank()};
       // Of a view, too.
-      const StageModule module([linear](at::Tensor x) mutable { return linear(x) + x.matmul(linear->weight.t()); }, {linear.ptr()});
-      ScheduleGPipe pipeline(PipelineStage(module, 0, 1, at::kCPU, with(trial)), 2, [](const at::Tensor& y, const at::Tensor&) { return y.to(at::kFloat).pow(2).mean(); }, options);
+      const StageModule module(
+          [linear](at::Tensor x) mutable { return linear(x) + x.matmul(linear->weight.t()); },
+          {linear.ptr()});
+      ScheduleGPipe pipeline(
+          PipelineStage(module, 0, 1, at::kCPU, with(trial)), 2,
+          [](const at::Tensor& y, const at::Tensor&) { return y.to(at::kFloat).pow(2).mean(); }, options);
       const test::Batch batch = test::plain_batch(0, 4);
       const StepResult result = pipeline.step(batch.args, {}, batch.target);
       EXPECT_EQ(result.output->tensor().scalar_type(), at::kBFloat16);
@@ -148,7 +163,8 @@ TEST(DistributedTrial, TensorParallelRanksWhoseShapesDiffer) {
       const comm::MeshGroups tp(world, init_device_mesh("cpu", {2}, {"tp"}, world.rank(), world.size()));
       struct RowsImpl : torch::nn::Module {
         explicit RowsImpl(const comm::MeshGroups& groups) : mesh(groups) {
-          weight = register_parameter("weight", distribute_tensor(values({kWidth, kWidth}, 5), mesh, {Shard{0}}));
+          weight =
+              register_parameter("weight", distribute_tensor(values({kWidth, kWidth}, 5), mesh, {Shard{0}}));
           calls = register_buffer("calls", at::zeros({}, at::kLong));
         }
         at::Tensor forward(const at::Tensor& x) {
@@ -162,11 +178,14 @@ TEST(DistributedTrial, TensorParallelRanksWhoseShapesDiffer) {
       auto module = std::make_shared<RowsImpl>(tp);
       PipelineOptions options{world};
       options.ranks = {world.rank()};
-      ScheduleGPipe pipeline(PipelineStage(StageModule(module), 0, 1, at::kCPU, with(trial)), 2, test::square_loss(), options);
+      ScheduleGPipe pipeline(PipelineStage(StageModule(module), 0, 1, at::kCPU, with(trial)), 2,
+                             test::square_loss(), options);
       for (const int rows : {4, world.rank() == 0 ? 4 : 6, world.rank() == 0 ? 8 : 4}) {
         const test::Batch batch = test::plain_batch(world.rank(), rows);
         const StepResult result = pipeline.step(batch.args, {}, batch.target);
-        EXPECT_TRUE(at::allclose(result.output->tensor(), batch.args[0].tensor().matmul(values({kWidth, kWidth}, 5)), 1e-5, 1e-6)) << name_of(trial);
+        EXPECT_TRUE(at::allclose(result.output->tensor(),
+                                 batch.args[0].tensor().matmul(values({kWidth, kWidth}, 5)), 1e-5, 1e-6))
+            << name_of(trial);
       }
       EXPECT_EQ(module->calls.item<int>(), 6);
       EXPECT_FALSE(is_fake(to_local(module->weight)));
@@ -182,8 +201,10 @@ TEST(DistributedTrial, TensorParallelStagesOfOneRank) {
       comm::run_ranks(2, 30s, [&](comm::World& world) {
         const comm::MeshGroups tp(world, init_device_mesh("cpu", {2}, {"tp"}, world.rank(), world.size()));
         struct SharedImpl : torch::nn::Module {
-          SharedImpl(int number, at::Tensor the_weight, const comm::MeshGroups& groups) : stage(number), mesh(groups), weight(register_parameter("weight", std::move(the_weight))) {
-            factor = register_buffer("factor", distribute_tensor(at::linspace(0.5, 1.5, kWidth), mesh, {Replicate{}}));
+          SharedImpl(int number, at::Tensor the_weight, const comm::MeshGroups& groups)
+              : stage(number), mesh(groups), weight(register_parameter("weight", std::move(the_weight))) {
+            factor = register_buffer("factor",
+                                     distribute_tensor(at::linspace(0.5, 1.5, kWidth), mesh, {Replicate{}}));
           }
           at::Tensor forward(at::Tensor x) {
             if (stage == 0) x = from_local(x, mesh, {Replicate{}});
@@ -194,9 +215,12 @@ TEST(DistributedTrial, TensorParallelStagesOfOneRank) {
           comm::MeshGroups mesh;
           at::Tensor weight, factor;
         };
-        const at::Tensor whole = values({kWidth, kWidth}, 8), weight = distribute_tensor(whole, tp, {Shard{0}}).set_requires_grad(true);
+        const at::Tensor whole = values({kWidth, kWidth}, 8),
+                         weight = distribute_tensor(whole, tp, {Shard{0}}).set_requires_grad(true);
         std::vector<PipelineStage> stages;
-        for (int stage = 0; stage < 3; ++stage) stages.emplace_back(StageModule(std::make_shared<SharedImpl>(stage, weight, tp)), stage, 3, at::kCPU, with(trial));
+        for (int stage = 0; stage < 3; ++stage)
+          stages.emplace_back(StageModule(std::make_shared<SharedImpl>(stage, weight, tp)), stage, 3,
+                              at::kCPU, with(trial));
         const auto loss = [&](const at::Tensor& y, const at::Tensor& target) {
           const at::Tensor value = (full_tensor(y) - target).pow(2).mean();
           EXPECT_TRUE(!reads_values || value.item<double>() >= 0);
@@ -204,14 +228,19 @@ TEST(DistributedTrial, TensorParallelStagesOfOneRank) {
         };
         PipelineOptions options{world};
         options.ranks = {world.rank()};
-        PipelineRuntime pipeline(stages, schedule::generate(ScheduleKind::Interleaved1F1B, {.ranks = 1, .stages_per_rank = 3, .microbatches = 2, .group_size = {}}), loss, options);
+        PipelineRuntime pipeline(
+            stages,
+            schedule::generate(ScheduleKind::Interleaved1F1B,
+                               {.ranks = 1, .stages_per_rank = 3, .microbatches = 2, .group_size = {}}),
+            loss, options);
         const test::Batch batch = test::plain_batch(0, 4);
         pipeline.step(batch.args, {}, batch.target);
         EXPECT_FALSE(is_fake(to_local(weight)));
         const at::Tensor alone = whole.clone().set_requires_grad(true);
         for (std::size_t m = 0; m < 2; ++m) {
           at::Tensor y = batch.args[0].tensor().chunk(2)[m];
-          for (int stage = 0; stage < 3; ++stage) y = torch::linear(y, alone) * at::linspace(0.5, 1.5, kWidth);
+          for (int stage = 0; stage < 3; ++stage)
+            y = torch::linear(y, alone) * at::linspace(0.5, 1.5, kWidth);
           ((y - batch.target.tensor().chunk(2)[m]).pow(2).mean() / 2).backward();
         }
         EXPECT_TRUE(at::allclose(full_tensor(weight.grad()), alone.grad(), 1e-4, 1e-4)) << name_of(trial);
@@ -226,19 +255,25 @@ TEST(DistributedTrial, CollectivesOfModulesAreNotMadeInTrials) {
       PipelineOptions options{world};
       options.ranks = {world.rank()};
       const comm::Group group = world.group();
-      const StageModule module([&group](at::Tensor x, const Tree&) {
-        at::Tensor all = at::empty({2 * x.size(0), x.size(1)}, x.options());
-        group.all_gather(all, x.contiguous()).wait();
-        at::Tensor sum = all.clone();
-        group.all_reduce(sum).wait();
-        return sum;
-      }, {});
+      const StageModule module(
+          [&group](at::Tensor x, const Tree&) {
+            at::Tensor all = at::empty({2 * x.size(0), x.size(1)}, x.options());
+            group.all_gather(all, x.contiguous()).wait();
+            at::Tensor sum = all.clone();
+            group.all_reduce(sum).wait();
+            return sum;
+          },
+          {});
       ScheduleGPipe pipeline(PipelineStage(module, 0, 1, at::kCPU, with(trial)), 2, {}, options);
       for (int step = 0; step < 3; ++step) {
         // Every step is new to rank 1, and only the first to rank 0.
-        const StepResult result = pipeline.eval(Tree::tuple({values({4, kWidth}, world.rank())}), Tree::dict({{"step", world.rank() * step}}));
-        const at::Tensor first = values({4, kWidth}, 0).chunk(2)[0], second = values({4, kWidth}, 1).chunk(2)[0];
-        EXPECT_TRUE(at::allclose(result.output->tensor().narrow(0, 0, 4), 2 * at::cat({first, second}), 1e-5, 1e-6)) << name_of(trial);
+        const StepResult result = pipeline.eval(Tree::tuple({values({4, kWidth}, world.rank())}),
+                                                Tree::dict({{"step", world.rank() * step}}));
+        const at::Tensor first = values({4, kWidth}, 0).chunk(2)[0],
+                         second = values({4, kWidth}, 1).chunk(2)[0];
+        EXPECT_TRUE(
+            at::allclose(result.output->tensor().narrow(0, 0, 4), 2 * at::cat({first, second}), 1e-5, 1e-6))
+            << name_of(trial);
       }
       EXPECT_EQ(pipeline.report().trials, world.rank() == 1 ? 3 : 1);
     });

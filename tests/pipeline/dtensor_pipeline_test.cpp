@@ -6,8 +6,8 @@
 #include <map>
 #include <mutex>
 
-#include "penstock/errors.h"
 #include "penstock/dtensor.h"
+#include "penstock/errors.h"
 #include "penstock/pipeline.h"
 #include "penstock/step_context.h"
 #include "tests/has_text.h"
@@ -22,16 +22,21 @@ constexpr std::int64_t kWidth = 6;
 constexpr int kTensorParallel = 2;
 
 at::Tensor weight_of(int stage) {
-  return at::randn({kWidth, kWidth}, at::detail::createCPUGenerator(static_cast<std::uint64_t>(40 + stage))) * 0.5;
+  return at::randn({kWidth, kWidth}, at::detail::createCPUGenerator(static_cast<std::uint64_t>(40 + stage))) *
+         0.5;
 }
 
 // Even stages split their outputs over the columns, odd ones take them split and gather: placements differ
 // from border to border.
 struct PartImpl : torch::nn::Module {
-  PartImpl(int number, int count, const comm::MeshGroups* tensor_parallel) : stage(number), stages(count), mesh(tensor_parallel) {
+  PartImpl(int number, int count, const comm::MeshGroups* tensor_parallel)
+      : stage(number), stages(count), mesh(tensor_parallel) {
     at::Tensor whole = weight_of(stage);
-    weight = register_parameter("weight", mesh == nullptr ? whole : distribute_tensor(whole, *mesh, {Shard{stage % 2 == 0 ? 0 : 1}}));
-    const auto replicated = [&](const at::Tensor& tensor) { return mesh == nullptr ? tensor : distribute_tensor(tensor, *mesh, {Replicate{}}); };
+    weight = register_parameter(
+        "weight", mesh == nullptr ? whole : distribute_tensor(whole, *mesh, {Shard{stage % 2 == 0 ? 0 : 1}}));
+    const auto replicated = [&](const at::Tensor& tensor) {
+      return mesh == nullptr ? tensor : distribute_tensor(tensor, *mesh, {Replicate{}});
+    };
     factor = register_buffer("factor", replicated(at::linspace(0.5, 1.5, kWidth)));
     calls = register_buffer("calls", replicated(at::zeros({2})));
   }
@@ -51,9 +56,13 @@ struct PartImpl : torch::nn::Module {
 };
 TORCH_MODULE(Part);
 
-const auto square = [](const at::Tensor& output, const at::Tensor& target) { return (output - target).pow(2).mean(); };
+const auto square = [](const at::Tensor& output, const at::Tensor& target) {
+  return (output - target).pow(2).mean();
+};
 
-at::Tensor batch(int rows, int seed) { return at::randn({rows, kWidth}, at::detail::createCPUGenerator(static_cast<std::uint64_t>(seed))); }
+at::Tensor batch(int rows, int seed) {
+  return at::randn({rows, kWidth}, at::detail::createCPUGenerator(static_cast<std::uint64_t>(seed)));
+}
 
 void expect_parity(ScheduleKind kind, int pipeline_ranks, TrialRun trial) {
   const int per_rank = schedule::required_stages_per_rank(kind).value_or(2);
@@ -66,11 +75,16 @@ void expect_parity(ScheduleKind kind, int pipeline_ranks, TrialRun trial) {
   std::vector<at::Tensor> losses;
   std::mutex mutex;
   comm::run_ranks(pipeline_ranks * kTensorParallel, 60s, [&](comm::World& world) {
-    const comm::MeshGroups whole(world, init_device_mesh("cpu", {pipeline_ranks, kTensorParallel}, {"pp", "tp"}, world.rank(), world.size()));
+    const comm::MeshGroups whole(world, init_device_mesh("cpu", {pipeline_ranks, kTensorParallel},
+                                                         {"pp", "tp"}, world.rank(), world.size()));
     const comm::MeshGroups tensor_parallel = whole.with_mesh(whole.mesh()["tp"]);
     PipelineOptions options{world};
-    for (int i = 0; i < pipeline_ranks; ++i) options.ranks.push_back(i * kTensorParallel + world.rank() % kTensorParallel);
-    const schedule::Schedule order = schedule::generate(kind, {.ranks = pipeline_ranks, .stages_per_rank = per_rank, .microbatches = microbatches, .group_size = {}});
+    for (int i = 0; i < pipeline_ranks; ++i)
+      options.ranks.push_back(i * kTensorParallel + world.rank() % kTensorParallel);
+    const schedule::Schedule order = schedule::generate(kind, {.ranks = pipeline_ranks,
+                                                               .stages_per_rank = per_rank,
+                                                               .microbatches = microbatches,
+                                                               .group_size = {}});
     std::vector<PipelineStage> own;
     std::vector<Part> modules;
     for (const int index : order.stages().stages_of(world.rank() / kTensorParallel)) {
@@ -93,7 +107,8 @@ void expect_parity(ScheduleKind kind, int pipeline_ranks, TrialRun trial) {
     const std::lock_guard lock(mutex);
     for (std::size_t i = 0; i < modules.size(); ++i) gradients[own[i].index()] = full[i];
     if (world.rank() % kTensorParallel == 0)
-      losses.insert(kind == ScheduleKind::DualPipe && world.rank() == 0 ? losses.end() : losses.begin(), result.losses.begin(), result.losses.end());
+      losses.insert(kind == ScheduleKind::DualPipe && world.rank() == 0 ? losses.end() : losses.begin(),
+                    result.losses.begin(), result.losses.end());
   });
 
   std::vector<Part> model;
@@ -109,7 +124,9 @@ void expect_parity(ScheduleKind kind, int pipeline_ranks, TrialRun trial) {
   }
   ASSERT_EQ(gradients.size(), static_cast<std::size_t>(stages));
   for (const auto& [stage, gradient] : gradients)
-    EXPECT_TRUE(at::allclose(gradient, model[static_cast<std::size_t>(stage % parts)]->weight.grad(), 1e-4, 1e-6)) << "stage " << stage;
+    EXPECT_TRUE(
+        at::allclose(gradient, model[static_cast<std::size_t>(stage % parts)]->weight.grad(), 1e-4, 1e-6))
+        << "stage " << stage;
 }
 
 class DistributedActivations : public testing::TestWithParam<ScheduleKind> {};
@@ -120,7 +137,9 @@ TEST_P(DistributedActivations, TwoByTwoTriedOnRealTensors) { expect_parity(GetPa
 TEST_P(DistributedActivations, FourByTwo) { expect_parity(GetParam(), 4, TrialRun::Auto); }
 
 INSTANTIATE_TEST_SUITE_P(Schedules, DistributedActivations, testing::ValuesIn(schedule::all_schedule_kinds()),
-                         [](const testing::TestParamInfo<ScheduleKind>& info) { return std::string(schedule::to_text(info.param)); });
+                         [](const testing::TestParamInfo<ScheduleKind>& info) {
+                           return std::string(schedule::to_text(info.param));
+                         });
 
 // Equal placements, but on another mesh than in the trial run.
 TEST(DistributedOutputs, OnAnotherMeshThanAgreedAreRefused) {
@@ -133,10 +152,12 @@ TEST(DistributedOutputs, OnAnotherMeshThanAgreedAreRefused) {
     };
     const comm::MeshGroups agreed = mesh_of_axis("tp"), other = mesh_of_axis("cp");
     const int stage = world.rank() / 2;
-    const StageModule module([&](at::Tensor x) {
-      if (stage == 1) return full_tensor(x);
-      return from_local(x, StepContext::current()->trial ? agreed : other, {Shard{1}});
-    }, {});
+    const StageModule module(
+        [&](at::Tensor x) {
+          if (stage == 1) return full_tensor(x);
+          return from_local(x, StepContext::current()->trial ? agreed : other, {Shard{1}});
+        },
+        {});
     PipelineOptions options{world};
     options.ranks = {world.rank() % 2, 2 + world.rank() % 2};
     StageOptions stage_options;

@@ -8,8 +8,8 @@
 #include <mutex>
 
 #include "penstock/dtensor.h"
-#include "penstock/pipeline.h"
 #include "penstock/fully_shard.h"
+#include "penstock/pipeline.h"
 #include "penstock/shard/state/shard_info.h"
 #include "tests/golden_data.h"
 
@@ -21,7 +21,8 @@ using namespace std::chrono_literals;
 
 at::Tensor tensor_of(const json& item) {
   const auto shape = item.at("shape").get<std::vector<std::int64_t>>();
-  if (item.at("dtype") == "int64") return at::tensor(item.at("values").get<std::vector<std::int64_t>>(), at::kLong).view(shape);
+  if (item.at("dtype") == "int64")
+    return at::tensor(item.at("values").get<std::vector<std::int64_t>>(), at::kLong).view(shape);
   return at::tensor(item.at("values").get<std::vector<float>>(), at::kFloat).view(shape);
 }
 
@@ -32,9 +33,16 @@ struct Case {
   double lr = 0;
 
   explicit Case(const json& item)
-      : schedule(item.at("schedule")), feature(item.at("feature")), loss(item.at("loss")), scale_grads(item.at("scale_grads")),
-        microbatches(item.at("n_microbatches")), rows(item.at("rows")), blocks(item.at("nblocks")), world(item.at("world")),
-        stages_per_rank(item.at("stages_per_rank")), lr(item.at("lr")) {
+      : schedule(item.at("schedule")),
+        feature(item.at("feature")),
+        loss(item.at("loss")),
+        scale_grads(item.at("scale_grads")),
+        microbatches(item.at("n_microbatches")),
+        rows(item.at("rows")),
+        blocks(item.at("nblocks")),
+        world(item.at("world")),
+        stages_per_rank(item.at("stages_per_rank")),
+        lr(item.at("lr")) {
     stages = world * stages_per_rank;
   }
 };
@@ -45,12 +53,16 @@ struct PartImpl : torch::nn::Module {
       : feature(config.feature), first(first_block), count(block_count), total(config.blocks) {
     for (int i = first; i < first + count; ++i) {
       const std::string name = "blk" + std::to_string(i);
-      weights.push_back(register_parameter(name + "_weight", tensor_of(definition.at("params").at(name + ".weight"))));
-      biases.push_back(register_parameter(name + "_bias", tensor_of(definition.at("params").at(name + ".bias"))));
+      weights.push_back(
+          register_parameter(name + "_weight", tensor_of(definition.at("params").at(name + ".weight"))));
+      biases.push_back(
+          register_parameter(name + "_bias", tensor_of(definition.at("params").at(name + ".bias"))));
     }
   }
 
-  static at::Tensor activation(int block, const at::Tensor& x) { return block % 2 == 0 ? torch::tanh(x) : torch::gelu(x); }
+  static at::Tensor activation(int block, const at::Tensor& x) {
+    return block % 2 == 0 ? torch::tanh(x) : torch::gelu(x);
+  }
   bool is_first() const { return first == 0; }
   bool is_last() const { return first + count == total; }
 
@@ -58,7 +70,8 @@ struct PartImpl : torch::nn::Module {
     at::Tensor h = args[0].tensor();
     at::Tensor s = feature == "tuple" ? (is_first() ? h : args[1].tensor()) : at::Tensor();
     for (int i = 0; i < count; ++i) {
-      at::Tensor linear = torch::linear(h, weights[static_cast<std::size_t>(i)], biases[static_cast<std::size_t>(i)]);
+      at::Tensor linear =
+          torch::linear(h, weights[static_cast<std::size_t>(i)], biases[static_cast<std::size_t>(i)]);
       if (feature == "tuple") {
         h = activation(first + i, linear + 0.5 * s);
         s = s + h;
@@ -95,7 +108,8 @@ struct Batch {
 };
 
 Batch batch_of(const json& definition, const Case& config, int step) {
-  const json& data = definition.at("data").at("rows" + std::to_string(config.rows)).at(static_cast<std::size_t>(step));
+  const json& data =
+      definition.at("data").at("rows" + std::to_string(config.rows)).at(static_cast<std::size_t>(step));
   const at::Tensor x = tensor_of(data.at("x"));
   Batch batch{Tree::tuple({x}), {}, tensor_of(data.at("target"))};
   if (config.feature == "int") batch.args = Tree::tuple({x, tensor_of(data.at("idx"))});
@@ -121,7 +135,9 @@ void note_parameters(const Part& part, StepRecord& record, bool gradients) {
     auto& into = gradients ? record.grads : record.params;
     const at::Tensor& weight = part->weights[static_cast<std::size_t>(i)];
     const at::Tensor& bias = part->biases[static_cast<std::size_t>(i)];
-    const auto whole = [](const at::Tensor& tensor) { return is_dtensor(tensor) ? full_tensor(tensor) : tensor.clone(); };
+    const auto whole = [](const at::Tensor& tensor) {
+      return is_dtensor(tensor) ? full_tensor(tensor) : tensor.clone();
+    };
     into[name + ".weight"] = whole(gradients ? weight.grad() : weight.detach());
     into[name + ".bias"] = whole(gradients ? bias.grad() : bias.detach());
   }
@@ -154,7 +170,8 @@ RunRecord one_process(const json& definition, const Case& config) {
     }
     now.output = merge_microbatches(outputs).tensor();
     if (config.scale_grads)
-      for (const at::Tensor& parameter : model->parameters()) parameter.mutable_grad().div_(config.microbatches);
+      for (const at::Tensor& parameter : model->parameters())
+        parameter.mutable_grad().div_(config.microbatches);
     note_parameters(model, now, true);
     sgd(model, config.lr);
     note_parameters(model, now, false);
@@ -187,7 +204,8 @@ RunRecord pipeline_run(const json& definition, const Case& config) {
     }
     PipelineOptions options{world};
     options.scale_grads = config.scale_grads;
-    PipelineRuntime pipeline = make_pipeline(config.schedule, stages, config.microbatches, loss_of(config), options);
+    PipelineRuntime pipeline =
+        make_pipeline(config.schedule, stages, config.microbatches, loss_of(config), options);
     for (int step = 0; step < kSteps; ++step) {
       const Batch batch = batch_of(definition, config, step);
       const StepResult result = pipeline.step(batch.args, batch.kwargs, batch.target);
@@ -222,7 +240,8 @@ std::vector<RunRecord> sharded_run(const json& definition, const Case& config, i
   std::vector<RunRecord> records(static_cast<std::size_t>(dp), RunRecord(kSteps));
   std::mutex mutex;
   comm::run_ranks(config.world, 60s, [&](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {pp, dp}, {"pp", "dp"}, world.rank(), config.world));
+    const comm::MeshGroups mesh(world,
+                                init_device_mesh("cpu", {pp, dp}, {"pp", "dp"}, world.rank(), config.world));
     const int place = world.rank() / dp, twin = world.rank() % dp;
     const auto kind = schedule::schedule_kind(config.schedule);
     const auto map = schedule::rank_to_stages(schedule::placement_of(kind), pp, count);
@@ -237,14 +256,18 @@ std::vector<RunRecord> sharded_run(const json& definition, const Case& config, i
     PipelineOptions options{world};
     options.scale_grads = config.scale_grads;
     for (int rank = 0; rank < pp; ++rank) options.ranks.push_back(rank * dp + twin);
-    PipelineRuntime pipeline = make_pipeline(config.schedule, stages, config.microbatches, loss_of(config), options);
+    PipelineRuntime pipeline =
+        make_pipeline(config.schedule, stages, config.microbatches, loss_of(config), options);
     const std::int64_t rows = config.rows / dp;
     for (int step = 0; step < kSteps; ++step) {
       const Batch batch = batch_of(definition, config, step);
-      const StepResult result = pipeline.step(Tree::tuple({batch.args[0].tensor().narrow(0, twin * rows, rows)}), {}, batch.target.narrow(0, twin * rows, rows));
+      const StepResult result =
+          pipeline.step(Tree::tuple({batch.args[0].tensor().narrow(0, twin * rows, rows)}), {},
+                        batch.target.narrow(0, twin * rows, rows));
       StepRecord mine;  // gathered before the lock is taken
       for (const Part& part : parts) {
-        for (const at::Tensor& parameter : part->parameters()) EXPECT_EQ(shard_of(parameter)->state(), ShardGroupState::Sharded);
+        for (const at::Tensor& parameter : part->parameters())
+          EXPECT_EQ(shard_of(parameter)->state(), ShardGroupState::Sharded);
         note_parameters(part, mine, true);
         sgd(part, config.lr);
         note_parameters(part, mine, false);
@@ -282,23 +305,31 @@ void expect_equal(const RunRecord& actual, const RunRecord& expected) {
     EXPECT_TRUE(step > 0 || a.output.equal(e.output)) << at << "output";
     expect_close(a.output, e.output, at + "output");
     ASSERT_EQ(a.grads.size(), e.grads.size());
-    for (const auto& [name, gradient] : e.grads) expect_close(a.grads.at(name), gradient, at + "gradient of " + name);
+    for (const auto& [name, gradient] : e.grads)
+      expect_close(a.grads.at(name), gradient, at + "gradient of " + name);
     for (const auto& [name, parameter] : e.params) expect_close(a.params.at(name), parameter, at + name);
     expect_close(a.evaluation, e.evaluation, at + "evaluation");
     ASSERT_EQ(a.evaluation_losses.size(), e.evaluation_losses.size()) << at;
-    for (std::size_t m = 0; m < e.evaluation_losses.size(); ++m) expect_close(a.evaluation_losses[m], e.evaluation_losses[m], at + "loss " + std::to_string(m) + " of the evaluation");
+    for (std::size_t m = 0; m < e.evaluation_losses.size(); ++m)
+      expect_close(a.evaluation_losses[m], e.evaluation_losses[m],
+                   at + "loss " + std::to_string(m) + " of the evaluation");
   }
 }
 
 // A tensor, or an object with the tensor under "output" and the losses of the microbatches.
 void expect_evaluation(const StepRecord& actual, const json& expected) {
   for (const auto& [key, value] : expected.items())
-    EXPECT_TRUE(key == "output" || key == "micro_losses" || key == "shape" || key == "values" || key == "dtype" || key == "batch") << "evaluation: " << key << " is not known here";
-  expect_close(actual.evaluation, tensor_of(expected.contains("output") ? expected.at("output") : expected), "reference, evaluation");
+    EXPECT_TRUE(key == "output" || key == "micro_losses" || key == "shape" || key == "values" ||
+                key == "dtype" || key == "batch")
+        << "evaluation: " << key << " is not known here";
+  expect_close(actual.evaluation, tensor_of(expected.contains("output") ? expected.at("output") : expected),
+               "reference, evaluation");
   if (!expected.contains("micro_losses")) return;
   const auto losses = expected.at("micro_losses").get<std::vector<float>>();
   ASSERT_EQ(actual.evaluation_losses.size(), losses.size());
-  for (std::size_t m = 0; m < losses.size(); ++m) expect_close(actual.evaluation_losses[m], at::scalar_tensor(losses[m]), "reference, loss " + std::to_string(m) + " of the evaluation");
+  for (std::size_t m = 0; m < losses.size(); ++m)
+    expect_close(actual.evaluation_losses[m], at::scalar_tensor(losses[m]),
+                 "reference, loss " + std::to_string(m) + " of the evaluation");
 }
 
 void expect_reference(const RunRecord& actual, const json& expected) {
@@ -307,14 +338,18 @@ void expect_reference(const RunRecord& actual, const json& expected) {
     const std::string at = "reference, step " + step.at("step").dump() + " ";
     const auto losses = step.at("micro_losses").get<std::vector<float>>();
     ASSERT_EQ(a.losses.size(), losses.size());
-    for (std::size_t m = 0; m < losses.size(); ++m) expect_close(a.losses[m], at::scalar_tensor(losses[m]), at + "loss " + std::to_string(m));
+    for (std::size_t m = 0; m < losses.size(); ++m)
+      expect_close(a.losses[m], at::scalar_tensor(losses[m]), at + "loss " + std::to_string(m));
     ASSERT_EQ(a.grads.size(), step.at("grads").size());
-    for (const auto& [name, gradient] : step.at("grads").items()) expect_close(a.grads.at(name), tensor_of(gradient), at + "gradient of " + name);
-    for (const auto& [name, parameter] : step.at("params_after").items()) expect_close(a.params.at(name), tensor_of(parameter), at + name);
+    for (const auto& [name, gradient] : step.at("grads").items())
+      expect_close(a.grads.at(name), tensor_of(gradient), at + "gradient of " + name);
+    for (const auto& [name, parameter] : step.at("params_after").items())
+      expect_close(a.params.at(name), tensor_of(parameter), at + name);
     expect_close(a.output, tensor_of(step.at("output")), at + "output");
     if (step.contains("eval")) expect_evaluation(a, step.at("eval"));
   }
-  if (expected.contains("eval") && expected.at("eval").is_object()) expect_evaluation(actual.back(), expected.at("eval"));
+  if (expected.contains("eval") && expected.at("eval").is_object())
+    expect_evaluation(actual.back(), expected.at("eval"));
 }
 
 struct Reference {
@@ -326,7 +361,8 @@ Reference reference() {
   Reference read;
   read.index = test::golden_index("pipeline_numerics");
   const json top = test::read_json(test::golden_folder() / "index.json");
-  read.folder = (test::golden_folder() / top.at("sections").at("pipeline_numerics").get<std::string>()).parent_path();
+  read.folder =
+      (test::golden_folder() / top.at("sections").at("pipeline_numerics").get<std::string>()).parent_path();
   read.definition = test::read_json(read.folder / "definition.json");
   EXPECT_EQ(read.index.at("cases").size(), top.at("counts").at("pipeline_numerics").get<std::size_t>());
   return read;
@@ -342,8 +378,10 @@ TEST(GoldenPipeline, EveryShardedCase) {
     ASSERT_EQ(item.at("mesh_dims"), (json{"pp", "dp"}));
     int next = 0;
     for (const json& row : item.at("mesh"))
-      for (const json& rank : row) ASSERT_EQ(rank.get<int>(), next++) << "ranks in another order than sharded_run has them";
-    const std::vector<RunRecord> actual = sharded_run(definition, Case(item), static_cast<int>(item.at("mesh").size()));
+      for (const json& rank : row)
+        ASSERT_EQ(rank.get<int>(), next++) << "ranks in another order than sharded_run has them";
+    const std::vector<RunRecord> actual =
+        sharded_run(definition, Case(item), static_cast<int>(item.at("mesh").size()));
     const json expected = test::read_json(folder / item.at("file").get<std::string>());
     for (const json& step : expected.at("steps")) {
       const auto number = step.at("step").get<std::size_t>();
@@ -352,10 +390,13 @@ TEST(GoldenPipeline, EveryShardedCase) {
         const StepRecord& a = actual[twin].at(number);
         const auto losses = step.at("micro_losses_by_dp_rank").at(twin).get<std::vector<float>>();
         ASSERT_EQ(a.losses.size(), losses.size()) << at;
-        for (std::size_t m = 0; m < losses.size(); ++m) expect_close(a.losses[m], at::scalar_tensor(losses[m]), at + "loss " + std::to_string(m));
+        for (std::size_t m = 0; m < losses.size(); ++m)
+          expect_close(a.losses[m], at::scalar_tensor(losses[m]), at + "loss " + std::to_string(m));
         ASSERT_EQ(a.grads.size(), step.at("grads").size());
-        for (const auto& [name, gradient] : step.at("grads").items()) expect_close(a.grads.at(name), tensor_of(gradient), at + "gradient of " + name);
-        for (const auto& [name, parameter] : step.at("params_after").items()) expect_close(a.params.at(name), tensor_of(parameter), at + name);
+        for (const auto& [name, gradient] : step.at("grads").items())
+          expect_close(a.grads.at(name), tensor_of(gradient), at + "gradient of " + name);
+        for (const auto& [name, parameter] : step.at("params_after").items())
+          expect_close(a.params.at(name), tensor_of(parameter), at + name);
       }
     }
     ++run;
@@ -373,7 +414,8 @@ TEST(GoldenPipeline, EveryCase) {
     const Case config(item);
     const RunRecord actual = pipeline_run(definition, config);
     expect_equal(actual, one_process(definition, config));
-    if (!item.contains("error_type") || item.at("error_type").is_null()) expect_reference(actual, test::read_json(folder / item.at("file").get<std::string>()));
+    if (!item.contains("error_type") || item.at("error_type").is_null())
+      expect_reference(actual, test::read_json(folder / item.at("file").get<std::string>()));
     ++run;
   }
   EXPECT_GT(run, 0);

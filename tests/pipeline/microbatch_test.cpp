@@ -12,8 +12,8 @@
 namespace penstock {
 namespace microbatch_test {
 
-using test::message_of;
 using nlohmann::json;
+using test::message_of;
 using Numbers = std::vector<std::int64_t>;
 
 // A value of the reference data: a leaf says whether it is a tensor; lists are tuples.
@@ -71,7 +71,8 @@ void expect_equal(const json& expected, const Tree& actual, const std::string& w
   if (expected.is_array() || !expected.contains("tensor")) {
     ASSERT_EQ(actual.size(), expected.size()) << where;
     if (expected.is_array())
-      for (std::size_t i = 0; i < expected.size(); ++i) expect_equal(expected[i], actual[i], where + "[" + std::to_string(i) + "]");
+      for (std::size_t i = 0; i < expected.size(); ++i)
+        expect_equal(expected[i], actual[i], where + "[" + std::to_string(i) + "]");
     else
       for (const auto& [key, value] : expected.items()) expect_equal(value, actual[key], where + "." + key);
     return;
@@ -91,8 +92,9 @@ TEST(GoldenMicrobatch, Splits) {
   for (const json& item : index.at("splits")) {
     const std::string id = item.at("id");
     const auto split = [&] {
-      return split_microbatches(tree_of(item.at("args")), tree_of(item.at("kwargs")), item.at("chunks").get<int>(),
-                                {.args = spec_of(item.at("args_spec")), .kwargs = spec_of(item.at("kwargs_spec"))});
+      return split_microbatches(
+          tree_of(item.at("args")), tree_of(item.at("kwargs")), item.at("chunks").get<int>(),
+          {.args = spec_of(item.at("args_spec")), .kwargs = spec_of(item.at("kwargs_spec"))});
     };
     if (item.contains("error_type")) {
       EXPECT_THROW(split(), ValueError) << id;
@@ -137,7 +139,8 @@ void expect_better(const json& chunks, const Merge& merge, const std::string& id
     if (parts.empty()) {
       EXPECT_EQ(merged[leaf].to_string(), leaves[0][leaf].to_string()) << id;
     } else {
-      EXPECT_TRUE(at::equal(merged[leaf].tensor(), parts[0].dim() == 0 ? at::stack(parts) : at::cat(parts))) << id;
+      EXPECT_TRUE(at::equal(merged[leaf].tensor(), parts[0].dim() == 0 ? at::stack(parts) : at::cat(parts)))
+          << id;
     }
   }
 }
@@ -154,7 +157,8 @@ TEST(GoldenMicrobatch, Merges) {
     const std::string error = item.value("error_type", "");
     if (item.at("spec").is_null() && (error == "RuntimeError" || error == "TypeError")) {
       expect_better(item.at("chunks"), merge, id);
-    } else if (error == "ValueError" && item.at("chunks")[0].is_array() && item.at("spec").is_object() && item.at("spec").contains("chunk_dim")) {
+    } else if (error == "ValueError" && item.at("chunks")[0].is_array() && item.at("spec").is_object() &&
+               item.at("spec").contains("chunk_dim")) {
       EXPECT_NO_THROW(merge()) << id;  // Penstock accepts one entry for all leaves of a container
     } else if (!error.empty()) {
       EXPECT_THROW(merge(), ValueError) << id;
@@ -192,7 +196,8 @@ TEST(Microbatch, MergeUndoesSplit) {
 
 TEST(Microbatch, OneSpecServesAContainer) {
   const at::Tensor x = at::ones({2, 6}), y = at::ones({3, 6});
-  const Microbatches parts = split_microbatches(Tree::tuple({Tree::list({x, y}), at::ones({5})}), {}, 3, {.args = Tree::tuple({chunk_dim(1), whole()}), .kwargs = {}});
+  const Microbatches parts = split_microbatches(Tree::tuple({Tree::list({x, y}), at::ones({5})}), {}, 3,
+                                                {.args = Tree::tuple({chunk_dim(1), whole()}), .kwargs = {}});
   EXPECT_EQ(parts.count(), 3u);
   EXPECT_EQ(parts.args[2][0][1].tensor().sizes(), at::IntArrayRef({3, 2}));
   EXPECT_EQ(parts.args[2][1].tensor().sizes(), at::IntArrayRef({5}));
@@ -205,19 +210,27 @@ TEST(Microbatch, LossesOfMicrobatchesBecomeAList) {
 
 // The numbers and dtypes are those of PyTorch 2.14's merge_chunks with sum_reducer.
 TEST(Microbatch, ReducersFoldWhatMicrobatchesReturn) {
-  const auto sum = [](const std::vector<Tree>& microbatches) { return merge_microbatches(microbatches, sum_reducer()).tensor(); };
-  EXPECT_TRUE(at::equal(sum({at::scalar_tensor(1.5f), at::scalar_tensor(2.f), at::scalar_tensor(4.f)}), at::scalar_tensor(7.5f)));
+  const auto sum = [](const std::vector<Tree>& microbatches) {
+    return merge_microbatches(microbatches, sum_reducer()).tensor();
+  };
+  EXPECT_TRUE(at::equal(sum({at::scalar_tensor(1.5f), at::scalar_tensor(2.f), at::scalar_tensor(4.f)}),
+                        at::scalar_tensor(7.5f)));
   EXPECT_TRUE(at::equal(sum({at::ones({2, 3}), at::full({2, 3}, 2.f)}), at::full({2, 3}, 3.f)));
   EXPECT_EQ(sum({at::ones({2}, at::kLong), at::ones({2}, at::kLong)}).scalar_type(), at::kFloat);
   EXPECT_EQ(sum({at::ones({2}, at::kDouble), at::ones({2}, at::kDouble)}).scalar_type(), at::kDouble);
   EXPECT_TRUE(at::equal(sum({Tree(3), Tree(0.25)}), at::scalar_tensor(3.25f)));
   // One leaf is reduced, others are concatenated.
-  const Tree mixed = merge_microbatches({Tree::dict({{"y", at::ones({1, 2})}, {"loss", at::scalar_tensor(1.f)}}), Tree::dict({{"y", at::zeros({2, 2})}, {"loss", at::scalar_tensor(2.f)}})},
-                                        Tree::dict({{"y", chunk_dim(0)}, {"loss", sum_reducer()}}));
+  const Tree mixed =
+      merge_microbatches({Tree::dict({{"y", at::ones({1, 2})}, {"loss", at::scalar_tensor(1.f)}}),
+                          Tree::dict({{"y", at::zeros({2, 2})}, {"loss", at::scalar_tensor(2.f)}})},
+                         Tree::dict({{"y", chunk_dim(0)}, {"loss", sum_reducer()}}));
   EXPECT_EQ(mixed["y"].tensor().sizes(), at::IntArrayRef({3, 2}));
   EXPECT_EQ(mixed["loss"].tensor().item<float>(), 3);
   // In the order of the microbatches, from the initial value.
-  const Tree text = merge_microbatches({Tree("a"), Tree("b"), Tree("c")}, reducer(Tree(">"), [](const Tree& before, const Tree& leaf) { return Tree(before.text() + leaf.text()); }));
+  const Tree text = merge_microbatches({Tree("a"), Tree("b"), Tree("c")},
+                                       reducer(Tree(">"), [](const Tree& before, const Tree& leaf) {
+                                         return Tree(before.text() + leaf.text());
+                                       }));
   EXPECT_EQ(text.text(), ">abc");
   // Gradients pass through.
   const at::Tensor x = at::ones({}).requires_grad_(), y = at::ones({}).requires_grad_();
@@ -227,19 +240,42 @@ TEST(Microbatch, ReducersFoldWhatMicrobatchesReturn) {
   EXPECT_THROW(merge_microbatches({Tree("a")}, sum_reducer()), TypeError);
   EXPECT_THROW(reducer(Tree(), nullptr), ValueError);
   EXPECT_THROW(merge_microbatches({Tree(1)}, Tree::object(c10::IValue(at::Device(at::kCPU)))), ValueError);
-  EXPECT_TRUE(test::has_text(message_of<ValueError>([&] { split_microbatches(Tree::tuple({at::ones({2})}), {}, 2, {.args = Tree::tuple({sum_reducer()}), .kwargs = {}}); }), "only with merge_microbatches"));
+  EXPECT_TRUE(test::has_text(message_of<ValueError>([&] {
+                               split_microbatches(Tree::tuple({at::ones({2})}), {}, 2,
+                                                  {.args = Tree::tuple({sum_reducer()}), .kwargs = {}});
+                             }),
+                             "only with merge_microbatches"));
 }
 
 TEST(Microbatch, SaysWhatIsWrong) {
   const at::Tensor x = at::ones({4, 2});
-  EXPECT_TRUE(test::has_text(message_of<ValueError>([&] { split_microbatches(Tree::tuple({x}), {}, 0); }), "at least 1"));
-  EXPECT_TRUE(test::has_text(message_of<ValueError>([&] { split_microbatches(x, {}, 2); }), "Tree::tuple({x})"));
-  EXPECT_TRUE(test::has_text(message_of<ValueError>([&] { split_microbatches(Tree::tuple({x}), {}, 2, {.args = Tree::tuple({chunk_dim(2)}), .kwargs = {}}); }), "args[0]"));
-  EXPECT_TRUE(test::has_text(message_of<ValueError>([&] { split_microbatches(Tree::tuple({}), Tree::dict({{"n", 3}}), 2, {.args = {}, .kwargs = Tree::dict({{"n", chunk_dim(0)}})}); }), "kwargs['n']"));
-  EXPECT_TRUE(test::has_text(message_of<ValueError>([&] { split_microbatches(Tree::tuple({at::ones({0, 2})}), {}, 2); }), "at least one row"));
+  EXPECT_TRUE(test::has_text(message_of<ValueError>([&] { split_microbatches(Tree::tuple({x}), {}, 0); }),
+                             "at least 1"));
+  EXPECT_TRUE(
+      test::has_text(message_of<ValueError>([&] { split_microbatches(x, {}, 2); }), "Tree::tuple({x})"));
+  EXPECT_TRUE(test::has_text(message_of<ValueError>([&] {
+                               split_microbatches(Tree::tuple({x}), {}, 2,
+                                                  {.args = Tree::tuple({chunk_dim(2)}), .kwargs = {}});
+                             }),
+                             "args[0]"));
+  EXPECT_TRUE(test::has_text(message_of<ValueError>([&] {
+                               split_microbatches(Tree::tuple({}), Tree::dict({{"n", 3}}), 2,
+                                                  {.args = {}, .kwargs = Tree::dict({{"n", chunk_dim(0)}})});
+                             }),
+                             "kwargs['n']"));
+  EXPECT_TRUE(test::has_text(message_of<ValueError>([&] {
+                               split_microbatches(Tree::tuple({at::ones({0, 2})}), {}, 2);
+                             }),
+                             "at least one row"));
   EXPECT_TRUE(test::has_text(message_of<ValueError>([&] { merge_microbatches({}); }), "no microbatches"));
-  EXPECT_TRUE(test::has_text(message_of<ValueError>([&] { merge_microbatches({Tree::tuple({x, 3}), Tree::tuple({x, 4})}); }), "output[1] of microbatch 1"));
-  EXPECT_TRUE(test::has_text(message_of<ValueError>([&] { merge_microbatches({Tree::tuple({x}), Tree::tuple({x, x})}); }), "differs in structure"));
+  EXPECT_TRUE(test::has_text(message_of<ValueError>([&] {
+                               merge_microbatches({Tree::tuple({x, 3}), Tree::tuple({x, 4})});
+                             }),
+                             "output[1] of microbatch 1"));
+  EXPECT_TRUE(test::has_text(message_of<ValueError>([&] {
+                               merge_microbatches({Tree::tuple({x}), Tree::tuple({x, x})});
+                             }),
+                             "differs in structure"));
 }
 
 }  // namespace microbatch_test

@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "penstock/pipeline.h"
+#include "penstock/pipeline/stage/stage_state.h"
 #include "penstock/simulator.h"
 #include "tests/pipeline/parity_scenarios.h"
-#include "penstock/pipeline/stage/stage_state.h"
 
 namespace penstock::test {
 
@@ -29,7 +29,8 @@ struct Outcome {
 
 inline std::vector<at::Tensor> gradients_of(const StageModule& module) {
   std::vector<at::Tensor> found;
-  for (const at::Tensor& parameter : module.parameters()) found.push_back(parameter.grad().defined() ? parameter.grad().clone() : at::Tensor());
+  for (const at::Tensor& parameter : module.parameters())
+    found.push_back(parameter.grad().defined() ? parameter.grad().clone() : at::Tensor());
   return found;
 }
 
@@ -49,13 +50,15 @@ class OneProcess {
         for (const at::Tensor& tensor : stage_outputs(value, stage)) inputs.emplace_back(tensor);
       for (std::size_t k = 0; k < skips_.size(); ++k)
         if (skips_[k].to == stage) inputs.emplace_back(skipped.at(k));
-      value = modules_[static_cast<std::size_t>(stage)].forward(Tree::tuple(inputs), modules_[static_cast<std::size_t>(stage)].takes_kwargs() ? kwargs : Tree());
+      value = modules_[static_cast<std::size_t>(stage)].forward(
+          Tree::tuple(inputs), modules_[static_cast<std::size_t>(stage)].takes_kwargs() ? kwargs : Tree());
       std::vector<std::size_t> leaving;
       for (std::size_t k = 0; k < skips_.size(); ++k)
         if (skips_[k].from == stage) leaving.push_back(k);
       if (leaving.empty()) continue;
       std::vector<at::Tensor> outputs = stage_outputs(value, stage);
-      for (std::size_t i = 0; i < leaving.size(); ++i) skipped[leaving[i]] = outputs[outputs.size() - leaving.size() + i];
+      for (std::size_t i = 0; i < leaving.size(); ++i)
+        skipped[leaving[i]] = outputs[outputs.size() - leaving.size() + i];
       outputs.resize(outputs.size() - leaving.size());
       value = Tree::tuple(std::vector<Tree>(outputs.begin(), outputs.end()));
     }
@@ -97,9 +100,11 @@ class OneProcess {
     const Batch batch = scenario_.batch(kSteps, microbatches);
     const Microbatches parts = split_microbatches(batch.args, batch.kwargs, microbatches);
     std::vector<Tree> outputs;
-    for (std::size_t m = 0; m < parts.count(); ++m) outputs.push_back(forward(parts.args[m], parts.kwargs[m]));
+    for (std::size_t m = 0; m < parts.count(); ++m)
+      outputs.push_back(forward(parts.args[m], parts.kwargs[m]));
     outcome.evaluation = merge_microbatches(outputs).tensor();
-    for (std::size_t s = 0; s < modules_.size(); ++s) outcome.gradients[static_cast<int>(s)] = gradients_of(modules_[s]);
+    for (std::size_t s = 0; s < modules_.size(); ++s)
+      outcome.gradients[static_cast<int>(s)] = gradients_of(modules_[s]);
     return outcome;
   }
 
@@ -120,22 +125,30 @@ struct Layout {
 };
 
 // Runs the scenario on this rank; every rank adds its part to `outcome`.
-inline void run_pipeline(comm::World& world, const Scenario& scenario, const Layout& layout, Outcome& outcome, std::mutex& mutex) {
+inline void run_pipeline(comm::World& world, const Scenario& scenario, const Layout& layout, Outcome& outcome,
+                         std::mutex& mutex) {
   const auto kind = layout.kind;
-  const schedule::Schedule whole = schedule::generate(kind, {.ranks = layout.ranks, .stages_per_rank = layout.stages_per_rank(), .microbatches = layout.microbatches(), .group_size = {}});
+  const schedule::Schedule whole = schedule::generate(kind, {.ranks = layout.ranks,
+                                                             .stages_per_rank = layout.stages_per_rank(),
+                                                             .microbatches = layout.microbatches(),
+                                                             .group_size = {}});
   std::vector<PipelineStage> stages;
   for (const int index : whole.stages().stages_of(world.rank()))
-    stages.emplace_back(scenario.module(index % layout.parts(), layout.parts()), index, layout.stages(), at::kCPU, scenario.options(index % layout.parts(), layout.parts()));
+    stages.emplace_back(scenario.module(index % layout.parts(), layout.parts()), index, layout.stages(),
+                        at::kCPU, scenario.options(index % layout.parts(), layout.parts()));
   PipelineOptions options{world};
   for (SkipTensor skip : scenario.skips(layout.parts()))
     for (int chain = 0; chain < layout.stages() / layout.parts(); ++chain)
-      options.skips.push_back({skip.name, skip.from + chain * layout.parts(), skip.to + chain * layout.parts()});
+      options.skips.push_back(
+          {skip.name, skip.from + chain * layout.parts(), skip.to + chain * layout.parts()});
   PipelineRuntime pipeline(stages, whole, scenario.loss, options);
   for (int step = 0; step < kSteps; ++step) {
     const Batch batch = scenario.batch(step, layout.microbatches());
     const StepResult result = pipeline.step(batch.args, batch.kwargs, batch.target);
     // Measured: as many microbatches in flight as the simulator predicts.
-    EXPECT_EQ(pipeline.report().peak_live_microbatches, plan::simulate(pipeline.schedule(), plan::CostModel{}).ranks[static_cast<std::size_t>(world.rank())].peak_activations);
+    EXPECT_EQ(pipeline.report().peak_live_microbatches, plan::simulate(pipeline.schedule(), plan::CostModel{})
+                                                            .ranks[static_cast<std::size_t>(world.rank())]
+                                                            .peak_activations);
     const std::lock_guard lock(mutex);
     outcome.losses.resize(kSteps);
     outcome.outputs.resize(kSteps);
@@ -144,7 +157,10 @@ inline void run_pipeline(comm::World& world, const Scenario& scenario, const Lay
     // In a bidirectional pipeline rank 0 holds the last stage of the second half of the microbatches.
     const bool second_half = kind == ScheduleKind::DualPipe && world.rank() == 0;
     losses.insert(second_half ? losses.end() : losses.begin(), result.losses.begin(), result.losses.end());
-    if (result.output) output = !output.defined() ? result.output->tensor() : at::cat(second_half ? std::vector{output, result.output->tensor()} : std::vector{result.output->tensor(), output});
+    if (result.output)
+      output = !output.defined() ? result.output->tensor()
+                                 : at::cat(second_half ? std::vector{output, result.output->tensor()}
+                                                       : std::vector{result.output->tensor(), output});
   }
   const Batch batch = scenario.batch(kSteps, layout.microbatches());
   const StepResult result = pipeline.eval(batch.args, batch.kwargs);
@@ -152,7 +168,9 @@ inline void run_pipeline(comm::World& world, const Scenario& scenario, const Lay
   if (result.output) {
     const bool second_half = kind == ScheduleKind::DualPipe && world.rank() == 0;
     at::Tensor& output = outcome.evaluation;
-    output = !output.defined() ? result.output->tensor() : at::cat(second_half ? std::vector{output, result.output->tensor()} : std::vector{result.output->tensor(), output});
+    output = !output.defined() ? result.output->tensor()
+                               : at::cat(second_half ? std::vector{output, result.output->tensor()}
+                                                     : std::vector{result.output->tensor(), output});
   }
   for (const PipelineStage& stage : stages) outcome.gradients[stage.index()] = gradients_of(stage.module());
 }
@@ -161,16 +179,22 @@ inline void expect_close(const at::Tensor& actual, const at::Tensor& expected, c
   ASSERT_EQ(actual.defined(), expected.defined()) << what;
   if (!expected.defined()) return;
   ASSERT_EQ(actual.sizes(), expected.sizes()) << what;
-  EXPECT_LE((actual - expected).abs().max().item<double>(), 1e-6 + 1e-5 * expected.abs().max().item<double>()) << what;
+  EXPECT_LE((actual - expected).abs().max().item<double>(), 1e-6 + 1e-5 * expected.abs().max().item<double>())
+      << what;
 }
 
 // Bitwise except for gradients; or all within a tolerance, where received data may be summed in another
 // order.
-inline void expect_same(const Outcome& actual, const Outcome& expected, const Layout& layout, bool exact = true) {
-  const auto same = [&](const at::Tensor& a, const at::Tensor& b) { return a.sizes() == b.sizes() && (exact ? a.equal(b) : at::allclose(a, b, 1e-10, 1e-10)); };
+inline void expect_same(const Outcome& actual, const Outcome& expected, const Layout& layout,
+                        bool exact = true) {
+  const auto same = [&](const at::Tensor& a, const at::Tensor& b) {
+    return a.sizes() == b.sizes() && (exact ? a.equal(b) : at::allclose(a, b, 1e-10, 1e-10));
+  };
   for (std::size_t step = 0; step < kSteps; ++step) {
     ASSERT_EQ(actual.losses[step].size(), expected.losses[step].size());
-    for (std::size_t m = 0; m < expected.losses[step].size(); ++m) EXPECT_TRUE(same(actual.losses[step][m], expected.losses[step][m])) << "loss " << m << " of step " << step;
+    for (std::size_t m = 0; m < expected.losses[step].size(); ++m)
+      EXPECT_TRUE(same(actual.losses[step][m], expected.losses[step][m]))
+          << "loss " << m << " of step " << step;
     EXPECT_TRUE(same(actual.outputs[step], expected.outputs[step])) << "output of step " << step;
   }
   EXPECT_TRUE(same(actual.evaluation, expected.evaluation)) << "evaluation";
@@ -178,7 +202,9 @@ inline void expect_same(const Outcome& actual, const Outcome& expected, const La
   for (const auto& [stage, gradients] : actual.gradients) {
     const auto& wanted = expected.gradients.at(stage % layout.parts());
     ASSERT_EQ(gradients.size(), wanted.size());
-    for (std::size_t i = 0; i < wanted.size(); ++i) expect_close(gradients[i], wanted[i], "gradient " + std::to_string(i) + " of stage " + std::to_string(stage));
+    for (std::size_t i = 0; i < wanted.size(); ++i)
+      expect_close(gradients[i], wanted[i],
+                   "gradient " + std::to_string(i) + " of stage " + std::to_string(stage));
   }
 }
 

@@ -25,11 +25,13 @@ TEST_P(Parity, EqualsOneProcess) {
   std::vector<Outcome> outcomes(scenarios.size());
   std::mutex mutex;
   comm::run_ranks(layout.ranks, 120s, [&](comm::World& world) {
-    for (std::size_t i = 0; i < scenarios.size(); ++i) test::run_pipeline(world, scenarios[i], layout, outcomes[i], mutex);
+    for (std::size_t i = 0; i < scenarios.size(); ++i)
+      test::run_pipeline(world, scenarios[i], layout, outcomes[i], mutex);
   });
   for (std::size_t i = 0; i < scenarios.size(); ++i) {
     SCOPED_TRACE(scenarios[i].name);
-    test::expect_same(outcomes[i], OneProcess(scenarios[i], layout.parts()).run(layout.microbatches()), layout);
+    test::expect_same(outcomes[i], OneProcess(scenarios[i], layout.parts()).run(layout.microbatches()),
+                      layout);
   }
 }
 
@@ -40,10 +42,11 @@ std::vector<Layout> layouts() {
   return all;
 }
 
-INSTANTIATE_TEST_SUITE_P(Schedules, Parity, testing::ValuesIn(layouts()), [](const testing::TestParamInfo<Layout>& info) {
-  std::string name(schedule::to_text(info.param.kind));
-  return name + "On" + std::to_string(info.param.ranks);
-});
+INSTANTIATE_TEST_SUITE_P(Schedules, Parity, testing::ValuesIn(layouts()),
+                         [](const testing::TestParamInfo<Layout>& info) {
+                           std::string name(schedule::to_text(info.param.kind));
+                           return name + "On" + std::to_string(info.param.ranks);
+                         });
 
 }  // namespace parity_test
 }  // namespace penstock

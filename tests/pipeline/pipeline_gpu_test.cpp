@@ -11,9 +11,9 @@
 
 #include "penstock/deferred_linear.h"
 #include "penstock/pipeline.h"
+#include "penstock/pipeline/runtime/last_trace.h"
 #include "penstock/torch/compat/streams.h"
 #include "tests/pipeline/parity_scenarios.h"
-#include "penstock/pipeline/runtime/last_trace.h"
 
 namespace penstock {
 namespace pipeline_gpu_test {
@@ -40,7 +40,11 @@ TEST(PipelineOnAGpu, EverySchedule) {
         copies.back()->to(device);
         all.emplace_back(StageModule(blocks.back()), i, stages, device);
       }
-      PipelineRuntime pipeline(all, schedule::generate(kind, {.ranks = 1, .stages_per_rank = stages, .microbatches = kMicrobatches, .group_size = {}}), test::square_loss(), {world});
+      PipelineRuntime pipeline(
+          all,
+          schedule::generate(
+              kind, {.ranks = 1, .stages_per_rank = stages, .microbatches = kMicrobatches, .group_size = {}}),
+          test::square_loss(), {world});
       const test::Batch batch = test::plain_batch(0, 2 * kMicrobatches + 1);
       const at::Tensor x = batch.args[0].tensor().to(device), target = batch.target.tensor().to(device);
       const StepResult result = pipeline.step(Tree::tuple({x}), {}, target);
@@ -55,15 +59,19 @@ TEST(PipelineOnAGpu, EverySchedule) {
         loss.backward();
       }
       for (int i = 0; i < stages; ++i) {
-        const auto ours = blocks[static_cast<std::size_t>(i)]->parameters(), plain = copies[static_cast<std::size_t>(i)]->parameters();
-        for (std::size_t k = 0; k < ours.size(); ++k) EXPECT_TRUE(at::allclose(ours[k].grad(), plain[k].grad() / kMicrobatches, 1e-4, 1e-6)) << "stage " << i << ", parameter " << k;
+        const auto ours = blocks[static_cast<std::size_t>(i)]->parameters(),
+                   plain = copies[static_cast<std::size_t>(i)]->parameters();
+        for (std::size_t k = 0; k < ours.size(); ++k)
+          EXPECT_TRUE(at::allclose(ours[k].grad(), plain[k].grad() / kMicrobatches, 1e-4, 1e-6))
+              << "stage " << i << ", parameter " << k;
       }
       EXPECT_TRUE(result.output->tensor().is_cuda());
     });
   }
 }
 
-// ------------------------------------------------------------------------------------------------- overlapped units on two streams
+// -------------------------------------------------------------------------------------------------
+// overlapped units on two streams
 
 constexpr std::int64_t kWide = 512;
 constexpr int kBlocks = 4;
@@ -102,10 +110,15 @@ void expect_what_one_process_gives(const c10::Device& device, bool deferred) {
       }
       stages.emplace_back(StageModule::chain(chain), s, 2, device);
     }
-    PipelineRuntime pipeline(stages, schedule::generate(ScheduleKind::DualPipeV, {.ranks = 1, .stages_per_rank = 2, .microbatches = kMany, .group_size = {}}), test::square_loss(), {world});
+    PipelineRuntime pipeline(
+        stages,
+        schedule::generate(ScheduleKind::DualPipeV,
+                           {.ranks = 1, .stages_per_rank = 2, .microbatches = kMany, .group_size = {}}),
+        test::square_loss(), {world});
     for (int step = 0; step < 4; ++step) {
       const std::int64_t rows = kMany * (64 + 32 * step);
-      const at::Tensor x = test::values({rows, kWide}, 5 + step).to(device), target = test::values({rows, kWide}, 50 + step).to(device);
+      const at::Tensor x = test::values({rows, kWide}, 5 + step).to(device),
+                       target = test::values({rows, kWide}, 50 + step).to(device);
       const StepResult result = pipeline.step(Tree::tuple({x}), {}, target);
       EXPECT_GT(pipeline.report().units_on_two_streams, 0);
       const auto trace = trace_last_step(pipeline);
@@ -125,8 +138,10 @@ void expect_what_one_process_gives(const c10::Device& device, bool deferred) {
         for (std::size_t k = 0; k < ours.size(); ++k) {
           const at::Tensor wanted = plain[k].grad() / kMany;
           // A deferred layer may sum its weight gradients with other kernels.
-          EXPECT_TRUE(deferred ? at::allclose(ours[k].grad(), wanted, 1e-4, 1e-5) : ours[k].grad().equal(wanted)) << "step " << step << ", block " << i << ", parameter " << k << ", off by "
-                                                                     << (ours[k].grad() - wanted).abs().max().item<float>();
+          EXPECT_TRUE(deferred ? at::allclose(ours[k].grad(), wanted, 1e-4, 1e-5)
+                               : ours[k].grad().equal(wanted))
+              << "step " << step << ", block " << i << ", parameter " << k << ", off by "
+              << (ours[k].grad() - wanted).abs().max().item<float>();
           ours[k].mutable_grad() = at::Tensor();
           plain[k].mutable_grad() = at::Tensor();
         }

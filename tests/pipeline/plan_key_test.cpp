@@ -20,13 +20,18 @@ TEST(StagePlans, AnIntegerThatChangesAShape) {
   for (const TrialRun trial : kTrials)
     comm::run_ranks(2, 20s, [&](comm::World& world) {
       Block block(world.rank());
-      const StageModule module([block, &world](at::Tensor x, const Tree& kwargs) mutable {
-        const at::Tensor h = block->forward(x);
-        return world.rank() == 0 ? h.repeat({1, kwargs["times"].integer(), 1}) : h;
-      }, {block.ptr()});
-      Schedule1F1B pipeline(PipelineStage(module, world.rank(), 2, at::kCPU, with(trial)), 2, [](const at::Tensor& y, const at::Tensor& t) { return (y - t).pow(2).mean(); }, {world});
+      const StageModule module(
+          [block, &world](at::Tensor x, const Tree& kwargs) mutable {
+            const at::Tensor h = block->forward(x);
+            return world.rank() == 0 ? h.repeat({1, kwargs["times"].integer(), 1}) : h;
+          },
+          {block.ptr()});
+      Schedule1F1B pipeline(PipelineStage(module, world.rank(), 2, at::kCPU, with(trial)), 2,
+                            [](const at::Tensor& y, const at::Tensor& t) { return (y - t).pow(2).mean(); },
+                            {world});
       for (const int times : {1, 3, 1, 2}) {
-        const StepResult result = pipeline.step(Tree::tuple({values({4, 1, kWidth}, 3)}), Tree::dict({{"times", times}}), values({4, 1, kWidth}, 4));
+        const StepResult result = pipeline.step(Tree::tuple({values({4, 1, kWidth}, 3)}),
+                                                Tree::dict({{"times", times}}), values({4, 1, kWidth}, 4));
         if (world.rank() == 1) {
           EXPECT_EQ(result.output->tensor().sizes(), (std::vector<std::int64_t>{4, times, kWidth}));
         }
@@ -39,7 +44,8 @@ TEST(StagePlans, AnIntegerThatChangesAShape) {
 TEST(StagePlans, ParametersThatAreFrozenAndUnfrozenBetweenSteps) {
   comm::run_ranks(2, 20s, [](comm::World& world) {
     Block block(world.rank());
-    Schedule1F1B pipeline(PipelineStage(StageModule(block), world.rank(), 2, at::kCPU), 2, test::square_loss(), {world});
+    Schedule1F1B pipeline(PipelineStage(StageModule(block), world.rank(), 2, at::kCPU), 2,
+                          test::square_loss(), {world});
     const test::Batch batch = test::plain_batch(0, 4);
     for (const bool trains : {false, true, false, true}) {
       if (world.rank() == 0)

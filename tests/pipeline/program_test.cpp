@@ -15,9 +15,9 @@
 #include <thread>
 
 #include "penstock/errors.h"
-#include "penstock/pipeline/program/executor.h"
 #include "penstock/generators.h"
 #include "penstock/lower.h"
+#include "penstock/pipeline/program/executor.h"
 #include "penstock/schedule.h"
 #include "penstock/validate.h"
 #include "tests/has_text.h"
@@ -36,7 +36,9 @@ using namespace std::chrono_literals;
 class Wires {
  public:
   using Key = std::tuple<Channel::Kind, int, int, int>;
-  static Key key(const Channel& channel) { return {channel.kind, channel.from_stage, channel.to_stage, channel.skip}; }
+  static Key key(const Channel& channel) {
+    return {channel.kind, channel.from_stage, channel.to_stage, channel.skip};
+  }
 
   void send(const Channel& channel, int microbatch) {
     const std::lock_guard lock(mutex_);
@@ -66,7 +68,8 @@ class Wires {
 // Executes instructions on tokens and records every action that did not find what it needs.
 class Tokens final : public StepActions {
  public:
-  Tokens(const Program& program, const schedule::StageMap& map, Wires& wires) : program_(program), map_(map), wires_(wires) {}
+  Tokens(const Program& program, const schedule::StageMap& map, Wires& wires)
+      : program_(program), map_(map), wires_(wires) {}
 
   void compute(std::span<const Instruction> unit) override {
     for (const Instruction& each : unit) run(each.action);
@@ -79,7 +82,8 @@ class Tokens final : public StepActions {
     const int microbatch = *instruction.action.microbatch();
     const auto at = posted_.find({instruction.channel, microbatch});
     if (at == posted_.end()) return report("waits for a receive that was not posted", instruction);
-    if (wires_.receive(channel, at->second) != microbatch) return report("another microbatch arrived, or none", instruction);
+    if (wires_.receive(channel, at->second) != microbatch)
+      return report("another microbatch arrived, or none", instruction);
     arrive(channel, microbatch);
   }
   void send(const Instruction& instruction, const Channel& channel) override {
@@ -104,34 +108,47 @@ class Tokens final : public StepActions {
  private:
   using Work = std::pair<ActionKind, std::pair<int, int>>;  // kind, stage, microbatch
 
-  bool has(ActionKind kind, int stage, int microbatch) const { return done_.contains({kind, {stage, microbatch}}); }
-  void arrive(const Channel& channel, int microbatch) { ++here_[{channel.kind, {channel.to_stage, microbatch}}]; }
+  bool has(ActionKind kind, int stage, int microbatch) const {
+    return done_.contains({kind, {stage, microbatch}});
+  }
+  void arrive(const Channel& channel, int microbatch) {
+    ++here_[{channel.kind, {channel.to_stage, microbatch}}];
+  }
   int needed(Channel::Kind kind, int stage) const {
     int count = 0;
-    for (const Channel& channel : program_.channels) count += channel.kind == kind && channel.to_stage == stage;
+    for (const Channel& channel : program_.channels)
+      count += channel.kind == kind && channel.to_stage == stage;
     return count;
   }
 
   void run(const Action& action) {
     const int stage = action.stage(), microbatch = *action.microbatch();
     const Work work{action.kind(), {stage, microbatch}};
-    if (map_.rank_of(action.stage()) != program_.rank) problems_.push_back("on the wrong rank: " + schedule::to_text(action));
+    if (map_.rank_of(action.stage()) != program_.rank)
+      problems_.push_back("on the wrong rank: " + schedule::to_text(action));
     if (!done_.insert(work).second) problems_.push_back("twice: " + schedule::to_text(action));
     const bool backward = action.kind() == ActionKind::Backward || action.kind() == ActionKind::BackwardInput;
-    if (action.kind() == ActionKind::Forward && (here_[{Channel::Kind::Activation, {stage, microbatch}}] != needed(Channel::Kind::Activation, stage)))
+    if (action.kind() == ActionKind::Forward &&
+        (here_[{Channel::Kind::Activation, {stage, microbatch}}] != needed(Channel::Kind::Activation, stage)))
       problems_.push_back("without all of its inputs: " + schedule::to_text(action));
-    if (backward && (!has(ActionKind::Forward, stage, microbatch) || here_[{Channel::Kind::Gradient, {stage, microbatch}}] != needed(Channel::Kind::Gradient, stage)))
+    if (backward &&
+        (!has(ActionKind::Forward, stage, microbatch) ||
+         here_[{Channel::Kind::Gradient, {stage, microbatch}}] != needed(Channel::Kind::Gradient, stage)))
       problems_.push_back("without forward or gradients: " + schedule::to_text(action));
-    if (action.kind() == ActionKind::BackwardWeight && !has(ActionKind::BackwardInput, stage, microbatch)) problems_.push_back("without I: " + schedule::to_text(action));
+    if (action.kind() == ActionKind::BackwardWeight && !has(ActionKind::BackwardInput, stage, microbatch))
+      problems_.push_back("without I: " + schedule::to_text(action));
   }
   void check_made(const Instruction& instruction, const Channel& channel) {
     const int microbatch = *instruction.action.microbatch();
     const bool made = channel.kind == Channel::Kind::Activation
                           ? has(ActionKind::Forward, channel.from_stage, microbatch)
-                          : has(ActionKind::Backward, channel.from_stage, microbatch) || has(ActionKind::BackwardInput, channel.from_stage, microbatch);
+                          : has(ActionKind::Backward, channel.from_stage, microbatch) ||
+                                has(ActionKind::BackwardInput, channel.from_stage, microbatch);
     if (!made) report("sends what it has not made", instruction);
   }
-  void report(const std::string& what, const Instruction& instruction) { problems_.push_back(what + ": " + to_text(program_, instruction)); }
+  void report(const std::string& what, const Instruction& instruction) {
+    problems_.push_back(what + ": " + to_text(program_, instruction));
+  }
 
   const Program& program_;
   const schedule::StageMap& map_;
@@ -145,12 +162,14 @@ class Tokens final : public StepActions {
   bool finished_ = false;
 };
 
-void execute_everywhere(const Schedule& lowered, const std::vector<SkipConnection>& skips, const ProgramOptions& options) {
+void execute_everywhere(const Schedule& lowered, const std::vector<SkipConnection>& skips,
+                        const ProgramOptions& options) {
   Wires wires;
   std::vector<Program> programs;
   std::deque<StepProgress> progress(static_cast<std::size_t>(lowered.ranks()));
   std::deque<Tokens> ranks;
-  for (int rank = 0; rank < lowered.ranks(); ++rank) programs.push_back(compile_program(lowered, rank, skips, options));
+  for (int rank = 0; rank < lowered.ranks(); ++rank)
+    programs.push_back(compile_program(lowered, rank, skips, options));
   for (const Program& program : programs) ranks.emplace_back(program, lowered.stages(), wires);
   std::atomic<bool> stop = false;
   std::thread watcher([&] {
@@ -178,18 +197,24 @@ void execute_everywhere(const Schedule& lowered, const std::vector<SkipConnectio
     EXPECT_EQ(ranks[rank].problems(), std::vector<std::string>{}) << "rank " << rank;
     EXPECT_EQ(progress[rank].read().instruction, StepProgress::kNone);
     ASSERT_EQ(times[rank].size(), programs[rank].instructions.size() + 1);
-    for (std::size_t i = 1; i < times[rank].size(); ++i) EXPECT_GE(times[rank][i].end_ns, times[rank][i - 1].begin_ns);
+    for (std::size_t i = 1; i < times[rank].size(); ++i)
+      EXPECT_GE(times[rank][i].end_ns, times[rank][i - 1].begin_ns);
     forwards += ranks[rank].done(ActionKind::Forward);
-    for (const Instruction& each : programs[rank].instructions) transfers += each.kind == Instruction::Kind::Await;
+    for (const Instruction& each : programs[rank].instructions)
+      transfers += each.kind == Instruction::Kind::Await;
   }
   std::size_t expected = 0;
-  for (const schedule::Chain& chain : lowered.stages().chains()) expected += static_cast<std::size_t>(chain.stages * chain.microbatches);
+  for (const schedule::Chain& chain : lowered.stages().chains())
+    expected += static_cast<std::size_t>(chain.stages * chain.microbatches);
   EXPECT_EQ(forwards, expected);
   EXPECT_EQ(wires.sent(), transfers);
 }
 
 PipelineShape shape_of(ScheduleKind kind, int ranks, int microbatches) {
-  return {.ranks = ranks, .stages_per_rank = schedule::required_stages_per_rank(kind).value_or(3), .microbatches = microbatches, .group_size = {}};
+  return {.ranks = ranks,
+          .stages_per_rank = schedule::required_stages_per_rank(kind).value_or(3),
+          .microbatches = microbatches,
+          .group_size = {}};
 }
 
 TEST(Program, EverySchedulesActionsFindTheirData) {
@@ -197,7 +222,8 @@ TEST(Program, EverySchedulesActionsFindTheirData) {
     for (const int ranks : {1, 2, 4})
       for (const int post_ahead : {0, 1, 2, 100}) {
         if (kind == ScheduleKind::DualPipe && ranks == 1) continue;
-        SCOPED_TRACE(std::string(schedule::to_text(kind)) + " on " + std::to_string(ranks) + ", ahead " + std::to_string(post_ahead));
+        SCOPED_TRACE(std::string(schedule::to_text(kind)) + " on " + std::to_string(ranks) + ", ahead " +
+                     std::to_string(post_ahead));
         const Schedule lowered = executable(schedule::generate(kind, shape_of(kind, ranks, 2 * ranks)));
         execute_everywhere(lowered, {}, {.has_backward = true, .post_ahead = post_ahead});
         execute_everywhere(forward_only(lowered), {}, {.has_backward = false, .post_ahead = post_ahead});
@@ -220,19 +246,23 @@ TEST(Program, SkipConnectionsInEverySchedule) {
 }
 
 TEST(Program, ReceivesAreDeferredAsTheUserWroteThem) {
-  const Schedule compute = schedule::generate(ScheduleKind::Interleaved1F1B, shape_of(ScheduleKind::Interleaved1F1B, 4, 8));
-  execute_everywhere(executable(schedule::lower(compute, {.defer_receives = true, .unshard = false})), {}, {});
+  const Schedule compute =
+      schedule::generate(ScheduleKind::Interleaved1F1B, shape_of(ScheduleKind::Interleaved1F1B, 4, 8));
+  execute_everywhere(executable(schedule::lower(compute, {.defer_receives = true, .unshard = false})), {},
+                     {});
 }
 
 // On one rank a lowered schedule has no transfers; it is executed unchanged.
 TEST(Program, ALoweredScheduleOfOneRankIsNotLoweredAgain) {
-  const Schedule lowered = schedule::lower(schedule::generate(ScheduleKind::OneFOneB, {.ranks = 1, .stages_per_rank = 1, .microbatches = 3, .group_size = {}}));
+  const Schedule lowered = schedule::lower(schedule::generate(
+      ScheduleKind::OneFOneB, {.ranks = 1, .stages_per_rank = 1, .microbatches = 3, .group_size = {}}));
   EXPECT_EQ(executable(lowered, false), lowered);
   EXPECT_EQ(executable(lowered, true), lowered);
 }
 
 TEST(Program, PostsComeEarlierAndKeepTheirOrder) {
-  const Schedule lowered = executable(schedule::generate(ScheduleKind::OneFOneB, {.ranks = 2, .stages_per_rank = 1, .microbatches = 4, .group_size = {}}));
+  const Schedule lowered = executable(schedule::generate(
+      ScheduleKind::OneFOneB, {.ranks = 2, .stages_per_rank = 1, .microbatches = 4, .group_size = {}}));
   const auto posts_before_first_compute = [&](int ahead) {
     int posts = 0;
     for (const Instruction& each : compile_program(lowered, 1, {}, {.post_ahead = ahead}).instructions) {
@@ -247,7 +277,8 @@ TEST(Program, PostsComeEarlierAndKeepTheirOrder) {
 }
 
 TEST(Program, OverlapsAreUnits) {
-  const Schedule lowered = executable(schedule::generate(ScheduleKind::DualPipeV, {.ranks = 2, .stages_per_rank = 2, .microbatches = 6, .group_size = {}}));
+  const Schedule lowered = executable(schedule::generate(
+      ScheduleKind::DualPipeV, {.ranks = 2, .stages_per_rank = 2, .microbatches = 6, .group_size = {}}));
   int units = 0;
   const Program program = compile_program(lowered, 0);
   for (std::size_t i = 0; i < program.instructions.size(); ++i) {
@@ -263,7 +294,8 @@ TEST(Program, OverlapsAreUnits) {
 }
 
 TEST(Program, Text) {
-  const Schedule lowered = executable(schedule::generate(ScheduleKind::OneFOneB, {.ranks = 2, .stages_per_rank = 1, .microbatches = 2, .group_size = {}}));
+  const Schedule lowered = executable(schedule::generate(
+      ScheduleKind::OneFOneB, {.ranks = 2, .stages_per_rank = 1, .microbatches = 2, .group_size = {}}));
   const Program program = compile_program(lowered, 1, {{0, 1}});
   std::string all;
   for (const Instruction& each : program.instructions) all += to_text(program, each) + "\n";
@@ -274,7 +306,8 @@ TEST(Program, Text) {
 }
 
 TEST(Program, BadInput) {
-  const Schedule lowered = executable(schedule::generate(ScheduleKind::OneFOneB, {.ranks = 2, .stages_per_rank = 1, .microbatches = 2, .group_size = {}}));
+  const Schedule lowered = executable(schedule::generate(
+      ScheduleKind::OneFOneB, {.ranks = 2, .stages_per_rank = 1, .microbatches = 2, .group_size = {}}));
   EXPECT_THROW(compile_program(lowered, 2), ValueError);
   EXPECT_THROW(compile_program(lowered, -1), ValueError);
   EXPECT_THROW(compile_program(lowered, 0, {{1, 0}}), ValueError);
@@ -282,7 +315,8 @@ TEST(Program, BadInput) {
   EXPECT_THROW(compile_program(lowered, 0, {{0, 2}}), ValueError);
   EXPECT_THROW(compile_program(lowered, 0, {}, {.post_ahead = -1}), ValueError);
   EXPECT_THROW(executable(schedule::parse_schedule("0F0,0B0\n1F0\n")), schedule::ScheduleError);
-  const Schedule two_chains = executable(schedule::generate(ScheduleKind::DualPipe, {.ranks = 2, .stages_per_rank = 2, .microbatches = 4, .group_size = {}}));
+  const Schedule two_chains = executable(schedule::generate(
+      ScheduleKind::DualPipe, {.ranks = 2, .stages_per_rank = 2, .microbatches = 4, .group_size = {}}));
   EXPECT_THROW(compile_program(two_chains, 0, {{0, 3}}), ValueError);
 }
 
@@ -297,7 +331,8 @@ TEST(Program, AFailureLeavesItsPlace) {
     void stage_wide(const Instruction&) override {}
     void finish() override {}
   } actions;
-  const Schedule lowered = executable(schedule::generate(ScheduleKind::GPipe, {.ranks = 2, .stages_per_rank = 1, .microbatches = 2, .group_size = {}}));
+  const Schedule lowered = executable(schedule::generate(
+      ScheduleKind::GPipe, {.ranks = 2, .stages_per_rank = 1, .microbatches = 2, .group_size = {}}));
   const Program program = compile_program(lowered, 0);
   StepProgress progress;
   EXPECT_THROW(execute(program, actions, progress), ValueError);

@@ -36,17 +36,13 @@ Bytes framed(const Bytes& payload, MessageKind kind = RecordMessage<TensorMeta>:
   writer.append(payload);
   return writer.finish();
 }
-Bytes payload_of(const Bytes& message) {
-  return Bytes(message.begin() + kMessageHeaderBytes, message.end());
-}
+Bytes payload_of(const Bytes& message) { return Bytes(message.begin() + kMessageHeaderBytes, message.end()); }
 
 std::string refusal(const Bytes& payload) {
   return message_of<MismatchError>([&] { from_message<TensorMeta>(framed(payload)); });
 }
 
-TensorMeta plain_example() {
-  return TensorRecord({2, 3}, {1, 2}, at::kBFloat16, true);
-}
+TensorMeta plain_example() { return TensorRecord({2, 3}, {1, 2}, at::kBFloat16, true); }
 
 TensorMeta distributed_example() {
   // An axis of several modes (0 and 2 of a cube, flattened), and one of size 1.
@@ -276,8 +272,7 @@ TEST(RecordMessages, EveryTruncationIsRefused) {
         << size;
   Bytes longer = payload;
   longer.push_back(0);
-  EXPECT_THROW(from_message<StageMeta>(framed(longer, RecordMessage<StageMeta>::kKind)),
-               MismatchError);
+  EXPECT_THROW(from_message<StageMeta>(framed(longer, RecordMessage<StageMeta>::kKind)), MismatchError);
 }
 
 #ifdef PENSTOCK_HAVE_RAPIDCHECK

@@ -9,10 +9,10 @@
 #include <vector>
 
 #include "penstock/dtensor.h"
+#include "penstock/fully_shard.h"
 #include "penstock/gradients.h"
 #include "penstock/optimizer.h"
 #include "penstock/pipeline.h"
-#include "penstock/fully_shard.h"
 #include "tests/pipeline/parity_scenarios.h"
 
 namespace penstock {
@@ -40,7 +40,9 @@ struct BufferedImpl : torch::nn::Module {
 };
 TORCH_MODULE(Buffered);
 
-StageModule two_blocks(int stage) { return StageModule::chain({StageModule(Buffered(2 * stage)), StageModule(Buffered(2 * stage + 1))}); }
+StageModule two_blocks(int stage) {
+  return StageModule::chain({StageModule(Buffered(2 * stage)), StageModule(Buffered(2 * stage + 1))});
+}
 
 struct Trained {
   std::vector<double> norms;
@@ -49,11 +51,15 @@ struct Trained {
 
 std::vector<optim::NamedParameter> named(const StageModule& module, int stage) {
   std::vector<optim::NamedParameter> found;
-  for (const at::Tensor& parameter : module.parameters()) found.push_back({fmt::format("{}.{}", stage, found.size()), parameter});
+  for (const at::Tensor& parameter : module.parameters())
+    found.push_back({fmt::format("{}.{}", stage, found.size()), parameter});
   return found;
 }
 
-optim::SGD sgd(const std::vector<optim::NamedParameter>& parameters) { return optim::SGD(optim::decay_groups(parameters), optim::SGDOptions{.lr = 0.5, .momentum = 0.9, .weight_decay = 0.01}); }
+optim::SGD sgd(const std::vector<optim::NamedParameter>& parameters) {
+  return optim::SGD(optim::decay_groups(parameters),
+                    optim::SGDOptions{.lr = 0.5, .momentum = 0.9, .weight_decay = 0.01});
+}
 
 Trained one_process(int stages) {
   std::vector<StageModule> modules;
@@ -92,7 +98,9 @@ void wrap(const StageModule& module, const comm::MeshGroups& mesh, Mode mode) {
     if (mode == Mode::Replicate)
       replicate(*each, mesh);
     else
-      fully_shard(*each, mesh, mode == Mode::KeepASlice ? ShardOptions{.reshard_after_forward = ReshardTo{2}} : ShardOptions{});
+      fully_shard(
+          *each, mesh,
+          mode == Mode::KeepASlice ? ShardOptions{.reshard_after_forward = ReshardTo{2}} : ShardOptions{});
   }
 }
 
@@ -104,13 +112,22 @@ void check(const Layout& layout) {
   std::mutex mutex;
   std::map<std::string, at::Tensor> found;
   comm::run_ranks(kPipeline * layout.dp, 120s, [&](comm::World& world) {
-    SCOPED_TRACE(fmt::format("{}, dp {}, mode {}", layout.schedule, layout.dp, static_cast<int>(layout.mode)));
+    SCOPED_TRACE(
+        fmt::format("{}, dp {}, mode {}", layout.schedule, layout.dp, static_cast<int>(layout.mode)));
     const bool both = layout.mode == Mode::Both;
-    const comm::MeshGroups all(world, both ? init_device_mesh("cpu", {kPipeline, 2, layout.dp / 2}, {"pp", "replicas", "shards"}, world.rank(), world.size())
-                                           : init_device_mesh("cpu", {kPipeline, layout.dp}, {"pp", "dp"}, world.rank(), world.size()));
-    const comm::MeshGroups dp = all.with_mesh(both ? all.mesh().slice({"replicas", "shards"}) : all.mesh()["dp"]);
+    const comm::MeshGroups all(
+        world,
+        both ? init_device_mesh("cpu", {kPipeline, 2, layout.dp / 2}, {"pp", "replicas", "shards"},
+                                world.rank(), world.size())
+             : init_device_mesh("cpu", {kPipeline, layout.dp}, {"pp", "dp"}, world.rank(), world.size()));
+    const comm::MeshGroups dp =
+        all.with_mesh(both ? all.mesh().slice({"replicas", "shards"}) : all.mesh()["dp"]);
     const int own = world.rank() / layout.dp, replica = world.rank() % layout.dp;
-    const schedule::Schedule schedule = schedule::generate(schedule::schedule_kind(layout.schedule), {.ranks = kPipeline, .stages_per_rank = layout.per_rank, .microbatches = kMicrobatches, .group_size = {}});
+    const schedule::Schedule schedule =
+        schedule::generate(schedule::schedule_kind(layout.schedule), {.ranks = kPipeline,
+                                                                      .stages_per_rank = layout.per_rank,
+                                                                      .microbatches = kMicrobatches,
+                                                                      .group_size = {}});
     std::vector<PipelineStage> mine;
     std::vector<optim::NamedParameter> parameters;
     for (const int stage : schedule.stages().stages_of(own)) {
@@ -128,14 +145,18 @@ void check(const Layout& layout) {
     for (int step = 0; step < kSteps; ++step) {
       optimizer.zero_grad();
       const test::Batch batch = test::plain_batch(step, kRows);
-      const auto share = [&](const at::Tensor& rows) { return rows.chunk(layout.dp)[static_cast<std::size_t>(replica)]; };
+      const auto share = [&](const at::Tensor& rows) {
+        return rows.chunk(layout.dp)[static_cast<std::size_t>(replica)];
+      };
       pipeline.step(Tree::tuple({share(batch.args[0].tensor())}), {}, Tree(share(batch.target.tensor())));
-      const double norm = optim::clip_grad_norm(optimizer.parameters(), kLimit, {.groups = {all.group("pp")}}).value();
+      const double norm =
+          optim::clip_grad_norm(optimizer.parameters(), kLimit, {.groups = {all.group("pp")}}).value();
       EXPECT_NEAR(norm, expected.norms[static_cast<std::size_t>(step)], 1e-5 * norm);
       optimizer.step();
     }
     for (const PipelineStage& stage : mine)
-      for (const auto& module : stage.module().modules()) EXPECT_EQ(module->named_buffers()["calls"].item<int>(), kSteps * kMicrobatches);
+      for (const auto& module : stage.module().modules())
+        EXPECT_EQ(module->named_buffers()["calls"].item<int>(), kSteps * kMicrobatches);
     for (const auto& each : parameters) {
       EXPECT_TRUE(is_dtensor(each.tensor)) << "sharded or replicated again after the step";
       const at::Tensor whole = full_tensor(each.tensor.detach());
@@ -144,7 +165,8 @@ void check(const Layout& layout) {
     }
   });
   ASSERT_EQ(found.size(), expected.parameters.size());
-  for (const auto& [name, value] : expected.parameters) EXPECT_LT((found.at(name) - value).abs().max().item<double>(), 1e-5) << name;
+  for (const auto& [name, value] : expected.parameters)
+    EXPECT_LT((found.at(name) - value).abs().max().item<double>(), 1e-5) << name;
 }
 
 TEST(ShardedPipeline, Replicated) {

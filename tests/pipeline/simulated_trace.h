@@ -5,9 +5,9 @@
 #include <cmath>
 #include <string>
 
+#include "penstock/generators.h"
 #include "penstock/pipeline/report/step_trace.h"
 #include "penstock/simulator.h"
-#include "penstock/generators.h"
 
 namespace penstock::test {
 
@@ -16,10 +16,12 @@ inline double made_cost(int stage, schedule::ActionKind kind) {
   return kind == schedule::ActionKind::Backward ? 2 * forward : forward;
 }
 
-inline StepTrace simulated_trace(const std::string& kind, int ranks, int microbatches, double overlap_saving = 0) {
+inline StepTrace simulated_trace(const std::string& kind, int ranks, int microbatches,
+                                 double overlap_saving = 0) {
   const bool is_v = kind == "ZBVZeroBubble" || kind == "DualPipeV";
-  const schedule::Schedule lowered =
-      executable(schedule::generate(schedule::schedule_kind(kind), {.ranks = ranks, .stages_per_rank = is_v ? 2 : 1, .microbatches = microbatches}));
+  const schedule::Schedule lowered = executable(
+      schedule::generate(schedule::schedule_kind(kind),
+                         {.ranks = ranks, .stages_per_rank = is_v ? 2 : 1, .microbatches = microbatches}));
   plan::CostModel model;
   model.stages.clear();
   for (int stage = 0; stage < lowered.stages().stages(); ++stage) {

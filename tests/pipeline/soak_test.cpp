@@ -1,4 +1,5 @@
-// Two hundred steps with schedules, shapes and evaluations chosen at random, in one world: nothing leaks from one step into the next.
+// Two hundred steps with schedules, shapes and evaluations chosen at random, in one world: nothing leaks from
+// one step into the next.
 #include <gtest/gtest.h>
 
 #include <random>

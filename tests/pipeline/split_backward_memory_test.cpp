@@ -83,7 +83,8 @@ class SplitBackwardMemory : public testing::Test {
 
 TEST_F(SplitBackwardMemory, HalvesFreeMemory) {
   for (const bool first_stage : {false, true}) {
-    at::Tensor x = first_stage ? at::randint(50, {kRows}, at::kLong) : at::randn({kRows, kWidth}).requires_grad_(true);
+    at::Tensor x =
+        first_stage ? at::randint(50, {kRows}, at::kLong) : at::randn({kRows, kWidth}).requires_grad_(true);
     const std::int64_t start = live_bytes;
     at::Tensor y = forward(first_stage ? at::embedding(table, x) : x);
     at::Tensor grad = at::ones_like(y);

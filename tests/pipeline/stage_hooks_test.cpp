@@ -8,11 +8,11 @@
 #include <set>
 #include <sstream>
 
-#include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/base/warnings.h"
-#include "penstock/pipeline/stage/gradient_sync.h"
+#include "penstock/errors.h"
 #include "penstock/pipeline.h"
+#include "penstock/pipeline/stage/gradient_sync.h"
 #include "penstock/step_context.h"
 #include "penstock/torch/compat/streams.h"
 #include "tests/has_text.h"
@@ -27,7 +27,8 @@ using test::Block;
 using test::has_text;
 using test::kWidth;
 
-// ---------------------------------------------------------------------------------------- gradients that modules reduce themselves
+// ---------------------------------------------------------------------------------------- gradients that
+// modules reduce themselves
 
 // Like a data-parallel wrapper: each backward reduces the gradient of its weight, unless that is disabled.
 struct ReducedImpl : torch::nn::Module, GradientSync {
@@ -68,11 +69,13 @@ struct OuterImpl : torch::nn::Module {
 TORCH_MODULE(Outer);
 
 TEST(GradientSync, OncePerStepInEverySchedule) {
-  for (const ScheduleKind kind : {ScheduleKind::GPipe, ScheduleKind::OneFOneB, ScheduleKind::ZB2P, ScheduleKind::ZBVZeroBubble, ScheduleKind::DualPipeV}) {
+  for (const ScheduleKind kind : {ScheduleKind::GPipe, ScheduleKind::OneFOneB, ScheduleKind::ZB2P,
+                                  ScheduleKind::ZBVZeroBubble, ScheduleKind::DualPipeV}) {
     SCOPED_TRACE(schedule::to_text(kind));
     comm::run_ranks(2, 30s, [&](comm::World& world) {
       const int each = schedule::required_stages_per_rank(kind).value_or(1), count = 2 * each;
-      const schedule::Schedule whole = schedule::generate(kind, {.ranks = 2, .stages_per_rank = each, .microbatches = 6, .group_size = {}});
+      const schedule::Schedule whole = schedule::generate(
+          kind, {.ranks = 2, .stages_per_rank = each, .microbatches = 6, .group_size = {}});
       std::vector<Outer> modules;
       std::vector<PipelineStage> stages;
       for (const int index : whole.stages().stages_of(world.rank())) {
@@ -91,7 +94,10 @@ TEST(GradientSync, OncePerStepInEverySchedule) {
         std::int64_t last = -1;
         for (const schedule::Slot slot : whole.row(world.rank()))
           for (const schedule::Action& action : slot)
-            if (action.stage() == stages[i].index() && (action.kind() == schedule::ActionKind::Backward || action.kind() == schedule::ActionKind::BackwardWeight)) last = *action.microbatch();
+            if (action.stage() == stages[i].index() &&
+                (action.kind() == schedule::ActionKind::Backward ||
+                 action.kind() == schedule::ActionKind::BackwardWeight))
+              last = *action.microbatch();
         EXPECT_EQ(module.forwards_with_sync, std::set<std::int64_t>{last});
         EXPECT_EQ(module.reduced_with, last);
         EXPECT_FALSE(module.trial_with_sync);
@@ -107,10 +113,12 @@ TEST(GradientSync, OncePerStepInEverySchedule) {
 TEST(GradientSync, IsRestoredWhenAModuleThrows) {
   Reduced module(0);
   const auto body = [&](comm::World& world) {
-    const StageModule failing([module](at::Tensor x) mutable {
-      if (!StepContext::current()->trial) throw std::runtime_error("no");
-      return module->forward(x);
-    }, {module.ptr()});
+    const StageModule failing(
+        [module](at::Tensor x) mutable {
+          if (!StepContext::current()->trial) throw std::runtime_error("no");
+          return module->forward(x);
+        },
+        {module.ptr()});
     const PipelineStage stage(failing, 0, 1, at::kCPU);
     ScheduleGPipe pipeline(stage, 4, test::square_loss(), {world});
     const test::Batch batch = test::plain_batch(0, 8);
@@ -120,7 +128,8 @@ TEST(GradientSync, IsRestoredWhenAModuleThrows) {
   EXPECT_TRUE(module->enabled);
 }
 
-// ---------------------------------------------------------------------------------------- arguments with a graph
+// ---------------------------------------------------------------------------------------- arguments with a
+// graph
 
 TEST(Arguments, NonLeavesRetainTheirGradient) {
   const test::Batch batch = test::plain_batch(0, 8);
@@ -129,7 +138,8 @@ TEST(Arguments, NonLeavesRetainTheirGradient) {
   const at::Tensor leaf = (seed * seed).detach().requires_grad_();
   Block first(0), second(1);
   const std::vector<Tree> xs = split_tree(leaf, 4), targets = split_tree(batch.target, 4);
-  for (std::size_t m = 0; m < 4; ++m) test::square_loss()(Tree(second->forward(first->forward(xs[m].tensor()))), targets[m]).backward();
+  for (std::size_t m = 0; m < 4; ++m)
+    test::square_loss()(Tree(second->forward(first->forward(xs[m].tensor()))), targets[m]).backward();
 
   const WarningCapture capture;
   comm::run_ranks(2, 20s, [&](comm::World& world) {
@@ -169,7 +179,8 @@ TEST(Arguments, LeavesGetTheirGradientWithoutAWarning) {
   EXPECT_TRUE(capture.warnings().empty());
 }
 
-// -------------------------------------------------------------------------------------------------------------------- trial hooks
+// --------------------------------------------------------------------------------------------------------------------
+// trial hooks
 
 TEST(TrialHooks, TakeThePlaceOfForwardAndGradients) {
   comm::run_ranks(2, 20s, [](comm::World& world) {
@@ -184,7 +195,9 @@ TEST(TrialHooks, TakeThePlaceOfForwardAndGradients) {
       const at::Tensor& x = args[0].tensor();
       return Tree(x + module.parameters()[1]);
     };
-    options.trial_hooks.input_grads = [&](const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& output_grads) {
+    options.trial_hooks.input_grads = [&](const std::vector<at::Tensor>& outputs,
+                                          const std::vector<at::Tensor>& inputs,
+                                          const std::vector<at::Tensor>& output_grads) {
       ++gradients;
       EXPECT_EQ(outputs.size(), 1U);
       EXPECT_EQ(output_grads.size(), 1U);
@@ -193,10 +206,12 @@ TEST(TrialHooks, TakeThePlaceOfForwardAndGradients) {
       return found;
     };
     Block block(world.rank());
-    const StageModule module([block](at::Tensor x) mutable {
-      if (StepContext::current()->trial) throw std::logic_error("this module cannot be tried");
-      return block->forward(x);
-    }, {block.ptr()});
+    const StageModule module(
+        [block](at::Tensor x) mutable {
+          if (StepContext::current()->trial) throw std::logic_error("this module cannot be tried");
+          return block->forward(x);
+        },
+        {block.ptr()});
     const PipelineStage stage(module, world.rank(), 2, at::kCPU, options);
     Schedule1F1B pipeline(stage, 4, test::square_loss(), {world});
     const test::Batch batch = test::plain_batch(0, 8);
@@ -204,7 +219,8 @@ TEST(TrialHooks, TakeThePlaceOfForwardAndGradients) {
     EXPECT_EQ(forwards, 1);
     // The arguments of the first stage require no grad: no gradient is computed there.
     EXPECT_EQ(gradients, world.rank() == 0 ? 0 : 1);
-    for (const at::Tensor& parameter : stage.parameters()) EXPECT_GT(parameter.grad().abs().sum().item<float>(), 0);
+    for (const at::Tensor& parameter : stage.parameters())
+      EXPECT_GT(parameter.grad().abs().sum().item<float>(), 0);
   });
 }
 
@@ -212,7 +228,9 @@ TEST(TrialHooks, AnotherNumberOfGradientsIsRefused) {
   std::string said;
   const auto body = [&](comm::World& world) {
     StageOptions options;
-    options.trial_hooks.input_grads = [](const auto&, const auto&, const auto&) { return std::vector<at::Tensor>(); };
+    options.trial_hooks.input_grads = [](const auto&, const auto&, const auto&) {
+      return std::vector<at::Tensor>();
+    };
     const PipelineStage stage(StageModule(Block(world.rank())), world.rank(), 2, at::kCPU, options);
     Schedule1F1B pipeline(stage, 4, test::square_loss(), {world});
     const test::Batch batch = test::plain_batch(0, 8);
@@ -227,11 +245,16 @@ TEST(TrialHooks, AnotherNumberOfGradientsIsRefused) {
   EXPECT_TRUE(has_text(said, "gradients from trial_hooks.input_grads of stage 1: got 0"));
 }
 
-// ------------------------------------------------------------------------------------------------------- PipeInfo
+// -------------------------------------------------------------------------------------------------------
+// PipeInfo
 
 TEST(PipeInfo, IsComparedWithTheSchedule) {
-  const auto generate = [](ScheduleKind kind, int ranks, int each) { return schedule::generate(kind, {.ranks = ranks, .stages_per_rank = each, .microbatches = 8, .group_size = {}}); };
-  const auto refusal = [](const PipeInfo& info, const schedule::Schedule& schedule, bool has_loss) -> std::string {
+  const auto generate = [](ScheduleKind kind, int ranks, int each) {
+    return schedule::generate(kind,
+                              {.ranks = ranks, .stages_per_rank = each, .microbatches = 8, .group_size = {}});
+  };
+  const auto refusal = [](const PipeInfo& info, const schedule::Schedule& schedule,
+                          bool has_loss) -> std::string {
     try {
       check_pipe_info(info, schedule, has_loss);
     } catch (const ValueError& error) {
@@ -244,10 +267,14 @@ TEST(PipeInfo, IsComparedWithTheSchedule) {
   EXPECT_EQ(refusal({"graph", 4, false}, gpipe, false), "");
   // A bidirectional pipeline runs every part twice.
   EXPECT_EQ(refusal({"graph", 4, true}, generate(ScheduleKind::DualPipe, 4, 2), true), "");
-  EXPECT_TRUE(has_text(refusal({"embed | head", 2, true}, gpipe, true), "stages of a pipeline, cut as 'embed | head': got 4 in the schedule, expected 2"));
-  EXPECT_TRUE(has_text(refusal({"graph", 4, true}, gpipe, false), "loss of a pipeline, cut as 'graph': got none"));
-  EXPECT_TRUE(has_text(refusal({"graph", 4, false}, gpipe, true), "loss of a pipeline, cut as 'graph': got one"));
-  EXPECT_TRUE(has_text(refusal({"graph", 4, true}, forward_only(gpipe), true), "schedule of a pipeline, cut as 'graph': got only forwards"));
+  EXPECT_TRUE(has_text(refusal({"embed | head", 2, true}, gpipe, true),
+                       "stages of a pipeline, cut as 'embed | head': got 4 in the schedule, expected 2"));
+  EXPECT_TRUE(
+      has_text(refusal({"graph", 4, true}, gpipe, false), "loss of a pipeline, cut as 'graph': got none"));
+  EXPECT_TRUE(
+      has_text(refusal({"graph", 4, false}, gpipe, true), "loss of a pipeline, cut as 'graph': got one"));
+  EXPECT_TRUE(has_text(refusal({"graph", 4, true}, forward_only(gpipe), true),
+                       "schedule of a pipeline, cut as 'graph': got only forwards"));
   // A whole graph would obscure the message.
   EXPECT_LT(refusal({std::string(100'000, 'x'), 3, true}, gpipe, true).size(), 1000U);
 }
@@ -271,7 +298,8 @@ TEST(PipeInfo, AMismatchIsAnErrorOnEveryRank) {
   EXPECT_EQ(refused, 2);
 }
 
-// ------------------------------------------------------------------------------------------------------------- the log of transfers
+// -------------------------------------------------------------------------------------------------------------
+// the log of transfers
 
 std::string logged(const char* value, const std::function<void(comm::World&)>& body) {
   value == nullptr ? unsetenv("PENSTOCK_TRACE_TRANSFERS") : setenv("PENSTOCK_TRACE_TRANSFERS", value, 1);
@@ -297,8 +325,11 @@ std::size_t count_of(const std::string& text, const std::string& part) {
 
 // The first stage has no weights, so no gradient is sent back to it.
 void run_one_way(comm::World& world) {
-  const StageModule module = world.rank() == 0 ? StageModule([](at::Tensor x) { return std::make_tuple(x * 2, x.sum(1).to(at::kLong)); }, {})
-                                               : StageModule([block = Block(1)](at::Tensor x, at::Tensor) mutable { return block->forward(x); }, {});
+  const StageModule module =
+      world.rank() == 0
+          ? StageModule([](at::Tensor x) { return std::make_tuple(x * 2, x.sum(1).to(at::kLong)); }, {})
+          : StageModule([block = Block(1)](at::Tensor x, at::Tensor) mutable { return block->forward(x); },
+                        {});
   const PipelineStage stage(module, world.rank(), 2, at::kCPU);
   ScheduleGPipe pipeline(stage, 2, test::square_loss(), {world});
   const test::Batch batch = test::plain_batch(0, 4);
@@ -314,22 +345,32 @@ void run_both_ways(comm::World& world) {
 
 TEST(TransferLog, OneLinePerCall) {
   const std::string text = logged("1", run_both_ways);
-  EXPECT_TRUE(has_text(text, ": send 0SEND_F0 (activation of stage 0 to stage 1): send to rank 1 float32[2, 6] on cpu, requires grad\n"));
-  EXPECT_TRUE(has_text(text, ": post 1RECV_F1 (activation of stage 0 to stage 1): receive from rank 0 float32[2, 6] on cpu, requires grad\n"));
-  EXPECT_TRUE(has_text(text, ": send 1SEND_B1 (gradient of stage 1 to stage 0): send to rank 0 float32[2, 6] on cpu, no grad\n"));
+  EXPECT_TRUE(has_text(text,
+                       ": send 0SEND_F0 (activation of stage 0 to stage 1): send to rank 1 float32[2, 6] on "
+                       "cpu, requires grad\n"));
+  EXPECT_TRUE(has_text(text,
+                       ": post 1RECV_F1 (activation of stage 0 to stage 1): receive from rank 0 float32[2, "
+                       "6] on cpu, requires grad\n"));
+  EXPECT_TRUE(has_text(
+      text,
+      ": send 1SEND_B1 (gradient of stage 1 to stage 0): send to rank 0 float32[2, 6] on cpu, no grad\n"));
   EXPECT_TRUE(has_text(text, ": await 0RECV_B0 (gradient of stage 1 to stage 0): for 1\n"));
   // Both ranks send, post and await two microbatches: six calls each, numbered from 1.
-  for (int call = 1; call <= 6; ++call) EXPECT_EQ(count_of(text, "transfers " + std::to_string(call) + ": "), 2U) << text;
+  for (int call = 1; call <= 6; ++call)
+    EXPECT_EQ(count_of(text, "transfers " + std::to_string(call) + ": "), 2U) << text;
   EXPECT_EQ(count_of(text, "transfers "), 12U);
 }
 
 TEST(TransferLog, EmptyBatchesAndSkippedWaits) {
   const std::string text = logged("1", run_one_way);
-  EXPECT_TRUE(has_text(text, ": send 0SEND_F0 (activation of stage 0 to stage 1): send to rank 1 float32[2, 6] on cpu, no grad; send to rank 1 int64[2] on cpu, no grad\n"));
+  EXPECT_TRUE(has_text(text,
+                       ": send 0SEND_F0 (activation of stage 0 to stage 1): send to rank 1 float32[2, 6] on "
+                       "cpu, no grad; send to rank 1 int64[2] on cpu, no grad\n"));
   EXPECT_TRUE(has_text(text, ": await 1RECV_F0 (activation of stage 0 to stage 1): for 2\n"));
   EXPECT_TRUE(has_text(text, ": send 1SEND_B0 (gradient of stage 1 to stage 0): nothing\n"));
   EXPECT_TRUE(has_text(text, ": post 0RECV_B0 (gradient of stage 1 to stage 0): nothing\n"));
-  EXPECT_TRUE(has_text(text, ": await 0RECV_B0 (gradient of stage 1 to stage 0): no wait, nothing is on its way\n"));
+  EXPECT_TRUE(
+      has_text(text, ": await 0RECV_B0 (gradient of stage 1 to stage 0): no wait, nothing is on its way\n"));
 }
 
 TEST(TransferLog, OffByDefault) {
@@ -338,7 +379,8 @@ TEST(TransferLog, OffByDefault) {
   EXPECT_THROW(logged("maybe", run_both_ways), ConfigError);
 }
 
-// ------------------------------------------------------------------------------------------------------------------------ streams
+// ------------------------------------------------------------------------------------------------------------------------
+// streams
 
 TEST(Streams, TheCpuHasNoSecondStream) {
   EXPECT_FALSE(priority_stream(at::kCPU).has_value());

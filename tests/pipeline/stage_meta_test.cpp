@@ -4,8 +4,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "penstock/errors.h"
 #include "penstock/base/warnings.h"
+#include "penstock/errors.h"
 #include "penstock/pipeline/contract/record_checks.h"
 #include "tests/throws.h"
 #include "tests/torch/fake_shard.h"
@@ -302,8 +302,7 @@ TEST(GradientContract, AcceptsValidGradients) {
 
 TEST(GradientContract, EachViolationNamesStageSideAndIndex) {
   const auto refused = [](StageSide side, const TensorMetas& tensors, const OptionalTensorMetas& grads) {
-    return message_of<PipeliningMetadataError>(
-        [&] { check_gradient_contract(3, side, tensors, grads); });
+    return message_of<PipeliningMetadataError>([&] { check_gradient_contract(3, side, tensors, grads); });
   };
   EXPECT_THAT(refused(StageSide::Input, {plain({1})}, {}),
               HasSubstr("stage 3: input gradients: got 0, expected 1"));

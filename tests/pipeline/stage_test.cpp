@@ -4,15 +4,15 @@
 
 #include <mutex>
 
-#include "penstock/errors.h"
 #include "penstock/base/warnings.h"
+#include "penstock/dropout.h"
+#include "penstock/errors.h"
 #include "penstock/pipeline.h"
 #include "penstock/pipeline/runtime/stage_runner.h"
-#include "penstock/dropout.h"
+#include "penstock/pipeline/stage/stage_state.h"
 #include "penstock/step_context.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"
-#include "penstock/pipeline/stage/stage_state.h"
 
 namespace penstock {
 namespace stage_test {
@@ -24,7 +24,9 @@ using test::kWidth;
 
 // A module with everything that a trial run could disturb.
 struct TouchyImpl : torch::nn::Module {
-  TouchyImpl() : norm(register_module("norm", torch::nn::BatchNorm1d(kWidth))), linear(register_module("linear", torch::nn::Linear(kWidth, kWidth))) {
+  TouchyImpl()
+      : norm(register_module("norm", torch::nn::BatchNorm1d(kWidth))),
+        linear(register_module("linear", torch::nn::Linear(kWidth, kWidth))) {
     calls = register_buffer("calls", at::zeros({}, at::kLong));
     factor = register_buffer("factor", at::full({kWidth}, 0.5));
   }
@@ -84,7 +86,8 @@ TEST(Stage, RandomNumbersAreThoseOfARunWithoutTrial) {
       StageOptions options;
       options.trial = trial;
       if (examples) options.input_args = options.output_args = {at::empty({2, kWidth})};
-      const PipelineStage stage(StageModule([](at::Tensor x) { return torch::dropout(x, 0.5, true); }, {}), 0, 1, at::kCPU, options);
+      const PipelineStage stage(StageModule([](at::Tensor x) { return torch::dropout(x, 0.5, true); }, {}), 0,
+                                1, at::kCPU, options);
       ScheduleGPipe pipeline(stage, 4, {}, {world});
       output = pipeline.eval(test::plain_batch(0, 8).args).output->tensor();
       EXPECT_EQ(pipeline.report().trials, examples ? 0 : 1);
@@ -160,8 +163,11 @@ TEST(Stage, CustomWeightStep) {
         for (const schedule::Action& action : slot) {
           if (!schedule::is_compute(action.kind())) continue;
           const auto microbatch = std::to_string(*action.microbatch());
-          if (action.kind() == schedule::ActionKind::Backward || action.kind() == schedule::ActionKind::BackwardInput) expected.push_back("b" + microbatch);
-          if (action.kind() == schedule::ActionKind::Backward || action.kind() == schedule::ActionKind::BackwardWeight) {
+          if (action.kind() == schedule::ActionKind::Backward ||
+              action.kind() == schedule::ActionKind::BackwardInput)
+            expected.push_back("b" + microbatch);
+          if (action.kind() == schedule::ActionKind::Backward ||
+              action.kind() == schedule::ActionKind::BackwardWeight) {
             waits = waits || expected.back() != "b" + microbatch;
             expected.push_back("w" + microbatch);
           }
@@ -182,12 +188,18 @@ TEST(Stage, CustomWeightStep) {
 TEST(Stage, TheLastStageMayReturnAnything) {
   comm::run_ranks(2, 20s, [](comm::World& world) {
     Block block(world.rank());
-    const StageModule module([block, &world](at::Tensor x) mutable {
-      const at::Tensor h = block->forward(x);
-      return world.rank() == 1 ? Tree::dict({{"logits", h}, {"name", "batch"}}) : Tree(h);
-    }, {block.ptr()});
+    const StageModule module(
+        [block, &world](at::Tensor x) mutable {
+          const at::Tensor h = block->forward(x);
+          return world.rank() == 1 ? Tree::dict({{"logits", h}, {"name", "batch"}}) : Tree(h);
+        },
+        {block.ptr()});
     const PipelineStage stage(module, world.rank(), 2, at::kCPU);
-    Schedule1F1B pipeline(stage, 4, [](const Tree& output, const Tree& target) { return (output["logits"].tensor() - target.tensor()).pow(2).mean(); }, {world});
+    Schedule1F1B pipeline(stage, 4,
+                          [](const Tree& output, const Tree& target) {
+                            return (output["logits"].tensor() - target.tensor()).pow(2).mean();
+                          },
+                          {world});
     const test::Batch batch = test::plain_batch(0, 8);
     const StepResult result = pipeline.step(batch.args, {}, batch.target);
     if (world.rank() != 1) return;
@@ -202,21 +214,26 @@ TEST(Stage, ModulesOfManyForms) {
   EXPECT_TRUE(StageModule(linear).forward(Tree::tuple({x}), {}).tensor().equal(linear(x)));
   torch::nn::Sequential sequential(linear, torch::nn::Tanh());
   EXPECT_TRUE(StageModule(sequential).forward(Tree::tuple({x}), {}).tensor().equal(linear(x).tanh()));
-  const StageModule two([](const at::Tensor& a, const at::Tensor& b) { return std::make_tuple(a + b, a); }, {});
+  const StageModule two([](const at::Tensor& a, const at::Tensor& b) { return std::make_tuple(a + b, a); },
+                        {});
   EXPECT_TRUE(two.forward(Tree::tuple({x, y}), {})[0].tensor().equal(x + y));
   EXPECT_THROW(two.forward(Tree::tuple({x, y, x}), {}), ValueError);
   EXPECT_THROW(two.forward(Tree::tuple({x, y}), Tree::dict({{"scale", 2.0}})), ValueError);
-  const StageModule keyword([](const at::Tensor& a, const Tree& kwargs) { return a * kwargs["scale"].number(); }, {});
+  const StageModule keyword(
+      [](const at::Tensor& a, const Tree& kwargs) { return a * kwargs["scale"].number(); }, {});
   EXPECT_TRUE(keyword.takes_kwargs());
   EXPECT_TRUE(keyword.forward(Tree::tuple({x}), Tree::dict({{"scale", 2.0}})).tensor().equal(y));
   const StageModule chain = StageModule::chain({two, keyword});
-  EXPECT_THROW(chain.forward(Tree::tuple({x, y}), Tree::dict({{"scale", 2.0}})), ValueError);  // two results, one taken
+  EXPECT_THROW(chain.forward(Tree::tuple({x, y}), Tree::dict({{"scale", 2.0}})),
+               ValueError);  // two results, one taken
   const StageModule good = StageModule::chain({StageModule(linear), keyword, StageModule(linear)});
-  EXPECT_TRUE(good.forward(Tree::tuple({x}), Tree::dict({{"scale", 2.0}})).tensor().equal(linear(linear(x) * 2.0)));
+  EXPECT_TRUE(
+      good.forward(Tree::tuple({x}), Tree::dict({{"scale", 2.0}})).tensor().equal(linear(linear(x) * 2.0)));
   EXPECT_EQ(good.parameters().size(), 2U);  // shared by two blocks
   EXPECT_EQ(good.block_count(), 3U);
   EXPECT_THROW(StageModule::chain({}), ValueError);
-  const StageModule optional_mask([](const at::Tensor& a, const at::Tensor& mask) { return mask.defined() ? a * mask : a; }, {});
+  const StageModule optional_mask(
+      [](const at::Tensor& a, const at::Tensor& mask) { return mask.defined() ? a * mask : a; }, {});
   EXPECT_TRUE(optional_mask.forward(Tree::tuple({x}), {}).tensor().equal(x));
 }
 
@@ -224,15 +241,20 @@ TEST(Stage, ModulesOfManyForms) {
 TEST(Stage, ModulesReadTheStepContext) {
   std::vector<std::int64_t> seen;
   comm::run_ranks(1, 20s, [&](comm::World& world) {
-    const StageModule module([&](at::Tensor x) {
-      const auto context = StepContext::current();
-      if (!context->trial) seen.push_back(context->step * 100 + *context->microbatch);
-      EXPECT_EQ(context->microbatches, context->trial ? 1 : 2);
-      return x * 2;
-    }, {});
+    const StageModule module(
+        [&](at::Tensor x) {
+          const auto context = StepContext::current();
+          if (!context->trial) seen.push_back(context->step * 100 + *context->microbatch);
+          EXPECT_EQ(context->microbatches, context->trial ? 1 : 2);
+          return x * 2;
+        },
+        {});
     PipelineOptions options{world};
     options.seed = 17;
-    ScheduleGPipe pipeline(PipelineStage(module, 0, 1, at::kCPU), 2, [](const at::Tensor& y, const at::Tensor&) { return (y * at::ones({}, at::requires_grad())).sum(); }, options);
+    ScheduleGPipe pipeline(
+        PipelineStage(module, 0, 1, at::kCPU), 2,
+        [](const at::Tensor& y, const at::Tensor&) { return (y * at::ones({}, at::requires_grad())).sum(); },
+        options);
     const test::Batch batch = test::plain_batch(0, 4);
     pipeline.step(batch.args, {}, batch.target);
     pipeline.step(batch.args, {}, batch.target);
@@ -252,13 +274,13 @@ TEST(Stage, ActionsOutOfOrderAreRefused) {
   runner.begin_step(true, {&plan});
   EXPECT_THROW(runner.forward(1, context, Tree::tuple({x}), {}, x), StateError);  // outside of the step
   EXPECT_THROW(runner.forward(-1, context, Tree::tuple({x}), {}, x), StateError);
-  EXPECT_THROW(runner.backward(0, context), StateError);                          // before its forward
+  EXPECT_THROW(runner.backward(0, context), StateError);  // before its forward
   runner.forward(0, context, Tree::tuple({x}), {}, x);
   EXPECT_THROW(runner.forward(0, context, Tree::tuple({x}), {}, x), StateError);  // twice
   EXPECT_THROW(runner.backward_weight(0, context), StateError);                   // before its other half
   runner.backward_input(0, context);
   runner.backward_weight(0, context);
-  EXPECT_THROW(runner.backward_weight(0, context), StateError);                   // twice
+  EXPECT_THROW(runner.backward_weight(0, context), StateError);  // twice
   EXPECT_EQ(runner.live(), 0);
 }
 
@@ -276,7 +298,8 @@ TEST(Stage, ValidationInFull) {
 
 // Two stages whose examples do not match what is sent. `where`: the stage that validates; -1: none. Returns
 // the error of that stage, or of any; "" if the step succeeded.
-std::string validation_error(int where, const StageOptions& first, const StageOptions& second, const std::function<at::Tensor(at::Tensor)>& between) {
+std::string validation_error(int where, const StageOptions& first, const StageOptions& second,
+                             const std::function<at::Tensor(at::Tensor)>& between) {
   std::string said;
   std::mutex mutex;
   try {
@@ -285,8 +308,13 @@ std::string validation_error(int where, const StageOptions& first, const StageOp
       StageOptions options = world.rank() == 0 ? first : second;
       options.validate = world.rank() == where;
       const bool begins = world.rank() == 0;
-      const StageModule module([block, begins, between](at::Tensor x) mutable { return begins ? between(block->forward(x)) : block->forward(x); }, {block.ptr()});
-      Schedule1F1B pipeline(PipelineStage(module, world.rank(), 2, at::kCPU, options), 4, test::square_loss(), {world});
+      const StageModule module(
+          [block, begins, between](at::Tensor x) mutable {
+            return begins ? between(block->forward(x)) : block->forward(x);
+          },
+          {block.ptr()});
+      Schedule1F1B pipeline(PipelineStage(module, world.rank(), 2, at::kCPU, options), 4, test::square_loss(),
+                            {world});
       const test::Batch batch = test::plain_batch(0, 8);
       try {
         pipeline.step(batch.args, {}, batch.target);
@@ -313,14 +341,21 @@ TEST(Stage, ValidationComparesLayouts) {
   EXPECT_EQ(validation_error(1, rows, rows, as_is), "");
   // The examples say rows, the first stage makes columns. Without validation the tensor is sent as agreed.
   EXPECT_EQ(validation_error(-1, rows, rows, turn), "");
-  EXPECT_TRUE(has_text(validation_error(0, rows, rows, turn), "0: stage 0 outputs, microbatch 0[0]: stride: got [1, 2], expected [6, 1]"));
-  EXPECT_TRUE(has_text(validation_error(1, rows, rows, turn), "1: input 0 of stage 1, microbatch 0, as it was received: got float32[2, 6] stride [1, 2]"));
+  EXPECT_TRUE(has_text(validation_error(0, rows, rows, turn),
+                       "0: stage 0 outputs, microbatch 0[0]: stride: got [1, 2], expected [6, 1]"));
+  EXPECT_TRUE(
+      has_text(validation_error(1, rows, rows, turn),
+               "1: input 0 of stage 1, microbatch 0, as it was received: got float32[2, 6] stride [1, 2]"));
   // Gradients: the examples say columns, autograd makes rows.
   StageOptions columns = rows;
   columns.input_grads = {turned.detach()};
   EXPECT_EQ(validation_error(-1, rows, columns, as_is), "");
-  EXPECT_TRUE(has_text(validation_error(1, rows, columns, as_is), "1: gradient of input 0 of stage 1, microbatch 0: got float32[2, 6], expected float32[2, 6] stride [1, 2]"));
-  EXPECT_TRUE(has_text(validation_error(0, rows, columns, as_is), "0: gradient of output 0 of stage 0, microbatch 0, as it was received: got float32[2, 6], expected float32[2, 6] stride [1, 2]"));
+  EXPECT_TRUE(has_text(validation_error(1, rows, columns, as_is),
+                       "1: gradient of input 0 of stage 1, microbatch 0: got float32[2, 6], expected "
+                       "float32[2, 6] stride [1, 2]"));
+  EXPECT_TRUE(has_text(validation_error(0, rows, columns, as_is),
+                       "0: gradient of output 0 of stage 0, microbatch 0, as it was received: got float32[2, "
+                       "6], expected float32[2, 6] stride [1, 2]"));
 }
 
 TEST(Stage, GradientsOfAnotherDtypeAreRefusedWithoutValidation) {
@@ -328,7 +363,9 @@ TEST(Stage, GradientsOfAnotherDtypeAreRefusedWithoutValidation) {
   rows.input_args = rows.output_args = {at::empty({2, kWidth}).requires_grad_()};
   doubles = rows;
   doubles.input_grads = {at::empty({2, kWidth}, at::kDouble)};
-  EXPECT_TRUE(has_text(validation_error(-1, rows, doubles, [](const at::Tensor& x) { return x; }), "1: gradient of input 0 of stage 1, microbatch 0: got float32[2, 6], expected float64[2, 6]"));
+  EXPECT_TRUE(
+      has_text(validation_error(-1, rows, doubles, [](const at::Tensor& x) { return x; }),
+               "1: gradient of input 0 of stage 1, microbatch 0: got float32[2, 6], expected float64[2, 6]"));
 }
 
 TEST(Stage, ExamplesOfOutputGradientsAreCompared) {
@@ -340,9 +377,11 @@ TEST(Stage, ExamplesOfOutputGradientsAreCompared) {
   EXPECT_EQ(validation_error(-1, other, rows, as_is), "");
   const std::string where = "0: example gradients of the outputs of stage 0 and what is sent back to it[0]: ";
   other.output_grads = {at::empty({3, kWidth})};
-  EXPECT_TRUE(has_text(validation_error(-1, other, rows, as_is), where + "shape: got [2, 6], expected [3, 6]"));
+  EXPECT_TRUE(
+      has_text(validation_error(-1, other, rows, as_is), where + "shape: got [2, 6], expected [3, 6]"));
   other.output_grads = {at::empty({2, kWidth}, at::kDouble)};
-  EXPECT_TRUE(has_text(validation_error(-1, other, rows, as_is), where + "dtype: got float32, expected float64"));
+  EXPECT_TRUE(
+      has_text(validation_error(-1, other, rows, as_is), where + "dtype: got float32, expected float64"));
   // If a trial runs, its result is used, and a warning is issued.
   const WarningCapture capture;
   StageOptions none;

@@ -6,10 +6,10 @@
 #include <mutex>
 #include <set>
 
-#include "penstock/errors.h"
 #include "penstock/comm/record/recorder.h"
-#include "penstock/pipeline.h"
+#include "penstock/errors.h"
 #include "penstock/fully_shard.h"
+#include "penstock/pipeline.h"
 #include "penstock/shard/state/shard_state.h"
 #include "penstock/step_context.h"
 #include "tests/has_text.h"
@@ -26,16 +26,20 @@ using test::kWidth;
 using test::message_of;
 
 schedule::Schedule schedule_of(const char* name, int ranks, int per_rank, int microbatches) {
-  return schedule::generate(schedule::schedule_kind(name), {.ranks = ranks, .stages_per_rank = per_rank, .microbatches = microbatches, .group_size = {}});
+  return schedule::generate(
+      schedule::schedule_kind(name),
+      {.ranks = ranks, .stages_per_rank = per_rank, .microbatches = microbatches, .group_size = {}});
 }
 
 std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters) {
   std::vector<at::Tensor> gradients;
-  for (const at::Tensor& parameter : parameters) gradients.push_back(parameter.grad().defined() ? parameter.grad().clone() : at::Tensor());
+  for (const at::Tensor& parameter : parameters)
+    gradients.push_back(parameter.grad().defined() ? parameter.grad().clone() : at::Tensor());
   return gradients;
 }
 
-void expect_equal(const std::vector<at::Tensor>& actual, const std::vector<at::Tensor>& expected, const char* what) {
+void expect_equal(const std::vector<at::Tensor>& actual, const std::vector<at::Tensor>& expected,
+                  const char* what) {
   ASSERT_EQ(actual.size(), expected.size());
   for (std::size_t i = 0; i < actual.size(); ++i) {
     ASSERT_TRUE(actual[i].defined()) << what << ", parameter " << i;
@@ -90,7 +94,8 @@ TEST(StepContract, DeferredLayersThatAreNotJoinedGetTheirGradients) {
         pipeline.step(batch.args, {}, batch.target);
         return gradients_of(stage.parameters());
       };
-      expect_equal(gradients_with(StageModule(test::JoinedBlock(world.rank()))), gradients_with(StageModule(Block(world.rank()))), name);
+      expect_equal(gradients_with(StageModule(test::JoinedBlock(world.rank()))),
+                   gradients_with(StageModule(Block(world.rank()))), name);
     });
 }
 
@@ -110,10 +115,12 @@ TEST(StepContract, EvaluationRunsWithoutGradMode) {
   comm::run_ranks(1, 20s, [](comm::World& world) {
     Block block(0);
     std::vector<bool> modes;
-    const StageModule module([block, &modes](at::Tensor x) mutable {
-      if (!StepContext::current()->trial) modes.push_back(at::GradMode::is_enabled());
-      return block->forward(x);
-    }, {block.ptr()});
+    const StageModule module(
+        [block, &modes](at::Tensor x) mutable {
+          if (!StepContext::current()->trial) modes.push_back(at::GradMode::is_enabled());
+          return block->forward(x);
+        },
+        {block.ptr()});
     ScheduleGPipe pipeline(PipelineStage(module, 0, 1, at::kCPU), 2, test::square_loss(), {world});
     const test::Batch batch = test::plain_batch(0, 4);
     pipeline.eval(batch.args, {}, batch.target);
@@ -127,10 +134,14 @@ TEST(StepContract, EvaluationRunsWithoutGradMode) {
 TEST(StepContract, ALossOfSeveralElementsIsRefused) {
   const std::string message = message_of<ValueError>([] {
     comm::run_ranks(1, 20s, [](comm::World& world) {
-      const PipelineLoss per_row([](const at::Tensor& output, const at::Tensor& target) { return (output - target).pow(2).mean(1); });
+      const PipelineLoss per_row([](const at::Tensor& output, const at::Tensor& target) {
+        return (output - target).pow(2).mean(1);
+      });
       StageOptions options;
-      options.input_args = options.output_args = {at::empty({2, kWidth})};  // no trial run that would fail first
-      ScheduleGPipe pipeline(PipelineStage(StageModule(Block(0)), 0, 1, at::kCPU, options), 2, per_row, {world});
+      options.input_args =
+          options.output_args = {at::empty({2, kWidth})};  // no trial run that would fail first
+      ScheduleGPipe pipeline(PipelineStage(StageModule(Block(0)), 0, 1, at::kCPU, options), 2, per_row,
+                             {world});
       const test::Batch batch = test::plain_batch(0, 4);
       pipeline.step(batch.args, {}, batch.target);
     });
@@ -143,12 +154,15 @@ TEST(StepContract, AGradientThatTheTrialDidNotFindIsRefused) {
   const std::string message = message_of<PipeliningMetadataError>([] {
     comm::run_ranks(2, 20s, [](comm::World& world) {
       Block block(world.rank());
-      const StageModule module([block, &world](const Tree& args, const Tree&) mutable {
-        const at::Tensor h = block->forward(args[0].tensor());
-        if (world.rank() == 0) return Tree::tuple({h, h.sin()});
-        return Tree(StepContext::current()->trial ? h : h + args[1].tensor());
-      }, {block.ptr()});
-      Schedule1F1B pipeline(PipelineStage(module, world.rank(), 2, at::kCPU), 2, test::square_loss(), {world});
+      const StageModule module(
+          [block, &world](const Tree& args, const Tree&) mutable {
+            const at::Tensor h = block->forward(args[0].tensor());
+            if (world.rank() == 0) return Tree::tuple({h, h.sin()});
+            return Tree(StepContext::current()->trial ? h : h + args[1].tensor());
+          },
+          {block.ptr()});
+      Schedule1F1B pipeline(PipelineStage(module, world.rank(), 2, at::kCPU), 2, test::square_loss(),
+                            {world});
       const test::Batch batch = test::plain_batch(0, 4);
       pipeline.step(batch.args, {}, batch.target);
     });
@@ -159,7 +173,9 @@ TEST(StepContract, AGradientThatTheTrialDidNotFindIsRefused) {
 // A bidirectional pipeline has two copies of each part. Microbatch 0 runs through only one of them.
 TEST(StepContract, AGradientThatOneCopyHasReachesTheOther) {
   struct Gated : torch::nn::Module {
-    explicit Gated(int part) : block(register_module("block", Block(part))) { extra = register_parameter("extra", at::ones({kWidth})); }
+    explicit Gated(int part) : block(register_module("block", Block(part))) {
+      extra = register_parameter("extra", at::ones({kWidth}));
+    }
     at::Tensor forward(const at::Tensor& x) {
       const bool first = StepContext::current()->microbatch == 0;
       return block(first ? x * extra : x);
@@ -178,7 +194,10 @@ TEST(StepContract, AGradientThatOneCopyHasReachesTheOther) {
     const StepGuard guard(context);
     at::Tensor x = batch.args[0].tensor().tensor_split(kMicrobatches)[static_cast<std::size_t>(m)];
     for (const auto& part : parts) x = part->forward(x);
-    test::square_loss()(Tree(x), Tree(batch.target.tensor().tensor_split(kMicrobatches)[static_cast<std::size_t>(m)])).div(kMicrobatches).backward();
+    test::square_loss()(Tree(x),
+                        Tree(batch.target.tensor().tensor_split(kMicrobatches)[static_cast<std::size_t>(m)]))
+        .div(kMicrobatches)
+        .backward();
   }
   comm::run_ranks(2, 20s, [&](comm::World& world) {
     const schedule::Schedule schedule = schedule_of("DualPipe", 2, 2, kMicrobatches);
@@ -194,7 +213,8 @@ TEST(StepContract, AGradientThatOneCopyHasReachesTheOther) {
     for (const auto& [part, module] : modules) {
       const at::Tensor expected = parts[static_cast<std::size_t>(part)]->extra.grad();
       ASSERT_TRUE(module->extra.grad().defined()) << "part " << part << " on rank " << world.rank();
-      EXPECT_TRUE(at::allclose(module->extra.grad(), expected, 1e-5, 1e-7)) << "part " << part << " on rank " << world.rank();
+      EXPECT_TRUE(at::allclose(module->extra.grad(), expected, 1e-5, 1e-7))
+          << "part " << part << " on rank " << world.rank();
     }
   });
 }
@@ -207,7 +227,8 @@ struct ShardedWorld {
 };
 
 ShardedWorld two_by_two(comm::World& world) {
-  const comm::MeshGroups all(world, init_device_mesh("cpu", {2, 2}, {"pp", "dp"}, world.rank(), world.size()));
+  const comm::MeshGroups all(world,
+                             init_device_mesh("cpu", {2, 2}, {"pp", "dp"}, world.rank(), world.size()));
   return {all.with_mesh(all.mesh()["dp"]), {world.rank() % 2, 2 + world.rank() % 2}};
 }
 
@@ -219,7 +240,8 @@ TEST(StepContract, AShardedStageReducesOnceAStep) {
     fully_shard(*block, layout.mesh);
     PipelineOptions options{world};
     options.ranks = layout.ranks;
-    PipelineRuntime pipeline({PipelineStage(StageModule(block), own, 2, at::kCPU)}, schedule_of("1F1B", 2, 1, 4), test::square_loss(), options);
+    PipelineRuntime pipeline({PipelineStage(StageModule(block), own, 2, at::kCPU)},
+                             schedule_of("1F1B", 2, 1, 4), test::square_loss(), options);
     const test::Batch batch = test::plain_batch(0, 8);
     pipeline.step(batch.args, {}, batch.target);  // ranks agree on everything
     const auto meet = [&] { world.group().barrier().wait(); };
@@ -230,12 +252,14 @@ TEST(StepContract, AShardedStageReducesOnceAStep) {
     meet();
     const auto totals = comm::Recorder::global().totals();
     meet();
-    EXPECT_EQ(totals.at("reduce_scatter").operations, 4U) << "one for each of the four ranks, not one for each microbatch";
+    EXPECT_EQ(totals.at("reduce_scatter").operations, 4U)
+        << "one for each of the four ranks, not one for each microbatch";
   });
 }
 
 TEST(StepContract, ReshardFreesWhatTheScheduleNoLongerNeeds) {
-  static constexpr int kStages = 6;  // on the one rank of each pipeline; a lowered schedule gathers at most three at a time
+  static constexpr int kStages =
+      6;  // on the one rank of each pipeline; a lowered schedule gathers at most three at a time
   comm::run_ranks(2, 60s, [](comm::World& world) {
     const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"dp"}, world.rank(), 2));
     std::vector<PipelineStage> stages;

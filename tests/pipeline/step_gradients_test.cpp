@@ -8,13 +8,13 @@
 #include <mutex>
 #include <set>
 
-#include "penstock/errors.h"
-#include "penstock/world.h"
 #include "penstock/dtensor.h"
+#include "penstock/errors.h"
+#include "penstock/pipeline.h"
 #include "penstock/pipeline/backward/copy_gradients.h"
 #include "penstock/pipeline/stage/gradient_sync.h"
-#include "penstock/pipeline.h"
 #include "penstock/torch/compat/cpu_memory.h"
+#include "penstock/world.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"
 
@@ -27,19 +27,26 @@ using test::Block;
 using test::has_text;
 using test::kWidth;
 
-std::vector<PipelineStage> stages_of(comm::World& world, const schedule::Schedule& whole, const std::function<StageModule(int stage)>& module) {
+std::vector<PipelineStage> stages_of(comm::World& world, const schedule::Schedule& whole,
+                                     const std::function<StageModule(int stage)>& module) {
   std::vector<PipelineStage> stages;
-  for (const int index : whole.stages().stages_of(world.rank())) stages.emplace_back(module(index), index, whole.stages().stages(), at::kCPU);
+  for (const int index : whole.stages().stages_of(world.rank()))
+    stages.emplace_back(module(index), index, whole.stages().stages(), at::kCPU);
   return stages;
 }
 
 schedule::Schedule schedule_of(ScheduleKind kind, int ranks, int microbatches) {
-  return schedule::generate(kind, {.ranks = ranks, .stages_per_rank = schedule::required_stages_per_rank(kind).value_or(1), .microbatches = microbatches, .group_size = {}});
+  return schedule::generate(kind, {.ranks = ranks,
+                                   .stages_per_rank = schedule::required_stages_per_rank(kind).value_or(1),
+                                   .microbatches = microbatches,
+                                   .group_size = {}});
 }
 
-// -------------------------------------------------------------------------------------------------------------------------- memory
+// --------------------------------------------------------------------------------------------------------------------------
+// memory
 
-constexpr std::int64_t kWide = 192, kLayers = 8, kBytes = kLayers * kWide * kWide * static_cast<std::int64_t>(sizeof(float));
+constexpr std::int64_t kWide = 192, kLayers = 8,
+                       kBytes = kLayers * kWide * kWide * static_cast<std::int64_t>(sizeof(float));
 
 StageModule wide_module() {
   std::vector<torch::nn::Linear> layers;
@@ -48,10 +55,12 @@ StageModule wide_module() {
     layers.emplace_back(torch::nn::LinearOptions(kWide, kWide).bias(false));
     modules.push_back(layers.back().ptr());
   }
-  return StageModule([layers](at::Tensor x) mutable {
-    for (torch::nn::Linear& layer : layers) x = torch::tanh(layer(x));
-    return x;
-  }, modules);
+  return StageModule(
+      [layers](at::Tensor x) mutable {
+        for (torch::nn::Linear& layer : layers) x = torch::tanh(layer(x));
+        return x;
+      },
+      modules);
 }
 
 // The peak number of bytes that a step allocates: with gradients of an earlier step, or without.
@@ -86,8 +95,10 @@ TEST(StepGradientsMemory, AccumulationTakesNoSecondBuffer) {
   }
   for (const ScheduleKind kind : {ScheduleKind::GPipe, ScheduleKind::OneFOneB, ScheduleKind::ZBVZeroBubble})
     for (const int microbatches : {4, 6}) {
-      SCOPED_TRACE(std::string(schedule::to_text(kind)) + ", " + std::to_string(microbatches) + " microbatches");
-      const std::int64_t stages = schedule::required_stages_per_rank(kind).value_or(1), whole = stages * kBytes;
+      SCOPED_TRACE(std::string(schedule::to_text(kind)) + ", " + std::to_string(microbatches) +
+                   " microbatches");
+      const std::int64_t stages = schedule::required_stages_per_rank(kind).value_or(1),
+                         whole = stages * kBytes;
       // A step without earlier gradients allocates them.
       EXPECT_GT(peak_of_a_step(kind, microbatches, true, false), whole);
       // A step with earlier gradients adds to them: only a weight's gradient or two exist besides at a time.
@@ -96,12 +107,17 @@ TEST(StepGradientsMemory, AccumulationTakesNoSecondBuffer) {
     }
 }
 
-// -------------------------------------------------------------------------------------------------------------------------- values
+// --------------------------------------------------------------------------------------------------------------------------
+// values
 
 // A stage that uses one of its parameters only in some steps.
 struct SometimesImpl : torch::nn::Module {
-  explicit SometimesImpl(int number) : block(register_module("block", Block(number))), extra(register_parameter("extra", test::values({kWidth}, 50 + number))) {}
-  at::Tensor forward(const at::Tensor& x) { return use_extra ? block->forward(x) * (1 + 0.1 * extra) : block->forward(x); }
+  explicit SometimesImpl(int number)
+      : block(register_module("block", Block(number))),
+        extra(register_parameter("extra", test::values({kWidth}, 50 + number))) {}
+  at::Tensor forward(const at::Tensor& x) {
+    return use_extra ? block->forward(x) * (1 + 0.1 * extra) : block->forward(x);
+  }
   Block block;
   at::Tensor extra;
   bool use_extra = true;
@@ -119,7 +135,9 @@ TEST(StepGradients, AccumulatedStepsAreThoseOfOneProcess) {
         Sometimes module(0);
         PipelineOptions options{world};
         options.scale_grads = scale;
-        PipelineRuntime pipeline({PipelineStage(StageModule(module), 0, 1, at::kCPU)}, schedule_of(ScheduleKind::GPipe, 1, microbatches), test::square_loss(), options);
+        PipelineRuntime pipeline({PipelineStage(StageModule(module), 0, 1, at::kCPU)},
+                                 schedule_of(ScheduleKind::GPipe, 1, microbatches), test::square_loss(),
+                                 options);
         for (int step = 0; step < kSteps; ++step) {
           module->use_extra = step % 2 == 0;
           const test::Batch batch = test::plain_batch(step, 2 * microbatches);
@@ -130,7 +148,8 @@ TEST(StepGradients, AccumulatedStepsAreThoseOfOneProcess) {
       for (int step = 0; step < kSteps; ++step) {
         model->use_extra = step % 2 == 0;
         const test::Batch batch = test::plain_batch(step, 2 * microbatches);
-        const std::vector<Tree> xs = split_tree(batch.args[0], microbatches), ys = split_tree(batch.target, microbatches);
+        const std::vector<Tree> xs = split_tree(batch.args[0], microbatches),
+                                ys = split_tree(batch.target, microbatches);
         for (std::size_t m = 0; m < xs.size(); ++m) {
           const at::Tensor loss = test::square_loss()(Tree(model->forward(xs[m].tensor())), ys[m]);
           (scale ? loss / microbatches : loss).backward();
@@ -167,7 +186,8 @@ at::Tensor accumulated(const at::Tensor& before, const at::Tensor& added, int di
 TEST(StepGradients, LowPrecisionNeitherOverflowsNorRounds) {
   // 4 * 40000 is beyond float16.
   const at::Tensor half = accumulated(at::full({2}, 40000.0, at::kHalf), at::full({2}, 800.0, at::kHalf), 4);
-  EXPECT_TRUE(at::equal(half.to(at::kFloat), at::full({2}, 40192.0))) << half;  // 40200, rounded to multiples of 32
+  EXPECT_TRUE(at::equal(half.to(at::kFloat), at::full({2}, 40192.0)))
+      << half;  // 40200, rounded to multiples of 32
   // Three times a bfloat16 may not be a bfloat16: a gradient to which nothing is added must not change.
   const at::Tensor before = (1 + at::arange(128, at::kFloat) / 128).to(at::kBFloat16);
   ASSERT_FALSE(at::equal(before * 3 / 3, before));
@@ -195,7 +215,8 @@ TEST(StepGradients, GradientsThatShareMemory) {
     gradients.divide_all();
     gradients.add_earlier();
   }
-  for (const at::Tensor& parameter : parameters) EXPECT_TRUE(at::equal(parameter.grad(), at::full({3}, 10.0))) << parameter.grad();
+  for (const at::Tensor& parameter : parameters)
+    EXPECT_TRUE(at::equal(parameter.grad(), at::full({3}, 10.0))) << parameter.grad();
   parameters[0].mutable_grad() = at::full({3}, 8.0);
   // A step that is aborted restores the earlier gradients.
   parameters[1].mutable_grad() = at::Tensor();
@@ -213,7 +234,8 @@ TEST(StepGradients, ReducersSeeOnlyThisStep) {
       PipelineOptions options{world};
       options.scale_grads = scale;
       options.gradients_done = [&](int) { seen.push_back(block->weight.grad().clone()); };
-      PipelineRuntime pipeline({PipelineStage(StageModule(block), 0, 1, at::kCPU)}, schedule_of(ScheduleKind::GPipe, 1, 4), test::square_loss(), options);
+      PipelineRuntime pipeline({PipelineStage(StageModule(block), 0, 1, at::kCPU)},
+                               schedule_of(ScheduleKind::GPipe, 1, 4), test::square_loss(), options);
       const test::Batch batch = test::plain_batch(0, 8);
       for (int step = 0; step < 3; ++step) pipeline.step(batch.args, {}, batch.target);
       ASSERT_EQ(seen.size(), 3U);
@@ -243,11 +265,13 @@ TEST(StepGradients, ModulesThatReduceTheirOwnSeeOnlyThisStep) {
     Doubling module;
     std::vector<at::Tensor> held;
     module->block->weight.register_hook([&](const at::Tensor& gradient) {
-      if (module->enabled) held.push_back(module->block->weight.grad().clone());  // of the microbatches before the last
+      if (module->enabled)
+        held.push_back(module->block->weight.grad().clone());  // of the microbatches before the last
       return gradient;
     });
     PipelineOptions options{world};
-    PipelineRuntime pipeline({PipelineStage(StageModule(module), 0, 1, at::kCPU)}, schedule_of(ScheduleKind::GPipe, 1, 4), test::square_loss(), options);
+    PipelineRuntime pipeline({PipelineStage(StageModule(module), 0, 1, at::kCPU)},
+                             schedule_of(ScheduleKind::GPipe, 1, 4), test::square_loss(), options);
     const test::Batch batch = test::plain_batch(0, 8);
     for (int step = 0; step < 3; ++step) pipeline.step(batch.args, {}, batch.target);
     ASSERT_EQ(held.size(), 3U);
@@ -256,14 +280,18 @@ TEST(StepGradients, ModulesThatReduceTheirOwnSeeOnlyThisStep) {
   });
 }
 
-// -------------------------------------------------------------------------------------------------------------------------- copies
+// --------------------------------------------------------------------------------------------------------------------------
+// copies
 
 // Two parameters of one size; the index of a microbatch selects the one it uses.
 struct ChoosingImpl : torch::nn::Module {
   explicit ChoosingImpl(int number) : block(register_module("block", Block(number))) {
-    for (const char* name : {"a", "b", "c"}) choices.push_back(register_parameter(name, test::values({kWidth}, 60 + number)));
+    for (const char* name : {"a", "b", "c"})
+      choices.push_back(register_parameter(name, test::values({kWidth}, 60 + number)));
   }
-  at::Tensor forward(const at::Tensor& x, std::int64_t microbatch) { return block->forward(x) * (1 + 0.1 * choices[microbatch < 2 ? 0 : 1]); }
+  at::Tensor forward(const at::Tensor& x, std::int64_t microbatch) {
+    return block->forward(x) * (1 + 0.1 * choices[microbatch < 2 ? 0 : 1]);
+  }
   Block block;
   std::vector<at::Tensor> choices;  // c is never used
 };
@@ -275,7 +303,8 @@ TEST(CopyGradients, ACopyWithoutAGradientGetsTheOthers) {
   constexpr int kMicrobatches = 4;
   std::vector<Choosing> model{Choosing(0), Choosing(1)};
   const test::Batch batch = test::plain_batch(0, 2 * kMicrobatches);
-  const std::vector<Tree> xs = split_tree(batch.args[0], kMicrobatches), ys = split_tree(batch.target, kMicrobatches);
+  const std::vector<Tree> xs = split_tree(batch.args[0], kMicrobatches),
+                          ys = split_tree(batch.target, kMicrobatches);
   for (int step = 0; step < 2; ++step)
     for (std::size_t m = 0; m < xs.size(); ++m) {
       at::Tensor x = xs[m].tensor();
@@ -288,12 +317,17 @@ TEST(CopyGradients, ACopyWithoutAGradientGetsTheOthers) {
     const auto stages = stages_of(world, whole, [&](int stage) {
       Choosing part(stage % 2);
       parts.emplace(stage, part);
-      return StageModule([part](at::Tensor x) mutable { return part->forward(x, StepContext::current()->microbatch.value_or(0)); }, {part.ptr()});
+      return StageModule(
+          [part](at::Tensor x) mutable {
+            return part->forward(x, StepContext::current()->microbatch.value_or(0));
+          },
+          {part.ptr()});
     });
     PipelineRuntime pipeline(stages, whole, test::square_loss(), {world});
     for (int step = 0; step < 2; ++step) pipeline.step(batch.args, {}, batch.target);
     for (const auto& [stage, part] : parts) {
-      const auto ours = part->named_parameters(), theirs = model[static_cast<std::size_t>(stage % 2)]->named_parameters();
+      const auto ours = part->named_parameters(),
+                 theirs = model[static_cast<std::size_t>(stage % 2)]->named_parameters();
       for (const auto& entry : ours) {
         const at::Tensor gradient = entry.value().grad(), expected = theirs[entry.key()].grad();
         ASSERT_EQ(gradient.defined(), expected.defined()) << entry.key() << " of stage " << stage;
@@ -322,9 +356,11 @@ TEST(CopyGradients, TermsOfASumAndCopiesWithoutThem) {
         torch::nn::ParameterList list;
         list->append(distribute_tensor(at::zeros({3}), tp, {Replicate{}}).detach().set_requires_grad(true));
         parameters[index] = list->parameters()[0];
-        stages.emplace_back(StageModule([](at::Tensor x) { return x; }, {list.ptr()}), index, whole.stages().stages(), at::kCPU);
+        stages.emplace_back(StageModule([](at::Tensor x) { return x; }, {list.ptr()}), index,
+                            whole.stages().stages(), at::kCPU);
         if (index < 2)
-          parameters[index].mutable_grad() = from_local(at::full({3}, 1.f + static_cast<float>(twin)), tp, {Partial{}});
+          parameters[index].mutable_grad() =
+              from_local(at::full({3}, 1.f + static_cast<float>(twin)), tp, {Partial{}});
         else if (summed)
           parameters[index].mutable_grad() = from_local(at::full({3}, 10.f), tp, {Replicate{}});
       }
@@ -332,7 +368,8 @@ TEST(CopyGradients, TermsOfASumAndCopiesWithoutThem) {
       copies.sum();
       for (const auto& [index, parameter] : parameters) {
         ASSERT_TRUE(parameter.grad().defined()) << "stage " << index;
-        EXPECT_TRUE(at::equal(full_tensor(parameter.grad()), at::full({3}, summed ? 13.f : 3.f))) << "stage " << index << ": " << full_tensor(parameter.grad());
+        EXPECT_TRUE(at::equal(full_tensor(parameter.grad()), at::full({3}, summed ? 13.f : 3.f)))
+            << "stage " << index << ": " << full_tensor(parameter.grad());
       }
     });
   }

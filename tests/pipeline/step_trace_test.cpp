@@ -6,9 +6,9 @@
 #include <nlohmann/json.hpp>
 
 #include "penstock/errors.h"
+#include "penstock/generators.h"
 #include "penstock/pipeline/report/step_trace.h"
 #include "penstock/pipeline/report/trace_comparison.h"
-#include "penstock/generators.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/simulated_trace.h"
 
@@ -50,10 +50,12 @@ TEST(StepTrace, HasOneTrackPerRankAndKindAndAnArrowPerTransfer) {
 
 TEST(StepTrace, AnOverlappedUnitShowsHowItsActionsTookTurns) {
   StepTrace trace = simulated_trace("DualPipeV", 2, 8);
-  const auto unit = std::find_if(trace.ranks[0].begin(), trace.ranks[0].end(), [](const TraceEvent& event) { return event.actions.size() == 2; });
+  const auto unit = std::find_if(trace.ranks[0].begin(), trace.ranks[0].end(),
+                                 [](const TraceEvent& event) { return event.actions.size() == 2; });
   ASSERT_NE(unit, trace.ranks[0].end());
   const std::int64_t quarter = (unit->end_ns - unit->begin_ns) / 4;
-  for (int i = 0; i < 4; ++i) unit->pieces.push_back({i % 2, unit->begin_ns + i * quarter, unit->begin_ns + (i + 1) * quarter});
+  for (int i = 0; i < 4; ++i)
+    unit->pieces.push_back({i % 2, unit->begin_ns + i * quarter, unit->begin_ns + (i + 1) * quarter});
   const std::string text = to_chrome_json(trace);
   EXPECT_EQ(parse_trace(text), trace);
   std::vector<std::string> names;
@@ -62,10 +64,13 @@ TEST(StepTrace, AnOverlappedUnitShowsHowItsActionsTookTurns) {
     if (event.value("cat", "") == "piece") names.push_back(event.at("name"));
   const std::string first = schedule::to_text(unit->actions[0]), second = schedule::to_text(unit->actions[1]);
   EXPECT_EQ(names, (std::vector<std::string>{first, second, first, second}));
-  for (const json& bad : {json::array({2, unit->begin_ns, unit->end_ns}), json::array({1, unit->begin_ns - 1, unit->end_ns}), json::array({1, unit->begin_ns})}) {
+  for (const json& bad :
+       {json::array({2, unit->begin_ns, unit->end_ns}), json::array({1, unit->begin_ns - 1, unit->end_ns}),
+        json::array({1, unit->begin_ns})}) {
     json changed = document;
     for (json& event : changed.at("traceEvents"))
-      if (event.contains("args") && event.at("args").contains("pieces")) event.at("args").at("pieces").at(1) = bad;
+      if (event.contains("args") && event.at("args").contains("pieces"))
+        event.at("args").at("pieces").at(1) = bad;
     EXPECT_THROW(parse_trace(changed.dump()), ConfigError) << bad;
   }
 }
@@ -77,7 +82,8 @@ TEST(StepTrace, AnOverlappedUnitIsOneEvent) {
     for (const TraceEvent& event : events)
       if (event.actions.size() == 2) {
         found = true;
-        EXPECT_EQ(action_text(event), schedule::to_text(event.actions[0]) + "|" + schedule::to_text(event.actions[1]));
+        EXPECT_EQ(action_text(event),
+                  schedule::to_text(event.actions[0]) + "|" + schedule::to_text(event.actions[1]));
       }
   EXPECT_TRUE(found);
 }
@@ -134,8 +140,10 @@ TEST(TraceComparison, AStepAsSimulatedHasFullEfficiency) {
     const TraceComparison comparison = compare_with_simulation(simulated_trace(kind, 4, 8));
     EXPECT_NEAR(comparison.efficiency(), 1.0, 1e-3);
     EXPECT_NEAR(comparison.model.latency, 0.1, 1e-3);
-    for (const ActionComparison& action : comparison.actions) EXPECT_NEAR(action.delay_ms(), 0, 1e-2) << action.action;
-    for (const RankComparison& rank : comparison.ranks) EXPECT_NEAR(rank.busy_ms, rank.simulated_busy_ms, 1e-3);
+    for (const ActionComparison& action : comparison.actions)
+      EXPECT_NEAR(action.delay_ms(), 0, 1e-2) << action.action;
+    for (const RankComparison& rank : comparison.ranks)
+      EXPECT_NEAR(rank.busy_ms, rank.simulated_busy_ms, 1e-3);
   }
 }
 

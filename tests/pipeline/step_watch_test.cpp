@@ -13,14 +13,14 @@
 #include <nlohmann/json.hpp>
 #include <thread>
 
-#include "penstock/errors.h"
 #include "penstock/base/files.h"
+#include "penstock/errors.h"
 #include "penstock/pipeline.h"
 #include "penstock/pipeline/report/trace_comparison.h"
+#include "penstock/pipeline/runtime/last_trace.h"
 #include "penstock/step_context.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"
-#include "penstock/pipeline/runtime/last_trace.h"
 
 namespace penstock {
 namespace step_watch_test {
@@ -43,7 +43,8 @@ StageModule layer(int microbatch, std::function<void()> surprise) {
 }
 
 PipelineLoss squares() {
-  return PipelineLoss([](const at::Tensor& output, const at::Tensor& target) { return (output - target).pow(2).mean(); });
+  return PipelineLoss(
+      [](const at::Tensor& output, const at::Tensor& target) { return (output - target).pow(2).mean(); });
 }
 
 struct Setting {
@@ -57,10 +58,13 @@ struct Setting {
 
 PipelineRuntime pipeline_of(comm::World& world, const Setting& setting) {
   const int count = world.size() * setting.stages_per_rank;
-  const auto map = schedule::rank_to_stages(schedule::placement_of(schedule::schedule_kind(setting.schedule)), world.size(), count);
+  const auto map = schedule::rank_to_stages(schedule::placement_of(schedule::schedule_kind(setting.schedule)),
+                                            world.size(), count);
   std::vector<PipelineStage> stages;
   for (const int index : map[static_cast<std::size_t>(world.rank())])
-    stages.emplace_back(layer(setting.surprised_microbatch, index == setting.surprised_stage ? setting.surprise : nullptr), index, count, at::kCPU);
+    stages.emplace_back(
+        layer(setting.surprised_microbatch, index == setting.surprised_stage ? setting.surprise : nullptr),
+        index, count, at::kCPU);
   return make_pipeline(setting.schedule, stages, setting.microbatches, squares(), PipelineOptions{world});
 }
 
@@ -69,7 +73,8 @@ void run_step(PipelineRuntime& pipeline, int microbatches) {
   pipeline.step(Tree::tuple({x}), {}, x);
 }
 
-// ---------------------------------------------------------------------------------------------------------------- traces
+// ----------------------------------------------------------------------------------------------------------------
+// traces
 
 void expect_whole_trace(const StepTrace& trace, const schedule::Schedule& schedule) {
   EXPECT_EQ(trace.schedule, schedule);
@@ -95,14 +100,18 @@ void expect_whole_trace(const StepTrace& trace, const schedule::Schedule& schedu
     for (const TraceEvent& await : events) {
       if (await.kind != TraceEvent::Kind::Await) continue;
       for (const TraceEvent& send : trace.ranks[static_cast<std::size_t>(await.channel->from_rank)])
-        if (send.kind == TraceEvent::Kind::Send && send.channel == await.channel && send.actions[0].microbatch() == await.actions[0].microbatch()) {
+        if (send.kind == TraceEvent::Kind::Send && send.channel == await.channel &&
+            send.actions[0].microbatch() == await.actions[0].microbatch()) {
           EXPECT_GE(await.end_ns, send.begin_ns);
         }
     }
 }
 
 TEST(PipelineTrace, HasEveryActionOfEveryRankOnOneClock) {
-  for (const Setting& setting : {Setting{.schedule = "1F1B"}, Setting{.schedule = "ZBVZeroBubble", .microbatches = 6, .stages_per_rank = 2}, Setting{.schedule = "DualPipeV", .microbatches = 6, .stages_per_rank = 2}}) {
+  for (const Setting& setting :
+       {Setting{.schedule = "1F1B"},
+        Setting{.schedule = "ZBVZeroBubble", .microbatches = 6, .stages_per_rank = 2},
+        Setting{.schedule = "DualPipeV", .microbatches = 6, .stages_per_rank = 2}}) {
     SCOPED_TRACE(setting.schedule);
     comm::run_ranks(3, 60s, [&](comm::World& world) {
       PipelineRuntime pipeline = pipeline_of(world, setting);
@@ -124,7 +133,9 @@ TEST(PipelineTrace, HasEveryActionOfEveryRankOnOneClock) {
 }
 
 TEST(PipelineTrace, OfEvaluationHasOnlyForwards) {
-  const std::string path = (std::filesystem::temp_directory_path() / ("penstock-trace-" + std::to_string(::getpid()) + ".json")).string();
+  const std::string path =
+      (std::filesystem::temp_directory_path() / ("penstock-trace-" + std::to_string(::getpid()) + ".json"))
+          .string();
   comm::run_ranks(2, 60s, [&](comm::World& world) {
     PipelineRuntime pipeline = pipeline_of(world, {});
     pipeline.eval(Tree::tuple({at::ones({8, kWidth})}));
@@ -189,7 +200,8 @@ TEST(PipelineTrace, OneRankNeedsNobody) {
   });
 }
 
-// ---------------------------------------------------------------------------------------------------------------- stalls
+// ----------------------------------------------------------------------------------------------------------------
+// stalls
 
 // Runs a step that fails and keeps the error of every rank.
 std::map<int, std::string> errors_of(int ranks, std::chrono::milliseconds timeout, const Setting& setting) {
@@ -215,9 +227,12 @@ std::map<int, std::string> errors_of(int ranks, std::chrono::milliseconds timeou
 // A module that does not return: the waiting ranks report where they wait, for which rank and how long, and
 // which rank holds them up.
 TEST(PipelineStall, AModuleThatHangsIsNamedOnTheWaitingRanks) {
-  const std::string folder = (std::filesystem::temp_directory_path() / ("penstock-stall-" + std::to_string(::getpid()))).string();
+  const std::string folder =
+      (std::filesystem::temp_directory_path() / ("penstock-stall-" + std::to_string(::getpid()))).string();
   ::setenv("PENSTOCK_STALL_DIR", folder.c_str(), 1);
-  const auto errors = errors_of(3, 3s, {.surprised_stage = 1, .surprised_microbatch = 1, .surprise = [] { std::this_thread::sleep_for(5s); }});
+  const auto errors = errors_of(3, 3s, {.surprised_stage = 1, .surprised_microbatch = 1, .surprise = [] {
+                                          std::this_thread::sleep_for(5s);
+                                        }});
   ::unsetenv("PENSTOCK_STALL_DIR");
   ASSERT_TRUE(errors.contains(0));
   ASSERT_TRUE(errors.contains(2));
@@ -261,13 +276,16 @@ TEST(PipelineStall, ARankThatDoesNotComeToAStep) {
   }
   EXPECT_TRUE(has_text(text, "rank 0  step 2"));
   EXPECT_TRUE(has_text(text, "agrees with all ranks on the step"));
-  EXPECT_TRUE(has_text(text, "rank 1 is not in the step that the others are in and holds up rank 0: after step 1"));
+  EXPECT_TRUE(
+      has_text(text, "rank 1 is not in the step that the others are in and holds up rank 0: after step 1"));
 }
 
 // A failure of one rank: the others quote it and report where they were; no rank is kept waiting.
 TEST(PipelineStall, AFailureIsQuotedAndDoesNotTakeLong) {
   const auto begin = std::chrono::steady_clock::now();
-  const auto errors = errors_of(3, 60s, {.surprised_stage = 1, .surprised_microbatch = 1, .surprise = [] { throw std::runtime_error("no more memory"); }});
+  const auto errors = errors_of(3, 60s, {.surprised_stage = 1, .surprised_microbatch = 1, .surprise = [] {
+                                           throw std::runtime_error("no more memory");
+                                         }});
   EXPECT_LT(std::chrono::steady_clock::now() - begin, 10s);
   ASSERT_EQ(errors.size(), 3u);
   EXPECT_FALSE(has_text(errors.at(1), "seen from rank"));

@@ -7,7 +7,9 @@ namespace penstock::test {
 
 inline constexpr TrialRun kTrials[] = {TrialRun::Auto, TrialRun::Fake, TrialRun::Real};
 
-inline const char* name_of(TrialRun trial) { return trial == TrialRun::Auto ? "auto" : trial == TrialRun::Fake ? "fake" : "real"; }
+inline const char* name_of(TrialRun trial) {
+  return trial == TrialRun::Auto ? "auto" : trial == TrialRun::Fake ? "fake" : "real";
+}
 
 inline StageOptions with(TrialRun trial) {
   StageOptions options;

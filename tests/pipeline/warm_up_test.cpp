@@ -10,8 +10,8 @@
 #include <thread>
 #include <vector>
 
-#include "penstock/errors.h"
 #include "penstock/comm/record/recorder.h"
+#include "penstock/errors.h"
 #include "penstock/pipeline.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"
@@ -28,7 +28,8 @@ std::string text(std::string_view view) { return std::string(view); }
 
 std::uint64_t last_record() {
   std::uint64_t last = 0;
-  for (const comm::OperationRecord& record : comm::Recorder::global().snapshot()) last = std::max(last, record.id);
+  for (const comm::OperationRecord& record : comm::Recorder::global().snapshot())
+    last = std::max(last, record.id);
   return last;
 }
 
@@ -59,24 +60,33 @@ Seen seen_since(std::uint64_t before) {
 std::vector<std::string> both_ends(const std::vector<std::string>& channels, int sums_of_copies = 0) {
   std::vector<std::string> all(static_cast<std::size_t>(sums_of_copies), "all_reduce warm-up of copies");
   for (const std::string& channel : channels)
-    for (const char* end : {"send", "recv"}) all.push_back(std::string(end) + " " + ("warm-up: " + channel).substr(0, 47));  // records truncate labels
+    for (const char* end : {"send", "recv"})
+      all.push_back(std::string(end) + " " +
+                    ("warm-up: " + channel).substr(0, 47));  // records truncate labels
   std::sort(all.begin(), all.end());
   return all;
 }
 
-PipelineRuntime pipeline_of(comm::World& world, ScheduleKind kind, int stages_per_rank, const std::vector<SkipTensor>& skips = {}) {
+PipelineRuntime pipeline_of(comm::World& world, ScheduleKind kind, int stages_per_rank,
+                            const std::vector<SkipTensor>& skips = {}) {
   const int ranks = world.size(), count = ranks * stages_per_rank;
-  const schedule::Schedule whole = schedule::generate(kind, {.ranks = ranks, .stages_per_rank = stages_per_rank, .microbatches = 4, .group_size = {}});
+  const schedule::Schedule whole = schedule::generate(
+      kind, {.ranks = ranks, .stages_per_rank = stages_per_rank, .microbatches = 4, .group_size = {}});
   const int parts = whole.stages().chains().front().stages;
   std::vector<PipelineStage> stages;
   for (const int index : whole.stages().stages_of(world.rank())) {
     Block block(index % parts);
-    const auto from = [&](int stage) { return std::any_of(skips.begin(), skips.end(), [&](const SkipTensor& skip) { return skip.from == stage; }); };
-    stages.emplace_back(StageModule([block, gives = from(index)](const Tree& args, const Tree&) mutable {
-                          at::Tensor h = block->forward(args[0].tensor());
-                          if (args.size() > 1) h = h + args[1].tensor();
-                          return gives ? Tree::tuple({h, h.sin()}) : Tree(h);
-                        }, {block.ptr()}),
+    const auto from = [&](int stage) {
+      return std::any_of(skips.begin(), skips.end(),
+                         [&](const SkipTensor& skip) { return skip.from == stage; });
+    };
+    stages.emplace_back(StageModule(
+                            [block, gives = from(index)](const Tree& args, const Tree&) mutable {
+                              at::Tensor h = block->forward(args[0].tensor());
+                              if (args.size() > 1) h = h + args[1].tensor();
+                              return gives ? Tree::tuple({h, h.sin()}) : Tree(h);
+                            },
+                            {block.ptr()}),
                         index, count, at::kCPU);
   }
   PipelineOptions options{world};
@@ -84,7 +94,8 @@ PipelineRuntime pipeline_of(comm::World& world, ScheduleKind kind, int stages_pe
   return {stages, whole, test::square_loss(), options};
 }
 
-void expect_warm_up(int ranks, ScheduleKind kind, int stages_per_rank, const std::vector<SkipTensor>& skips, const std::vector<std::string>& expected) {
+void expect_warm_up(int ranks, ScheduleKind kind, int stages_per_rank, const std::vector<SkipTensor>& skips,
+                    const std::vector<std::string>& expected) {
   SCOPED_TRACE(schedule::to_text(kind));
   for (const bool by_hand : {false, true}) {
     const std::uint64_t before = last_record();
@@ -103,32 +114,40 @@ void expect_warm_up(int ranks, ScheduleKind kind, int stages_per_rank, const std
 
 TEST(WarmUp, EveryChannelOnce) {
   expect_warm_up(3, ScheduleKind::OneFOneB, 1, {},
-                 both_ends({"activation of stage 0 to stage 1", "activation of stage 1 to stage 2", "gradient of stage 1 to stage 0", "gradient of stage 2 to stage 1"}));
+                 both_ends({"activation of stage 0 to stage 1", "activation of stage 1 to stage 2",
+                            "gradient of stage 1 to stage 0", "gradient of stage 2 to stage 1"}));
   expect_warm_up(2, ScheduleKind::Interleaved1F1B, 2, {},
-                 both_ends({"activation of stage 0 to stage 1", "activation of stage 1 to stage 2", "activation of stage 2 to stage 3", "gradient of stage 1 to stage 0",
+                 both_ends({"activation of stage 0 to stage 1", "activation of stage 1 to stage 2",
+                            "activation of stage 2 to stage 3", "gradient of stage 1 to stage 0",
                             "gradient of stage 2 to stage 1", "gradient of stage 3 to stage 2"}));
 }
 
 TEST(WarmUp, StagesOfOneRankNeedNone) {
   expect_warm_up(2, ScheduleKind::ZBVZeroBubble, 2, {},
-                 both_ends({"activation of stage 0 to stage 1", "activation of stage 2 to stage 3", "gradient of stage 1 to stage 0", "gradient of stage 3 to stage 2"}));
+                 both_ends({"activation of stage 0 to stage 1", "activation of stage 2 to stage 3",
+                            "gradient of stage 1 to stage 0", "gradient of stage 3 to stage 2"}));
   expect_warm_up(1, ScheduleKind::OneFOneB, 1, {}, {});
 }
 
 TEST(WarmUp, SkipConnections) {
-  expect_warm_up(3, ScheduleKind::GPipe, 1, {{"early", 0, 2}},
-                 both_ends({"activation of stage 0 to stage 1", "activation of stage 1 to stage 2", "gradient of stage 1 to stage 0", "gradient of stage 2 to stage 1",
-                            "skip 0: activation of stage 0 to stage 2", "skip 0: gradient of stage 2 to stage 0"}));
+  expect_warm_up(
+      3, ScheduleKind::GPipe, 1, {{"early", 0, 2}},
+      both_ends({"activation of stage 0 to stage 1", "activation of stage 1 to stage 2",
+                 "gradient of stage 1 to stage 0", "gradient of stage 2 to stage 1",
+                 "skip 0: activation of stage 0 to stage 2", "skip 0: gradient of stage 2 to stage 0"}));
 }
 
 TEST(WarmUp, CopiesOfABidirectionalPipeline) {
   // Two parts, each on both ranks: a sum for each on each of them.
   expect_warm_up(2, ScheduleKind::DualPipe, 2, {},
-                 both_ends({"activation of stage 0 to stage 1", "activation of stage 2 to stage 3", "gradient of stage 1 to stage 0", "gradient of stage 3 to stage 2"}, 4));
+                 both_ends({"activation of stage 0 to stage 1", "activation of stage 2 to stage 3",
+                            "gradient of stage 1 to stage 0", "gradient of stage 3 to stage 2"},
+                           4));
 }
 
 // What each rank ended with.
-std::vector<std::string> ends_of(int ranks, std::chrono::milliseconds timeout, const std::function<void(comm::World&)>& body) {
+std::vector<std::string> ends_of(int ranks, std::chrono::milliseconds timeout,
+                                 const std::function<void(comm::World&)>& body) {
   std::vector<std::string> ends(static_cast<std::size_t>(ranks));
   const auto noting = [&](comm::World& world) {
     std::string& end = ends[static_cast<std::size_t>(world.rank())];
@@ -171,7 +190,8 @@ TEST(WarmUp, ARankThatDoesNotCome) {
   EXPECT_LT(std::chrono::steady_clock::now() - begin, 20s);
   // The rank that gives up first notifies the other one; the one that came too late receives that.
   for (const std::size_t rank : {0, 1}) {
-    EXPECT_TRUE(ends[rank].starts_with("TimeoutError: ") || ends[rank].starts_with("PeerLostError: ")) << ends[rank];
+    EXPECT_TRUE(ends[rank].starts_with("TimeoutError: ") || ends[rank].starts_with("PeerLostError: "))
+        << ends[rank];
     EXPECT_TRUE(has_text(ends[rank], "warm-up of the pipeline"));
     EXPECT_TRUE(has_text(ends[rank], "no status from rank 2"));
   }
@@ -180,10 +200,12 @@ TEST(WarmUp, ARankThatDoesNotCome) {
 
 TEST(WarmUp, RanksThatDisagreeAboutPlacement) {
   const auto ends = ends_of(2, 20s, [](comm::World& world) {
-    PipelineRuntime pipeline = pipeline_of(world, world.rank() == 0 ? ScheduleKind::Interleaved1F1B : ScheduleKind::ZBVZeroBubble, 2);
+    PipelineRuntime pipeline = pipeline_of(
+        world, world.rank() == 0 ? ScheduleKind::Interleaved1F1B : ScheduleKind::ZBVZeroBubble, 2);
     pipeline.warm_up();
   });
-  for (const std::string& end : ends) EXPECT_TRUE(has_text(end, "ranks of a pipeline disagree: places of its stages"));
+  for (const std::string& end : ends)
+    EXPECT_TRUE(has_text(end, "ranks of a pipeline disagree: places of its stages"));
 }
 
 TEST(WarmUp, AFailureIsFinal) {

@@ -3,16 +3,16 @@
 #include <gtest/gtest.h>
 
 #include "penstock/auto_schedule.h"
-#include "penstock/plan/search/critical_swaps.h"
 #include "penstock/lower.h"
+#include "penstock/plan/search/critical_swaps.h"
 #include "penstock/validate.h"
 #include "tests/plan/shapes.h"
 
 namespace penstock::plan::test {
 namespace auto_test {
 
-using schedule::StagePlacement;
 using schedule::ScheduleKind;
+using schedule::StagePlacement;
 using ::testing::HasSubstr;
 
 // 4 and 8 ranks, P to 4P microbatches, times from 0.5 to 1.5 per stage and kind, transfers up to 0.2, the

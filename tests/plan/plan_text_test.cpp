@@ -7,10 +7,10 @@
 #include <set>
 #include <string_view>
 
-#include "penstock/plan/cost/cost_text.h"
 #include "penstock/draw.h"
-#include "penstock/plan/simulate/simulation_report.h"
 #include "penstock/lower.h"
+#include "penstock/plan/cost/cost_text.h"
+#include "penstock/plan/simulate/simulation_report.h"
 #include "tests/plan/shapes.h"
 
 namespace penstock::plan::test {
@@ -66,7 +66,8 @@ TEST(CostText, NumbersAreFinite) {
   for (const char* name : {"params", "unsharded", "grads", "act", "split"})
     for (const char* bad : {"nan", "inf", "-inf", "1e999", "", "3x", "-1", "-1K", "1.5", "9E"}) {
       CostModel model;
-      EXPECT_THROW(apply_memory_text(model, std::string(name) + "=" + bad), ConfigError) << name << "=" << bad;
+      EXPECT_THROW(apply_memory_text(model, std::string(name) + "=" + bad), ConfigError)
+          << name << "=" << bad;
     }
   CostModel model;
   apply_cost_text(model, "bandwidth=0.4");
@@ -74,7 +75,9 @@ TEST(CostText, NumbersAreFinite) {
 }
 
 TEST(CostText, SumsThatOverflowAreRefused) {
-  const Schedule schedule = schedule::generate(ScheduleKind::OneFOneB, {.ranks = 2, .stages_per_rank = 1, .microbatches = 4, .group_size = std::nullopt});
+  const Schedule schedule =
+      schedule::generate(ScheduleKind::OneFOneB,
+                         {.ranks = 2, .stages_per_rank = 1, .microbatches = 4, .group_size = std::nullopt});
   CostModel model;
   model.stages[0].forward = 1e308;
   EXPECT_THROW(simulate(schedule, model), ValueError);

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "penstock/errors.h"
 #include "penstock/cost_model.h"
+#include "penstock/errors.h"
 #include "penstock/generators.h"
 
 namespace penstock::plan::test {

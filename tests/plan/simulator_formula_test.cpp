@@ -4,9 +4,9 @@
 
 #include <algorithm>
 
-#include "penstock/simulator.h"
 #include "penstock/lower.h"
 #include "penstock/schedule/generate/virtual_pipeline.h"
+#include "penstock/simulator.h"
 #include "tests/plan/shapes.h"
 
 namespace penstock::plan::test {

@@ -34,8 +34,7 @@ double relaxed_time(const Schedule& schedule, const CostModel& model) {
       start[{rank, slot}] = 0;
       for (const Action& action : schedule.row(rank)[slot]) {
         if (action.kind() == ActionKind::BackwardWeight) continue;
-        maker[{action.kind() == ActionKind::Forward, action.stage(), *action.microbatch()}] =
-            {rank, slot};
+        maker[{action.kind() == ActionKind::Forward, action.stage(), *action.microbatch()}] = {rank, slot};
       }
     }
   }
@@ -54,8 +53,7 @@ double relaxed_time(const Schedule& schedule, const CostModel& model) {
         if (is_forward ? schedule.stages().is_first(action.stage())
                        : schedule.stages().is_last(action.stage()))
           continue;
-        const auto from =
-            maker.at({is_forward, is_forward ? stage - 1 : stage + 1, *action.microbatch()});
+        const auto from = maker.at({is_forward, is_forward ? stage - 1 : stage + 1, *action.microbatch()});
         const bool remote = from.first != place.first;
         earliest = std::max(earliest, end_of(from) + (remote ? model.latency : 0));
       }

@@ -10,10 +10,10 @@
 #include <sstream>
 
 #include "penstock/errors.h"
-#include "penstock/schedule/check/dry_run.h"
 #include "penstock/generators.h"
 #include "penstock/lower.h"
 #include "penstock/schedule.h"
+#include "penstock/schedule/check/dry_run.h"
 #include "penstock/validate.h"
 
 namespace penstock::schedule {
@@ -92,9 +92,9 @@ std::vector<int> lengths(const Schedule& schedule) {
 // A trace of what PyTorch executed: cells of actions, "[a;b]" for transfers that start together,
 // "last_backward@1B3" and "1REDUCE_GRAD(div=4)".
 struct Executed {
-  Row row;                       // in order, batched or not
-  std::string last_backward;     // "1B3"
-  std::vector<int> divisors;     // of REDUCE_GRAD
+  Row row;                    // in order, batched or not
+  std::string last_backward;  // "1B3"
+  std::vector<int> divisors;  // of REDUCE_GRAD
 };
 
 Executed executed(const std::string& line) {
@@ -132,11 +132,13 @@ void expect_executed(const Schedule& schedule, const std::string& csv) {
     if (line.ends_with('\r')) line.pop_back();
     const Executed expected = executed(line);
     EXPECT_EQ(cells_of(ours.row(rank)), cells_of(expected.row)) << "rank " << rank;
-    EXPECT_EQ(expected.divisors, std::vector<int>(schedule.stages().stages_of(rank).size(), schedule.microbatches()));
+    EXPECT_EQ(expected.divisors,
+              std::vector<int>(schedule.stages().stages_of(rank).size(), schedule.microbatches()));
     std::string last;
     for (const Slot slot : schedule.row(rank))
       for (const Action& action : slot)
-        if (action.kind() == ActionKind::Backward || action.kind() == ActionKind::BackwardWeight) last = to_text(action);
+        if (action.kind() == ActionKind::Backward || action.kind() == ActionKind::BackwardWeight)
+          last = to_text(action);
     EXPECT_EQ(last, expected.last_backward) << "rank " << rank;
   }
   EXPECT_EQ(rank, ours.ranks());
@@ -255,10 +257,8 @@ TEST(GoldenSchedules, Validation) {
     ValidateOptions as_pytorch;
     as_pytorch.as_pytorch = true;
     as_pytorch.expected = ValidateOptions::Extent{item.at("pp_size").get<int>(),
-                                                    item.at("num_stages").get<int>(), microbatches};
-    const auto validated = [&] {
-      return validate(schedule_from_rows(rows_of(item.at("rows"))), as_pytorch);
-    };
+                                                  item.at("num_stages").get<int>(), microbatches};
+    const auto validated = [&] { return validate(schedule_from_rows(rows_of(item.at("rows"))), as_pytorch); };
     const auto lowered = [&] {
       const Schedule schedule = validated();
       if (!is_compute_only(schedule)) return lower(schedule);  // refuses

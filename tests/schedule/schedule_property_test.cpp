@@ -7,12 +7,12 @@
 #include <map>
 
 #include "penstock/errors.h"
-#include "penstock/schedule/check/dry_run.h"
 #include "penstock/generators.h"
 #include "penstock/lower.h"
 #include "penstock/schedule.h"
-#include "penstock/validate.h"
+#include "penstock/schedule/check/dry_run.h"
 #include "penstock/schedule/generate/virtual_pipeline.h"
+#include "penstock/validate.h"
 
 namespace penstock::schedule {
 namespace schedule_property_test {
@@ -93,8 +93,9 @@ std::vector<int> idle_within_span(const Schedule& schedule) {
           const int stage = action.stage();
           length += action.kind() == ActionKind::Backward ? 2 : 1;
           const bool is_forward = action.kind() == ActionKind::Forward;
-          const bool needs = is_forward ? !map.is_first(action.stage())
-                                        : produces_input_gradient(action.kind()) && !map.is_last(action.stage());
+          const bool needs = is_forward
+                                 ? !map.is_first(action.stage())
+                                 : produces_input_gradient(action.kind()) && !map.is_last(action.stage());
           if (!needs) continue;
           const auto found =
               made.find({is_forward, is_forward ? stage - 1 : stage + 1, *action.microbatch()});
@@ -112,8 +113,7 @@ std::vector<int> idle_within_span(const Schedule& schedule) {
         busy[r] += length;
         for (const Action& action : slot) {
           if (action.kind() == ActionKind::BackwardWeight) continue;
-          made[{action.kind() == ActionKind::Forward, action.stage(), *action.microbatch()}] =
-              clock[r];
+          made[{action.kind() == ActionKind::Forward, action.stage(), *action.microbatch()}] = clock[r];
         }
       }
     }
@@ -185,17 +185,28 @@ int held_at_most(const Case& item, int rank) {
   const int group =
       std::min(microbatches, item.shape.group_size.value_or(microbatches_per_round(microbatches, ranks)));
   switch (item.kind) {
-    case ScheduleKind::GPipe: return microbatches;
-    case ScheduleKind::OneFOneB: return ranks - rank;
-    case ScheduleKind::Interleaved1F1B: return 2 * (ranks - 1 - rank) + (chunks - 1) * group + 1;
-    case ScheduleKind::LoopedBFS: return microbatches * chunks;
-    case ScheduleKind::InterleavedZeroBubble: return (chunks - 1) * group + ranks;
-    case ScheduleKind::ZBVZeroBubble: return 2 * ranks;
-    case ScheduleKind::DualPipeV: return 2 * ranks + 1;
-    case ScheduleKind::ZB2P: return 2 * ranks - 1;
-    case ScheduleKind::VHalf: return ranks + 2;
-    case ScheduleKind::VMin: return (2 * ranks + 8) / 3;
-    case ScheduleKind::DualPipe: return ranks + 1;
+    case ScheduleKind::GPipe:
+      return microbatches;
+    case ScheduleKind::OneFOneB:
+      return ranks - rank;
+    case ScheduleKind::Interleaved1F1B:
+      return 2 * (ranks - 1 - rank) + (chunks - 1) * group + 1;
+    case ScheduleKind::LoopedBFS:
+      return microbatches * chunks;
+    case ScheduleKind::InterleavedZeroBubble:
+      return (chunks - 1) * group + ranks;
+    case ScheduleKind::ZBVZeroBubble:
+      return 2 * ranks;
+    case ScheduleKind::DualPipeV:
+      return 2 * ranks + 1;
+    case ScheduleKind::ZB2P:
+      return 2 * ranks - 1;
+    case ScheduleKind::VHalf:
+      return ranks + 2;
+    case ScheduleKind::VMin:
+      return (2 * ranks + 8) / 3;
+    case ScheduleKind::DualPipe:
+      return ranks + 1;
   }
   return 0;
 }

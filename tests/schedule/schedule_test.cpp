@@ -97,11 +97,14 @@ TEST(ScheduleText, KeepsRowsOfDifferentLengthAndIdleSlots) {
 
 TEST(ScheduleText, CommentsAndAByteOrderMarkAreSkipped) {
   const std::vector<Row> rows = parse_rows("0F0,0B0\n1F0,1B0\n");
-  EXPECT_EQ(parse_rows("\xef\xbb\xbf" "0F0,0B0\n1F0,1B0\n"), rows);
+  EXPECT_EQ(parse_rows("\xef\xbb\xbf"
+                       "0F0,0B0\n1F0,1B0\n"),
+            rows);
   EXPECT_EQ(parse_rows("# two ranks\n0F0,0B0\n  # the second\n1F0,1B0  # ends here\r\n#"), rows);
   EXPECT_EQ(parse_rows("\xef\xbb\xbf# Excel\r\n0F0,0B0\r\n1F0,1B0\r\n"), rows);
   EXPECT_EQ(parse_rows("0F0\n\n").size(), 2u) << "an empty line is a rank, a comment is not";
-  EXPECT_THAT(message_of<ConfigError>([] { parse_rows("# one\n# two\n0F0,0Q0\n"); }), HasSubstr("line 3, column 6"));
+  EXPECT_THAT(message_of<ConfigError>([] { parse_rows("# one\n# two\n0F0,0Q0\n"); }),
+              HasSubstr("line 3, column 6"));
   EXPECT_THROW(parse_rows("0F0\xef\xbb\xbf\n"), ConfigError) << "a byte order mark must come first";
 }
 
@@ -171,9 +174,13 @@ TEST(Names, WordsMayBeJoinedByUnderscores) {
   EXPECT_EQ(schedule_kind("interleaved_1f1b"), ScheduleKind::Interleaved1F1B);
   EXPECT_EQ(schedule_kind("gpipe"), ScheduleKind::GPipe);
   EXPECT_EQ(schedule_kind("vpp"), ScheduleKind::Interleaved1F1B);
-  const std::pair<const char*, ScheduleKind> others[] = {{"looped_bfs", ScheduleKind::LoopedBFS},   {"interleaved_zero_bubble", ScheduleKind::InterleavedZeroBubble},
-                                                         {"zbv-zero-bubble", ScheduleKind::ZBVZeroBubble}, {"dual_pipe_v", ScheduleKind::DualPipeV},
-                                                         {"dual_pipe", ScheduleKind::DualPipe},     {"V_Half", ScheduleKind::VHalf}};
+  const std::pair<const char*, ScheduleKind> others[] = {
+      {"looped_bfs", ScheduleKind::LoopedBFS},
+      {"interleaved_zero_bubble", ScheduleKind::InterleavedZeroBubble},
+      {"zbv-zero-bubble", ScheduleKind::ZBVZeroBubble},
+      {"dual_pipe_v", ScheduleKind::DualPipeV},
+      {"dual_pipe", ScheduleKind::DualPipe},
+      {"V_Half", ScheduleKind::VHalf}};
   for (const auto& [name, kind] : others) EXPECT_EQ(schedule_kind(name), kind) << name;
   EXPECT_EQ(resolve_schedule_name("interleaved_1f1b").name, "Interleaved1F1B");
   EXPECT_FALSE(resolve_schedule_name("interleaved_1f1b").in_reference);
@@ -351,10 +358,15 @@ TEST(Lower, NonComputeActionsAreRefusedByName) {
     }
     return std::string("not refused");
   };
-  for (const auto& [csv, named] : {std::pair{"0F0,0SEND_F0,0B0\n1F0,1B0\n", "0SEND_F0 on rank 0, slot 1"}, std::pair{"0F0,0B0\n1RECV_F0,1F0,1B0\n", "1RECV_F0 on rank 1, slot 0"},
-                                   std::pair{"0F0,,0RECV_B0,0B0\n1F0,1B0\n", "0RECV_B0 on rank 0, slot 2"}, std::pair{"0F0,0B0\n1F0,1B0,1SEND_B0\n", "1SEND_B0 on rank 1, slot 2"},
-                                   std::pair{"0UNSHARD,0F0,0B0\n", "0UNSHARD on rank 0, slot 0"}, std::pair{"0F0,0B0,0RESHARD\n", "0RESHARD on rank 0, slot 2"},
-                                   std::pair{"0F0,0B0,0REDUCE_GRAD\n", "0REDUCE_GRAD on rank 0, slot 2"}, std::pair{"0F0,(0F1;0SEND_F0)OVERLAP_F_B,0B0,0B1\n", "0SEND_F0 on rank 0, slot 1"}}) {
+  for (const auto& [csv, named] :
+       {std::pair{"0F0,0SEND_F0,0B0\n1F0,1B0\n", "0SEND_F0 on rank 0, slot 1"},
+        std::pair{"0F0,0B0\n1RECV_F0,1F0,1B0\n", "1RECV_F0 on rank 1, slot 0"},
+        std::pair{"0F0,,0RECV_B0,0B0\n1F0,1B0\n", "0RECV_B0 on rank 0, slot 2"},
+        std::pair{"0F0,0B0\n1F0,1B0,1SEND_B0\n", "1SEND_B0 on rank 1, slot 2"},
+        std::pair{"0UNSHARD,0F0,0B0\n", "0UNSHARD on rank 0, slot 0"},
+        std::pair{"0F0,0B0,0RESHARD\n", "0RESHARD on rank 0, slot 2"},
+        std::pair{"0F0,0B0,0REDUCE_GRAD\n", "0REDUCE_GRAD on rank 0, slot 2"},
+        std::pair{"0F0,(0F1;0SEND_F0)OVERLAP_F_B,0B0,0B1\n", "0SEND_F0 on rank 0, slot 1"}}) {
     EXPECT_NE(message(csv).find(named), std::string::npos) << message(csv);
     EXPECT_FALSE(is_compute_only(parse_schedule(csv)));
   }
@@ -382,9 +394,9 @@ TEST(ActionText, MalformedOverlapsAreRefused) {
            "(0F0)OVERLAP_F_B",                       // an overlap of one
            "(0F0;;1B0)OVERLAP_F_B",                  // an overlap of two
            "(0F0;1B0;)OVERLAP_F_B",                  // an overlap of two
-           "(0F0,1B0)OVERLAP_F_B",                   // an overlap of one: what follows the first action is dropped
-           "(0F0 1B0)OVERLAP_F_B",                   // the same
-           "0F0;1B0)OVERLAP_F_B",                    // 0F0: the rest is dropped
+           "(0F0,1B0)OVERLAP_F_B",  // an overlap of one: what follows the first action is dropped
+           "(0F0 1B0)OVERLAP_F_B",  // the same
+           "0F0;1B0)OVERLAP_F_B",   // 0F0: the rest is dropped
        })
     EXPECT_THROW(parse_cell(text), ConfigError) << text;
   EXPECT_EQ(parse_cell("( 0F0 ; 1B0 )OVERLAP_F_B ").size(), 2u);

@@ -4,10 +4,10 @@
 #include <gtest/gtest.h>
 
 #include "penstock/errors.h"
-#include "penstock/schedule/check/dry_run.h"
 #include "penstock/generators.h"
 #include "penstock/lower.h"
 #include "penstock/schedule.h"
+#include "penstock/schedule/check/dry_run.h"
 #include "penstock/validate.h"
 
 namespace penstock::schedule {

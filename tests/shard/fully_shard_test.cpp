@@ -7,10 +7,10 @@
 
 #include <mutex>
 
+#include "penstock/dtensor.h"
+#include "penstock/errors.h"
 #include "penstock/shard/state/shard_info.h"
 #include "penstock/shard/state/shard_state.h"
-#include "penstock/errors.h"
-#include "penstock/dtensor.h"
 #include "tests/has_text.h"
 #include "tests/shard/sharded_training.h"
 #include "tests/throws.h"
@@ -75,7 +75,9 @@ TEST(FullyShard, Replicate) {
 TEST(FullyShard, AnyDimUnevenly) {
   comm::run_ranks(3, 60s, [](comm::World& world) {
     Model model = same_model();
-    shard_by_blocks(model, line(world), {.shard_placement = [](const std::string&, const at::Tensor& p) { return Shard{p.dim() - 1}; }});
+    shard_by_blocks(model, line(world), {.shard_placement = [](const std::string&, const at::Tensor& p) {
+                      return Shard{p.dim() - 1};
+                    }});
     const ShardedParameter& weight = shard_of(model->head->weight)->parameter();
     EXPECT_FALSE(weight.layout().even());
     EXPECT_EQ(weight.layout().dim(), 1);
@@ -84,7 +86,8 @@ TEST(FullyShard, AnyDimUnevenly) {
 }
 
 TEST(FullyShard, ReshardingToFewerRanksAndNotAtAll) {
-  for (const ReshardAfterForward choice : {ReshardAfterForward(false), ReshardAfterForward(true), ReshardAfterForward(ReshardTo{2})})
+  for (const ReshardAfterForward choice :
+       {ReshardAfterForward(false), ReshardAfterForward(true), ReshardAfterForward(ReshardTo{2})})
     comm::run_ranks(4, 60s, [&](comm::World& world) {
       Model model = same_model();
       shard_by_blocks(model, line(world), {.reshard_after_forward = choice});
@@ -92,9 +95,14 @@ TEST(FullyShard, ReshardingToFewerRanksAndNotAtAll) {
       const at::Tensor out = model->forward(tokens);
       ShardState* first = shard_state_of(*model->blocks[0]);
       ASSERT_NE(first, nullptr);
-      const ShardGroupState expected = std::holds_alternative<ReshardTo>(choice) ? ShardGroupState::ShardedPostForward : std::get<bool>(choice) ? ShardGroupState::Sharded : ShardGroupState::Unsharded;
+      const ShardGroupState expected = std::holds_alternative<ReshardTo>(choice)
+                                           ? ShardGroupState::ShardedPostForward
+                                       : std::get<bool>(choice) ? ShardGroupState::Sharded
+                                                                : ShardGroupState::Unsharded;
       EXPECT_EQ(to_text(first_group(*first)->state()), to_text(expected));
-      EXPECT_EQ(is_dtensor(model->blocks[0]->as<BlockImpl>()->up->weight), expected != ShardGroupState::Unsharded) << "the module sees the shard";
+      EXPECT_EQ(is_dtensor(model->blocks[0]->as<BlockImpl>()->up->weight),
+                expected != ShardGroupState::Unsharded)
+          << "the module sees the shard";
       out.sum().backward();
       EXPECT_EQ(to_text(first_group(*first)->state()), "Sharded");
       model->zero_grad();
@@ -107,9 +115,11 @@ struct Accumulation {
 };
 
 TEST(FullyShard, Accumulation) {
-  for (const Accumulation how : {Accumulation{true, true, true}, {false, true, true}, {false, false, true}, {true, true, false}})
+  for (const Accumulation how :
+       {Accumulation{true, true, true}, {false, true, true}, {false, false, true}, {true, true, false}})
     comm::run_ranks(4, 60s, [&](comm::World& world) {
-      SCOPED_TRACE(fmt::format("reduce each {}, reshard {}, all-reduce each {}", how.reduce_each, how.reshard, how.all_reduce_each));
+      SCOPED_TRACE(fmt::format("reduce each {}, reshard {}, all-reduce each {}", how.reduce_each, how.reshard,
+                               how.all_reduce_each));
       Model model = same_model();
       shard_by_blocks(model, grid(world, {2, 2}, {"replicas", "shards"}));
       ShardState& state = *shard_state_of(*model);
@@ -127,7 +137,9 @@ TEST(FullyShard, Accumulation) {
           }
         }
       };
-      expect_same_parameters(train_share(model, {.rank = world.rank(), .ranks = 4, .microbatches = 3, .before_micro = before}), alone());
+      expect_same_parameters(
+          train_share(model, {.rank = world.rank(), .ranks = 4, .microbatches = 3, .before_micro = before}),
+          alone());
     });
 }
 
@@ -140,7 +152,9 @@ struct TiedImpl : nn::Module {
     frozen = register_parameter("frozen", at::full({3, kWidth}, 0.5, at::kDouble), false);
     unused = register_parameter("unused", at::ones({5}, at::kDouble));
   }
-  at::Tensor forward(const at::Tensor& tokens) { return at::linear(same(block(embed(tokens))) + frozen.sum(0), embed->weight); }
+  at::Tensor forward(const at::Tensor& tokens) {
+    return at::linear(same(block(embed(tokens))) + frozen.sum(0), embed->weight);
+  }
   nn::Embedding embed{nullptr};
   Block block{nullptr}, same{nullptr};
   at::Tensor frozen, unused;
@@ -163,7 +177,9 @@ void train_tied(TiedImpl& model, int rank, int ranks) {
   for (int step = 0; step < 3; ++step) {
     optimizer.zero_grad();
     const at::Tensor tokens = shared_tokens(step).chunk(ranks)[static_cast<std::size_t>(rank)];
-    nn::functional::cross_entropy(model.forward(tokens).reshape({-1, kVocabulary}), tokens.roll(1, 1).reshape({-1})).backward();
+    nn::functional::cross_entropy(model.forward(tokens).reshape({-1, kVocabulary}),
+                                  tokens.roll(1, 1).reshape({-1}))
+        .backward();
     EXPECT_FALSE(model.unused.grad().defined()) << "no rank has used it";
     EXPECT_FALSE(model.frozen.grad().defined());
     optimizer.step();
@@ -182,7 +198,8 @@ void check_tied(int ranks, const std::function<comm::MeshGroups(comm::World&)>& 
     EXPECT_EQ(first_group(*root)->parameters().size(), 2u) << "the tied weight belongs to the embedding";
     train_tied(*model, world.rank(), ranks);
     const auto expected = whole->named_parameters();
-    for (const auto& item : model->named_parameters()) EXPECT_TRUE(at::allclose(full_tensor(item.value().detach()), expected[item.key()])) << item.key();
+    for (const auto& item : model->named_parameters())
+      EXPECT_TRUE(at::allclose(full_tensor(item.value().detach()), expected[item.key()])) << item.key();
   });
 }
 
@@ -234,7 +251,8 @@ TEST(FullyShard, EvaluationWithoutGradients) {
     Model model = same_model(), reference = same_model();
     shard_by_blocks(model, line(world));
     const at::NoGradGuard no_grad;
-    for (int i = 0; i < 2; ++i) EXPECT_TRUE(at::allclose(model->forward(shared_tokens(i)), reference->forward(shared_tokens(i))));
+    for (int i = 0; i < 2; ++i)
+      EXPECT_TRUE(at::allclose(model->forward(shared_tokens(i)), reference->forward(shared_tokens(i))));
     ensure_sharded(model->parameters());
     for (const auto& p : model->parameters()) EXPECT_TRUE(is_dtensor(p));
   });
@@ -248,14 +266,16 @@ TEST(FullyShard, MixedPrecisionIsThatOfACastModel) {
   expected.sum().backward();
   comm::run_ranks(2, 60s, [&](comm::World& world) {
     Model model = same_model();
-    shard_by_blocks(model, line(world), {.mixed_precision = {.param_dtype = at::kFloat, .reduce_dtype = at::kDouble}});
+    shard_by_blocks(model, line(world),
+                    {.mixed_precision = {.param_dtype = at::kFloat, .reduce_dtype = at::kDouble}});
     const at::Tensor out = model->forward(shared_tokens(0));
     EXPECT_EQ(out.scalar_type(), at::kFloat);
     EXPECT_TRUE(at::allclose(out, expected));
     out.sum().backward();
     EXPECT_EQ(model->head->weight.scalar_type(), at::kDouble);
     EXPECT_EQ(model->head->weight.grad().scalar_type(), at::kDouble);
-    EXPECT_TRUE(at::allclose(full_tensor(model->head->weight.grad()), cast->head->weight.grad().to(at::kDouble), 1e-4, 1e-5));
+    EXPECT_TRUE(at::allclose(full_tensor(model->head->weight.grad()),
+                             cast->head->weight.grad().to(at::kDouble), 1e-4, 1e-5));
   });
 }
 
@@ -269,7 +289,10 @@ TEST(FullyShard, HalfPrecisionAccumulationBitForBit) {
     layer->bias.copy_(at::randn({5}, at::detail::createCPUGenerator(2)));
     return layer;
   };
-  const auto input = [](int rank, int micro) { return at::randn({3, 6}, at::detail::createCPUGenerator(static_cast<std::uint64_t>(10 * rank + micro + 5))); };
+  const auto input = [](int rank, int micro) {
+    return at::randn({3, 6},
+                     at::detail::createCPUGenerator(static_cast<std::uint64_t>(10 * rank + micro + 5)));
+  };
   const auto loss = [](const at::Tensor& y) { return y.to(at::kFloat).pow(3).mean(); };
   std::vector<at::Tensor> sums;
   for (int rank = 0; rank < 4; ++rank) {
@@ -278,11 +301,14 @@ TEST(FullyShard, HalfPrecisionAccumulationBitForBit) {
     for (int micro = 0; micro < 3; ++micro) loss(layer(input(rank, micro).to(at::kBFloat16))).backward();
     sums.push_back(layer->weight.grad().clone());
   }
-  const auto average = [](const at::Tensor& a, const at::Tensor& b) { return ((a.to(at::kFloat) + b.to(at::kFloat)) / 2).to(at::kBFloat16); };
+  const auto average = [](const at::Tensor& a, const at::Tensor& b) {
+    return ((a.to(at::kFloat) + b.to(at::kFloat)) / 2).to(at::kBFloat16);
+  };
   const at::Tensor expected = average(average(sums[0], sums[1]), average(sums[2], sums[3])).to(at::kFloat);
   comm::run_ranks(4, 60s, [&](comm::World& world) {
     nn::Linear layer = make();
-    const auto state = fully_shard(*layer, grid(world, {2, 2}, {"replicas", "shards"}), {.mixed_precision = {.param_dtype = at::kBFloat16}});
+    const auto state = fully_shard(*layer, grid(world, {2, 2}, {"replicas", "shards"}),
+                                   {.mixed_precision = {.param_dtype = at::kBFloat16}});
     for (int micro = 0; micro < 3; ++micro) {
       state->set_requires_gradient_sync(micro == 2);
       loss(layer(input(world.rank(), micro))).backward();
@@ -317,7 +343,8 @@ TEST(FullyShard, IgnoredAndStridedParameters) {
       at::Tensor grad = ignored.grad();
       world.group().all_reduce(grad, comm::ReduceOp::Avg).wait();
     };
-    expect_same_parameters(train_share(model, {.rank = world.rank(), .ranks = 2, .before_step = before}), alone());
+    expect_same_parameters(train_share(model, {.rank = world.rank(), .ranks = 2, .before_step = before}),
+                           alone());
   });
 }
 

@@ -13,7 +13,8 @@ namespace piece_copy_test {
 // All dims, ranks that divide and that do not, empty pieces, other parameters in the same rows, different
 // dtypes.
 TEST(PieceCopy, SplitAndJoinAreInverse) {
-  for (const std::vector<std::int64_t>& shape : std::vector<std::vector<std::int64_t>>{{7}, {1}, {0}, {4, 6}, {5, 3}, {2, 3, 5}, {3, 0, 2}, {1, 9}})
+  for (const std::vector<std::int64_t>& shape :
+       std::vector<std::vector<std::int64_t>>{{7}, {1}, {0}, {4, 6}, {5, 3}, {2, 3, 5}, {3, 0, 2}, {1, 9}})
     for (std::int64_t dim = 0; dim < static_cast<std::int64_t>(shape.size()); ++dim)
       for (int ranks = 1; ranks <= 4; ++ranks)
         for (const at::ScalarType dtype : {at::kFloat, at::kDouble}) {
@@ -24,9 +25,17 @@ TEST(PieceCopy, SplitAndJoinAreInverse) {
           split_pieces(whole, layout, rows, before);
           for (int rank = 0; rank < ranks; ++rank) {
             const at::Tensor place = rows[rank].narrow(0, before, layout.padded_numel());
-            EXPECT_TRUE(at::equal(place.narrow(0, 0, layout.piece_numel(rank)), piece_of(whole, layout, rank).reshape({-1}).to(dtype)));
-            EXPECT_EQ(place.narrow(0, layout.piece_numel(rank), layout.padded_numel() - layout.piece_numel(rank)).abs().sum().item<double>(), 0) << "padding";
-            EXPECT_TRUE(rows[rank].narrow(0, 0, before).eq(-1).all().item<bool>()) << "what stands beside it stays";
+            EXPECT_TRUE(at::equal(place.narrow(0, 0, layout.piece_numel(rank)),
+                                  piece_of(whole, layout, rank).reshape({-1}).to(dtype)));
+            EXPECT_EQ(
+                place.narrow(0, layout.piece_numel(rank), layout.padded_numel() - layout.piece_numel(rank))
+                    .abs()
+                    .sum()
+                    .item<double>(),
+                0)
+                << "padding";
+            EXPECT_TRUE(rows[rank].narrow(0, 0, before).eq(-1).all().item<bool>())
+                << "what stands beside it stays";
             EXPECT_TRUE(rows[rank].narrow(0, width - 2, 2).eq(-1).all().item<bool>());
           }
           const at::Tensor back = at::zeros(shape);

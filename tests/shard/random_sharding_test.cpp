@@ -16,10 +16,10 @@
 #include <numeric>
 #include <random>
 
-#include "penstock/errors.h"
 #include "penstock/dtensor.h"
-#include "penstock/tensor_parallel.h"
+#include "penstock/errors.h"
 #include "penstock/fully_shard.h"
+#include "penstock/tensor_parallel.h"
 #include "penstock/tensor_subclass.h"
 #include "tests/has_text.h"
 #include "tests/shard/recomputed.h"
@@ -48,13 +48,13 @@ struct Case {
   int ranks;
   Kind kind;
   std::vector<std::int64_t> mesh_shape;
-  std::vector<int> order;                                // of the ranks in the mesh
-  std::vector<int> shard_axes, replicate_axes;           // of the mesh
+  std::vector<int> order;                       // of the ranks in the mesh
+  std::vector<int> shard_axes, replicate_axes;  // of the mesh
   bool flatten = false, replicating = false, whole_batch = false, with_hooks = false;
   // OneMesh: of the mesh passed to fully_shard, if different.
   std::vector<int> other_order;
   std::vector<LayerShape> layers;
-  std::vector<Placement> batch;                          // OneMesh: one per axis
+  std::vector<Placement> batch;  // OneMesh: one per axis
   // For everything with many possible values: placements and dims of parameters.
   std::vector<std::int64_t> choices;
   std::optional<ReshardAfterForward> reshard;
@@ -71,19 +71,34 @@ std::vector<std::string> axis_names(std::size_t axes) {
 std::string text_of(const Case& c) {
   std::vector<std::string> layers;
   for (const LayerShape& l : c.layers)
-    layers.push_back(fmt::format("{}x{}{}{}{}{}{}{}", l.out, l.in, l.low_rank ? " low-rank" : "", l.gain ? " gain" : "", l.unused ? " unused" : "", l.frozen_bias ? " frozen" : "",
-                                 l.recompute ? " recomputed" : "", l.grouped ? " group" : ""));
-  const std::string reshard = !c.reshard ? "default" : std::holds_alternative<bool>(*c.reshard) ? (std::get<bool>(*c.reshard) ? "true" : "false") : "to 2";
-  return fmt::format("seed {}: {} ranks, {} on ({}) of [{}], shard axes [{}], replicate axes [{}]{}{}{}{}, other mesh [{}], batch {}, layers [{}], reshard {}, {} microbatches{}{}, gradients {}{}", c.seed,
-                     c.ranks, c.kind == Kind::Plain ? "plain" : c.kind == Kind::TwoMeshes ? "two meshes" : "one mesh", fmt::join(c.mesh_shape, ", "), fmt::join(c.order, ", "),
-                     fmt::join(c.shard_axes, ", "), fmt::join(c.replicate_axes, ", "), c.flatten ? ", flattened" : "", c.replicating ? ", replicate()" : "", c.whole_batch ? ", whole batch" : "",
-                     c.with_hooks ? ", distribute_parameter" : "", fmt::join(c.other_order, ", "), to_string(c.batch), fmt::join(layers, "; "), reshard, c.microbatches,
-                     c.sync_each ? "" : ", reduced once", c.all_reduce_each ? "" : ", all-reduced once", c.zeroed ? "zeroed" : "set to none", c.inference ? ", inference mode" : "");
+    layers.push_back(fmt::format("{}x{}{}{}{}{}{}{}", l.out, l.in, l.low_rank ? " low-rank" : "",
+                                 l.gain ? " gain" : "", l.unused ? " unused" : "",
+                                 l.frozen_bias ? " frozen" : "", l.recompute ? " recomputed" : "",
+                                 l.grouped ? " group" : ""));
+  const std::string reshard = !c.reshard ? "default"
+                              : std::holds_alternative<bool>(*c.reshard)
+                                  ? (std::get<bool>(*c.reshard) ? "true" : "false")
+                                  : "to 2";
+  return fmt::format(
+      "seed {}: {} ranks, {} on ({}) of [{}], shard axes [{}], replicate axes [{}]{}{}{}{}, other mesh [{}], "
+      "batch {}, layers [{}], reshard {}, {} microbatches{}{}, gradients {}{}",
+      c.seed, c.ranks,
+      c.kind == Kind::Plain       ? "plain"
+      : c.kind == Kind::TwoMeshes ? "two meshes"
+                                  : "one mesh",
+      fmt::join(c.mesh_shape, ", "), fmt::join(c.order, ", "), fmt::join(c.shard_axes, ", "),
+      fmt::join(c.replicate_axes, ", "), c.flatten ? ", flattened" : "", c.replicating ? ", replicate()" : "",
+      c.whole_batch ? ", whole batch" : "", c.with_hooks ? ", distribute_parameter" : "",
+      fmt::join(c.other_order, ", "), to_string(c.batch), fmt::join(layers, "; "), reshard, c.microbatches,
+      c.sync_each ? "" : ", reduced once", c.all_reduce_each ? "" : ", all-reduced once",
+      c.zeroed ? "zeroed" : "set to none", c.inference ? ", inference mode" : "");
 }
 
 Case draw(std::uint64_t seed, int ranks) {
   std::mt19937_64 random(seed);
-  const auto below = [&](std::int64_t n) { return static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(n)); };
+  const auto below = [&](std::int64_t n) {
+    return static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(n));
+  };
   const auto chance = [&](int percent) { return below(100) < percent; };
   Case c{.seed = seed, .ranks = ranks, .kind = static_cast<Kind>(below(3))};
   std::vector<std::vector<std::int64_t>> shapes{{ranks}, {1, ranks}, {ranks, 1}, {1, ranks, 1}};
@@ -103,7 +118,8 @@ Case draw(std::uint64_t seed, int ranks) {
     c.shard_axes.push_back(static_cast<int>(below(axes)));
     std::erase(c.replicate_axes, c.shard_axes[0]);
   }
-  if (c.kind == Kind::TwoMeshes && static_cast<int>(c.shard_axes.size() + c.replicate_axes.size()) == axes) c.kind = Kind::OneMesh;
+  if (c.kind == Kind::TwoMeshes && static_cast<int>(c.shard_axes.size() + c.replicate_axes.size()) == axes)
+    c.kind = Kind::OneMesh;
   c.flatten = c.kind == Kind::Plain && chance(25);
   c.replicating = c.kind == Kind::Plain && chance(15);
   c.whole_batch = c.kind != Kind::OneMesh && chance(20);
@@ -112,7 +128,8 @@ Case draw(std::uint64_t seed, int ranks) {
     c.other_order = c.order;
     std::shuffle(c.other_order.begin(), c.other_order.end(), random);
   }
-  for (int axis = 0; axis < axes; ++axis) c.batch.push_back(chance(50) ? Placement(Shard{0}) : Placement(Replicate{}));
+  for (int axis = 0; axis < axes; ++axis)
+    c.batch.push_back(chance(50) ? Placement(Shard{0}) : Placement(Replicate{}));
   // Several shard axes must divide evenly or not shard at all.
   const bool even = !c.flatten && c.shard_axes.size() > 1;
   const auto size = [&] { return even ? 12 * (1 + below(2)) : 1 + below(7); };
@@ -125,7 +142,8 @@ Case draw(std::uint64_t seed, int ranks) {
   }
   for (int i = 0; i < 32; ++i) c.choices.push_back(below(1000));
   int shard_ranks = 1;
-  for (const int axis : c.shard_axes) shard_ranks *= static_cast<int>(c.mesh_shape[static_cast<std::size_t>(axis)]);
+  for (const int axis : c.shard_axes)
+    shard_ranks *= static_cast<int>(c.mesh_shape[static_cast<std::size_t>(axis)]);
   if (chance(60)) c.reshard = ReshardAfterForward(chance(50));
   if (shard_ranks == 4 && chance(40)) c.reshard = ReshardTo{2};
   c.microbatches = static_cast<int>(1 + below(3));
@@ -165,12 +183,18 @@ TORCH_MODULE(Layer);
 
 struct StackImpl : nn::Module {
   explicit StackImpl(const Case& c) {
-    for (std::size_t i = 0; i < c.layers.size(); ++i) layers.push_back(register_module(fmt::format("layer{}", i), Layer(c.layers[i], 100 * c.seed + i)));
-    scale = register_parameter("scale", at::randn({c.layers.back().out}, at::detail::createCPUGenerator(c.seed + 7), at::TensorOptions(at::kDouble)));
+    for (std::size_t i = 0; i < c.layers.size(); ++i)
+      layers.push_back(register_module(fmt::format("layer{}", i), Layer(c.layers[i], 100 * c.seed + i)));
+    scale = register_parameter("scale",
+                               at::randn({c.layers.back().out}, at::detail::createCPUGenerator(c.seed + 7),
+                                         at::TensorOptions(at::kDouble)));
   }
   at::Tensor forward(const at::Tensor& x) {
     at::Tensor h = x;
-    for (Layer& layer : layers) h = layer->shape.recompute && at::GradMode::is_enabled() ? recomputed(h, [layer](const at::Tensor& t) mutable { return layer(t); }) : layer(h);
+    for (Layer& layer : layers)
+      h = layer->shape.recompute && at::GradMode::is_enabled()
+              ? recomputed(h, [layer](const at::Tensor& t) mutable { return layer(t); })
+              : layer(h);
     return h * scale;
   }
   std::vector<Layer> layers;
@@ -179,7 +203,9 @@ struct StackImpl : nn::Module {
 TORCH_MODULE(Stack);
 
 at::Tensor batch_of(const Case& c, int step) {
-  return at::randn({kRows, c.layers[0].in}, at::detail::createCPUGenerator(c.seed * 31 + static_cast<std::uint64_t>(step)), at::TensorOptions(at::kDouble));
+  return at::randn({kRows, c.layers[0].in},
+                   at::detail::createCPUGenerator(c.seed * 31 + static_cast<std::uint64_t>(step)),
+                   at::TensorOptions(at::kDouble));
 }
 
 // ---- a training run, distributed or not ----
@@ -191,11 +217,15 @@ struct Outcome {
   at::Tensor evaluated;
 };
 
-at::Tensor whole(const at::Tensor& tensor) { return (is_dtensor(tensor) ? full_tensor(tensor.detach()) : tensor.detach()).clone(); }
+at::Tensor whole(const at::Tensor& tensor) {
+  return (is_dtensor(tensor) ? full_tensor(tensor.detach()) : tensor.detach()).clone();
+}
 
 struct Way {
   std::function<at::Tensor(const at::Tensor& rows)> place = [](const at::Tensor& rows) { return rows; };
-  std::function<double(const at::Tensor& loss)> value = [](const at::Tensor& loss) { return loss.item<double>(); };
+  std::function<double(const at::Tensor& loss)> value = [](const at::Tensor& loss) {
+    return loss.item<double>();
+  };
   std::function<void(int micro)> before_micro = [](int) {};
 };
 
@@ -207,7 +237,8 @@ Outcome train(Stack& model, const Case& c, const Way& way) {
     for (int micro = 0; micro < c.microbatches; ++micro) {
       way.before_micro(micro);
       // A recomputed layer needs an input that requires gradients.
-      const at::Tensor x = way.place(batch_of(c, step).chunk(c.microbatches)[static_cast<std::size_t>(micro)]).set_requires_grad(true);
+      const at::Tensor x = way.place(batch_of(c, step).chunk(c.microbatches)[static_cast<std::size_t>(micro)])
+                               .set_requires_grad(true);
       const at::Tensor loss = model(x).pow(2).mean() / c.microbatches;
       loss.backward();
       loss_sum += way.value(loss.detach());
@@ -263,7 +294,9 @@ std::pair<int, int> place_in_batch(const Case& c, const DeviceMesh& mesh) {
   const std::vector<std::int64_t> coordinate = *mesh.coordinate();
   int index = 0, count = 1;
   for (int axis = 0; axis < mesh.ndim(); ++axis) {
-    const auto in = [&](const std::vector<int>& axes) { return std::find(axes.begin(), axes.end(), axis) != axes.end(); };
+    const auto in = [&](const std::vector<int>& axes) {
+      return std::find(axes.begin(), axes.end(), axis) != axes.end();
+    };
     if (!in(c.shard_axes) && !in(c.replicate_axes)) continue;
     const auto size = static_cast<int>(mesh.size(axis));
     index = index * size + static_cast<int>(coordinate[static_cast<std::size_t>(axis)]);
@@ -273,7 +306,8 @@ std::pair<int, int> place_in_batch(const Case& c, const DeviceMesh& mesh) {
 }
 
 // The coordinate of a rank in a mesh of these ranks.
-std::vector<std::int64_t> coordinate_in(const std::vector<int>& order, const std::vector<std::int64_t>& shape, int rank) {
+std::vector<std::int64_t> coordinate_in(const std::vector<int>& order, const std::vector<std::int64_t>& shape,
+                                        int rank) {
   std::int64_t index = std::find(order.begin(), order.end(), rank) - order.begin();
   std::vector<std::int64_t> coordinate(shape.size());
   for (std::size_t axis = shape.size(); axis-- > 0;) {
@@ -290,8 +324,10 @@ bool meshes_agree(const Case& c) {
       for (int a = 0; a < c.ranks; ++a)
         for (int b = 0; b < c.ranks; ++b) {
           const auto joined = [&](const std::vector<int>& order) -> std::pair<bool, std::int64_t> {
-            auto first = coordinate_in(order, c.mesh_shape, a), second = coordinate_in(order, c.mesh_shape, b);
-            const std::int64_t step = second[static_cast<std::size_t>(axis)] - first[static_cast<std::size_t>(axis)];
+            auto first = coordinate_in(order, c.mesh_shape, a),
+                 second = coordinate_in(order, c.mesh_shape, b);
+            const std::int64_t step =
+                second[static_cast<std::size_t>(axis)] - first[static_cast<std::size_t>(axis)];
             second[static_cast<std::size_t>(axis)] = first[static_cast<std::size_t>(axis)];
             return {first == second, first == second ? step : 0};
           };
@@ -321,14 +357,16 @@ void run_case(comm::World& world, const Case& c, const Outcome& expected) {
       for (auto& item : module->named_parameters(/*recurse=*/false)) {
         Placements placements(on.shape().size());
         for (std::size_t axis = 0; axis < placements.size(); ++axis)
-          if (const std::int64_t choice = choose(item.value().dim() + 1); choice > 0 && !is_data(axis)) placements[axis] = Shard{choice - 1};
+          if (const std::int64_t choice = choose(item.value().dim() + 1); choice > 0 && !is_data(axis))
+            placements[axis] = Shard{choice - 1};
         if (c.with_hooks) {
           distribute_parameter(item.value(), on, placements);
           continue;
         }
         // A leaf without the hook that makes its gradient whole: gradients keep the placements that operators
         // produce.
-        const at::Tensor value = distribute_tensor(item.value().detach(), on, placements, {.source_axis_rank = std::nullopt});
+        const at::Tensor value =
+            distribute_tensor(item.value().detach(), on, placements, {.source_axis_rank = std::nullopt});
         const bool requires_grad = item.value().requires_grad();
         item.value().set_requires_grad(false);
         replace_data(item.value(), value);
@@ -338,7 +376,9 @@ void run_case(comm::World& world, const Case& c, const Outcome& expected) {
 
   Way way;
   const auto [index, count] = place_in_batch(c, mesh.mesh());
-  const auto own_rows = [&c, index = index, count = count](const at::Tensor& rows) { return c.whole_batch ? rows : rows.chunk(count)[static_cast<std::size_t>(index)]; };
+  const auto own_rows = [&c, index = index, count = count](const at::Tensor& rows) {
+    return c.whole_batch ? rows : rows.chunk(count)[static_cast<std::size_t>(index)];
+  };
   way.place = own_rows;
   way.value = [&world](const at::Tensor& loss) {
     at::Tensor mine = whole(loss).reshape({1});
@@ -361,21 +401,28 @@ void run_case(comm::World& world, const Case& c, const Outcome& expected) {
   } else if (c.kind == Kind::TwoMeshes) {
     std::vector<std::string> own, rest;
     for (std::size_t axis = 0; axis < names.size(); ++axis)
-      (std::find(data_axes.begin(), data_axes.end(), static_cast<int>(axis)) == data_axes.end() ? own : rest).push_back(names[axis]);
+      (std::find(data_axes.begin(), data_axes.end(), static_cast<int>(axis)) == data_axes.end() ? own : rest)
+          .push_back(names[axis]);
     const comm::MeshGroups tensor_mesh = mesh.with_mesh(mesh.mesh().slice(own));
     data = mesh.with_mesh(mesh.mesh().slice(rest));
     options.shard_axes = named(c.shard_axes);
     options.replicate_axes = named(c.replicate_axes);
     distribute(tensor_mesh, [](std::size_t) { return false; });
     way.place = [own_rows, tensor_mesh](const at::Tensor& rows) {
-      return distribute_tensor(own_rows(rows), tensor_mesh, Placements(tensor_mesh.shape().size()), {.source_axis_rank = std::nullopt});
+      return distribute_tensor(own_rows(rows), tensor_mesh, Placements(tensor_mesh.shape().size()),
+                               {.source_axis_rank = std::nullopt});
     };
   } else {
     options.shard_axes = named(c.shard_axes);
     options.replicate_axes = named(c.replicate_axes);
-    distribute(mesh, [&](std::size_t axis) { return std::find(data_axes.begin(), data_axes.end(), static_cast<int>(axis)) != data_axes.end(); });
-    way.place = [&c, mesh](const at::Tensor& rows) { return distribute_tensor(rows, mesh, c.batch, {.source_axis_rank = std::nullopt}); };
-    if (!c.other_order.empty()) data = comm::MeshGroups(world, DeviceMesh("cpu", c.mesh_shape, c.other_order, names, world.rank()));
+    distribute(mesh, [&](std::size_t axis) {
+      return std::find(data_axes.begin(), data_axes.end(), static_cast<int>(axis)) != data_axes.end();
+    });
+    way.place = [&c, mesh](const at::Tensor& rows) {
+      return distribute_tensor(rows, mesh, c.batch, {.source_axis_rank = std::nullopt});
+    };
+    if (!c.other_order.empty())
+      data = comm::MeshGroups(world, DeviceMesh("cpu", c.mesh_shape, c.other_order, names, world.rank()));
   }
 
   const auto shard = [&](nn::Module& module) {
@@ -402,7 +449,8 @@ void run_case(comm::World& world, const Case& c, const Outcome& expected) {
   };
   const Outcome ours = train(model, c, way);
   compare(ours, expected);
-  const at::Tensor expected_rows = c.kind == Kind::OneMesh ? expected.evaluated : own_rows(expected.evaluated);
+  const at::Tensor expected_rows =
+      c.kind == Kind::OneMesh ? expected.evaluated : own_rows(expected.evaluated);
   expect_near(ours.evaluated, expected_rows, "evaluation without gradients");
 }
 

@@ -17,13 +17,15 @@ struct Recompute : torch::autograd::Function<Recompute> {
     Computation compute;
   };
 
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const c10::intrusive_ptr<Held>& held) {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
+                            const c10::intrusive_ptr<Held>& held) {
     context->save_for_backward({x});
     context->saved_data["held"] = c10::IValue::make_capsule(held);
     return held->compute(x);
   }
 
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& gradients) {
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& gradients) {
     const at::Tensor x = context->get_saved_variables()[0].detach().set_requires_grad(true);
     const auto held = c10::static_intrusive_pointer_cast<Held>(context->saved_data["held"].toCapsule());
     at::Tensor y;
@@ -37,6 +39,8 @@ struct Recompute : torch::autograd::Function<Recompute> {
 };
 
 // `x` must require gradients, so that the computation gets a gradient.
-inline at::Tensor recomputed(const at::Tensor& x, Computation compute) { return Recompute::apply(x, c10::make_intrusive<Recompute::Held>(std::move(compute))); }
+inline at::Tensor recomputed(const at::Tensor& x, Computation compute) {
+  return Recompute::apply(x, c10::make_intrusive<Recompute::Held>(std::move(compute)));
+}
 
 }  // namespace penstock::test

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "penstock/errors.h"
 #include "penstock/dtensor.h"
+#include "penstock/errors.h"
 #include "penstock/fully_shard.h"
 #include "penstock/shard/state/shard_state.h"
 #include "tests/has_text.h"
@@ -22,7 +22,9 @@ using test::has_text;
 using test::message_of;
 namespace nn = torch::nn;
 
-at::Tensor drawn(at::IntArrayRef shape, std::uint64_t seed) { return at::randn(shape, at::detail::createCPUGenerator(seed), at::TensorOptions(at::kDouble)); }
+at::Tensor drawn(at::IntArrayRef shape, std::uint64_t seed) {
+  return at::randn(shape, at::detail::createCPUGenerator(seed), at::TensorOptions(at::kDouble));
+}
 
 // Every rank has the same dense part; `seed` chooses the expert.
 struct ExpertModel : nn::Module {
@@ -31,11 +33,15 @@ struct ExpertModel : nn::Module {
     expert = register_parameter("expert", drawn({7, 6}, seed));
     scale = register_parameter("scale", drawn({7}, 2));
   }
-  at::Tensor forward(const at::Tensor& x) { return (at::tanh(x.matmul(dense.t())).matmul(expert.t()) * scale).pow(2).sum(); }
+  at::Tensor forward(const at::Tensor& x) {
+    return (at::tanh(x.matmul(dense.t())).matmul(expert.t()) * scale).pow(2).sum();
+  }
   at::Tensor dense, expert, scale;
 };
 
-at::Tensor batch(int rank, int step) { return drawn({3, 5}, static_cast<std::uint64_t>(100 + 10 * step + rank)); }
+at::Tensor batch(int rank, int step) {
+  return drawn({3, 5}, static_cast<std::uint64_t>(100 + 10 * step + rank));
+}
 
 using Values = std::map<std::string, at::Tensor>;
 
@@ -43,11 +49,13 @@ using Values = std::map<std::string, at::Tensor>;
 // expert average its gradient.
 std::vector<Values> plain_steps(const std::vector<int>& experts, int steps) {
   std::vector<std::shared_ptr<ExpertModel>> models;
-  for (const int expert : experts) models.push_back(std::make_shared<ExpertModel>(static_cast<std::uint64_t>(10 + expert)));
+  for (const int expert : experts)
+    models.push_back(std::make_shared<ExpertModel>(static_cast<std::uint64_t>(10 + expert)));
   const auto average = [&](const std::string& name, const std::vector<std::size_t>& ranks) {
     const at::NoGradGuard no_grad;
     at::Tensor sum = at::zeros_like(models[0]->named_parameters()[name]);
-    for (const std::size_t rank : ranks) sum += models[rank]->named_parameters()[name].grad() / static_cast<double>(ranks.size());
+    for (const std::size_t rank : ranks)
+      sum += models[rank]->named_parameters()[name].grad() / static_cast<double>(ranks.size());
     for (const std::size_t rank : ranks) models[rank]->named_parameters()[name].sub_(sum, 0.01);
   };
   for (int step = 0; step < steps; ++step) {
@@ -68,7 +76,8 @@ std::vector<Values> plain_steps(const std::vector<int>& experts, int steps) {
   std::vector<Values> values;
   for (const auto& model : models) {
     values.emplace_back();
-    for (const auto& item : model->named_parameters()) values.back()[item.key()] = item.value().detach().clone();
+    for (const auto& item : model->named_parameters())
+      values.back()[item.key()] = item.value().detach().clone();
   }
   return values;
 }
@@ -89,26 +98,30 @@ TEST(ShardChoice, ExpertsAreSharedByFewerRanks) {
   for (const std::int64_t dim : {0, 1})
     comm::run_ranks(4, 60s, [&](comm::World& world) {
       const comm::MeshGroups all(world, init_device_mesh("cpu", {4}, {"dp"}, world.rank(), 4));
-      const comm::MeshGroups grid(world, init_device_mesh("cpu", {2, 2}, {"experts", "shards"}, world.rank(), 4));
+      const comm::MeshGroups grid(world,
+                                  init_device_mesh("cpu", {2, 2}, {"experts", "shards"}, world.rank(), 4));
       const comm::MeshGroups pair = grid.with_mesh(grid.mesh()["shards"]);
       ExpertModel model(static_cast<std::uint64_t>(10 + world.rank() / 2));
-      const auto state = fully_shard(model, all, {.shard_placement = [&](const std::string& name, const at::Tensor&) -> ShardChoice {
-                                       if (name == "expert") return {Shard{dim}, pair};
-                                       return std::nullopt;
-                                     }});
+      const auto state = fully_shard(
+          model, all, {.shard_placement = [&](const std::string& name, const at::Tensor&) -> ShardChoice {
+            if (name == "expert") return {Shard{dim}, pair};
+            return std::nullopt;
+          }});
       ASSERT_EQ(own_groups(*state).size(), 2u);
       EXPECT_EQ(own_groups(*state)[0]->mesh().shard_ranks(), 4);
       EXPECT_EQ(own_groups(*state)[1]->mesh().shard_ranks(), 2);
       EXPECT_EQ(mesh_of(model.expert).mesh().ranks(), pair.mesh().ranks());
       EXPECT_EQ(placements_of(model.expert), (Placements{Shard{dim}}));
       state->unshard();
-      EXPECT_TRUE(at::equal(model.expert.detach(), drawn({7, 6}, static_cast<std::uint64_t>(10 + world.rank() / 2))));
+      EXPECT_TRUE(
+          at::equal(model.expert.detach(), drawn({7, 6}, static_cast<std::uint64_t>(10 + world.rank() / 2))));
       EXPECT_FALSE(is_dtensor(model.dense));
       state->reshard();
       EXPECT_TRUE(is_dtensor(model.expert));
       train_sharded(model, world.rank(), 3);
       for (const auto& [name, value] : expected[static_cast<std::size_t>(world.rank())])
-        EXPECT_TRUE(at::allclose(full_tensor(model.named_parameters()[name].detach()), value, 1e-9, 1e-12)) << name << ", dim " << dim;
+        EXPECT_TRUE(at::allclose(full_tensor(model.named_parameters()[name].detach()), value, 1e-9, 1e-12))
+            << name << ", dim " << dim;
     });
 }
 
@@ -117,13 +130,19 @@ TEST(ShardChoice, AMeshWithReplicas) {
   const std::vector<Values> expected = plain_steps({0, 0, 0, 0}, 2);
   comm::run_ranks(4, 60s, [&](comm::World& world) {
     const comm::MeshGroups all(world, init_device_mesh("cpu", {4}, {"dp"}, world.rank(), 4));
-    const comm::MeshGroups grid(world, init_device_mesh("cpu", {2, 2}, {"replicas", "shards"}, world.rank(), 4));
+    const comm::MeshGroups grid(world,
+                                init_device_mesh("cpu", {2, 2}, {"replicas", "shards"}, world.rank(), 4));
     ExpertModel model(10);
-    const auto state = fully_shard(model, all, {.shard_placement = [&](const std::string& name, const at::Tensor&) { return name == "dense" ? ShardChoice(Shard{1}, grid) : ShardChoice(Shard{0}, all); }});
+    const auto state =
+        fully_shard(model, all, {.shard_placement = [&](const std::string& name, const at::Tensor&) {
+                      return name == "dense" ? ShardChoice(Shard{1}, grid) : ShardChoice(Shard{0}, all);
+                    }});
     ASSERT_EQ(own_groups(*state).size(), 2u) << "the mesh of fully_shard, given again, is no other";
     EXPECT_EQ(placements_of(model.dense), (Placements{Replicate{}, Shard{1}}));
     train_sharded(model, world.rank(), 2);
-    for (const auto& [name, value] : expected[0]) EXPECT_TRUE(at::allclose(full_tensor(model.named_parameters()[name].detach()), value, 1e-9, 1e-12)) << name;
+    for (const auto& [name, value] : expected[0])
+      EXPECT_TRUE(at::allclose(full_tensor(model.named_parameters()[name].detach()), value, 1e-9, 1e-12))
+          << name;
   });
 }
 
@@ -132,9 +151,14 @@ TEST(ShardChoice, AMeshWithReplicas) {
 TEST(ShardChoice, GroupsOfOneModuleAreGatheredAndFreedTogether) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     const comm::MeshGroups all(world, init_device_mesh("cpu", {2}, {"dp"}, world.rank(), 2));
-    const comm::MeshGroups grid(world, init_device_mesh("cpu", {2, 1}, {"replicas", "shards"}, world.rank(), 2));
+    const comm::MeshGroups grid(world,
+                                init_device_mesh("cpu", {2, 1}, {"replicas", "shards"}, world.rank(), 2));
     ExpertModel model(10);
-    const auto state = fully_shard(model, all, {.reshard_after_forward = true, .shard_placement = [&](const std::string& name, const at::Tensor&) { return name == "dense" ? ShardChoice(Shard{0}, grid) : ShardChoice(); }});
+    const auto state = fully_shard(
+        model, all,
+        {.reshard_after_forward = true, .shard_placement = [&](const std::string& name, const at::Tensor&) {
+           return name == "dense" ? ShardChoice(Shard{0}, grid) : ShardChoice();
+         }});
     const auto states = [&] {
       std::vector<std::string> texts;
       for (const ShardGroup* group : own_groups(*state)) texts.emplace_back(to_text(group->state()));
@@ -161,8 +185,15 @@ TEST(ShardChoice, MeshesThatDoNotFitAreRefused) {
     const comm::MeshGroups cube(world, init_device_mesh("cpu", {1, 1, 2}, {"a", "b", "c"}, world.rank(), 2));
     const comm::MeshGroups gpus(world, init_device_mesh("cuda", {2}, {"dp"}, world.rank(), 2));
     ExpertModel model(10);
-    EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(model, all, {.shard_placement = [&](const std::string&, const at::Tensor&) { return ShardChoice(Shard{0}, cube); }}); }), "one axis (shard) or two"));
-    EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(model, gpus); }), "move the module to its device"));
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] {
+                           fully_shard(model, all,
+                                       {.shard_placement = [&](const std::string&, const at::Tensor&) {
+                                         return ShardChoice(Shard{0}, cube);
+                                       }});
+                         }),
+                         "one axis (shard) or two"));
+    EXPECT_TRUE(
+        has_text(message_of<ValueError>([&] { fully_shard(model, gpus); }), "move the module to its device"));
     fully_shard(model, all);
   });
 }

@@ -3,8 +3,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "penstock/errors.h"
 #include "penstock/dtensor.h"
+#include "penstock/errors.h"
 #include "penstock/fully_shard.h"
 #include "penstock/shard/state/shard_state.h"
 #include "tests/has_text.h"
@@ -18,7 +18,9 @@ namespace nn = torch::nn;
 using test::has_text;
 using test::message_of;
 
-comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size())}; }
+comm::MeshGroups line(comm::World& world) {
+  return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size())};
+}
 
 struct OneImpl : nn::Module {
   explicit OneImpl(std::int64_t rows = 4) { weight = register_parameter("weight", at::ones({rows, 3})); }
@@ -32,7 +34,8 @@ TEST(ShardContract, ParametersThatAreBeingWrittenAreNotResharded) {
     const auto state = fully_shard(*module, line(world));
     {
       const UnshardedScope scope(*module);
-      EXPECT_TRUE(has_text(message_of<StateError>([&] { state->reshard(); }), "end the UnshardedScope first"));
+      EXPECT_TRUE(
+          has_text(message_of<StateError>([&] { state->reshard(); }), "end the UnshardedScope first"));
       EXPECT_EQ(to_text(first_group(*state)->state()), "Unsharded");
     }
     EXPECT_EQ(to_text(first_group(*state)->state()), "Sharded");
@@ -46,7 +49,8 @@ TEST(ShardContract, GatheredParametersAreNotWritten) {
     const at::NoGradGuard no_grad;
     // A plain tensor besides the parameter: the operator uses the whole parameter.
     const at::Tensor whole = at::ones({4, 3});
-    EXPECT_TRUE(has_text(message_of<StateError>([&] { module->weight.add_(whole); }), "call ensure_sharded(parameters)"));
+    EXPECT_TRUE(has_text(message_of<StateError>([&] { module->weight.add_(whole); }),
+                         "call ensure_sharded(parameters)"));
   });
 }
 
@@ -68,7 +72,9 @@ TEST(ShardContract, TheFirstGradientOfAnAccumulationIsNotWritten) {
 TEST(ShardContract, AccumulationIsInTheReduceDtype) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     One module;
-    const auto state = fully_shard(*module, line(world), {.mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat}});
+    const auto state =
+        fully_shard(*module, line(world),
+                    {.mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat}});
     for (int micro = 0; micro < 4; ++micro) {
       state->set_requires_gradient_sync(micro == 3);
       (module->weight * (micro == 0 ? 256.0 : 1.0)).sum().backward();
@@ -95,7 +101,8 @@ TEST(ShardContract, AGradientPutOnAGatheredParameterIsReducedToo) {
 // The state of each group while a block computes.
 struct Watched : nn::Module {
   Watched() {
-    for (int i = 0; i < 3; ++i) layers.push_back(register_module("layer" + std::to_string(i), nn::Linear(4, 4)));
+    for (int i = 0; i < 3; ++i)
+      layers.push_back(register_module("layer" + std::to_string(i), nn::Linear(4, 4)));
     head = register_parameter("head", at::ones({4}));
   }
   at::Tensor forward(at::Tensor x) {
@@ -137,10 +144,11 @@ TEST(ShardContract, TheNextGroupIsGatheredAhead) {
       if (layer < 2) forward_ahead.push_back(groups[static_cast<std::size_t>(layer) + 1]->unshard_pending());
       // The gradient of this output comes from the next layer; the layer itself has not been used in backward
       // yet.
-      if (layer < 2) output.register_hook([&, layer](const at::Tensor& gradient) {
-        backward_ahead.push_back(groups[static_cast<std::size_t>(layer)]->unshard_pending());
-        return gradient;
-      });
+      if (layer < 2)
+        output.register_hook([&, layer](const at::Tensor& gradient) {
+          backward_ahead.push_back(groups[static_cast<std::size_t>(layer)]->unshard_pending());
+          return gradient;
+        });
     };
     const at::Tensor out = model.forward(at::ones({2, 4}));
     EXPECT_EQ(forward_ahead, (std::vector<bool>{true, true}));

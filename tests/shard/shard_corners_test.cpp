@@ -8,14 +8,14 @@
 #include <map>
 #include <string>
 
-#include "penstock/errors.h"
 #include "penstock/dtensor.h"
-#include "penstock/tensor_parallel.h"
+#include "penstock/errors.h"
 #include "penstock/fully_shard.h"
 #include "penstock/shard/state/shard_state.h"
 #include "penstock/shard_options.h"
-#include "penstock/torch/compat/cpu_bfloat16.h"
+#include "penstock/tensor_parallel.h"
 #include "penstock/tensor_subclass.h"
+#include "penstock/torch/compat/cpu_bfloat16.h"
 #include "tests/has_text.h"
 #include "tests/shard/recomputed.h"
 #include "tests/shard/sharded_training.h"
@@ -27,12 +27,16 @@ namespace shard_corners_test {
 using namespace std::chrono_literals;
 using namespace penstock::test;
 
-comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size())}; }
+comm::MeshGroups line(comm::World& world) {
+  return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size())};
+}
 comm::MeshGroups grid(comm::World& world, std::vector<std::int64_t> shape, std::vector<std::string> names) {
   return {world, init_device_mesh("cpu", shape, names, world.rank(), world.size())};
 }
 
-at::Tensor numbers(std::vector<std::int64_t> shape, std::uint64_t seed) { return at::randn(shape, at::detail::createCPUGenerator(seed), at::TensorOptions(at::kDouble)); }
+at::Tensor numbers(std::vector<std::int64_t> shape, std::uint64_t seed) {
+  return at::randn(shape, at::detail::createCPUGenerator(seed), at::TensorOptions(at::kDouble));
+}
 
 struct DenseImpl : nn::Module {
   DenseImpl(std::int64_t in, std::int64_t out, std::uint64_t seed = 1) {
@@ -46,8 +50,10 @@ TORCH_MODULE(Dense);
 
 // A leaf whose gradient keeps the placements that operators produce: distribute_parameter would make it
 // whole.
-void make_distributed(const at::Tensor& parameter, const comm::MeshGroups& mesh, const Placements& placements) {
-  const at::Tensor value = distribute_tensor(parameter.detach(), mesh, placements, {.source_axis_rank = std::nullopt});
+void make_distributed(const at::Tensor& parameter, const comm::MeshGroups& mesh,
+                      const Placements& placements) {
+  const at::Tensor value =
+      distribute_tensor(parameter.detach(), mesh, placements, {.source_axis_rank = std::nullopt});
   parameter.set_requires_grad(false);
   replace_data(parameter, value);
   parameter.set_requires_grad(true);
@@ -65,14 +71,18 @@ TEST(DistributedBatch, GradientsDoNotDependOnItsPlacements) {
     for (const Placement& first : choices)
       for (const Placement& second : choices)
         for (const std::optional<double> factor : {std::optional<double>(), std::optional<double>(3)}) {
-          SCOPED_TRACE(fmt::format("[{}, {}], divided by {}", first.to_string(), second.to_string(), factor.value_or(0)));
+          SCOPED_TRACE(fmt::format("[{}, {}], divided by {}", first.to_string(), second.to_string(),
+                                   factor.value_or(0)));
           Dense layer(5, 6);
-          for (const at::Tensor& p : layer->parameters()) make_distributed(p, mesh, {Replicate{}, Replicate{}});
+          for (const at::Tensor& p : layer->parameters())
+            make_distributed(p, mesh, {Replicate{}, Replicate{}});
           const auto state = fully_shard(*layer, mesh);
           if (factor) state->set_gradient_divide_factor(*factor);
-          const at::Tensor rows = distribute_tensor(x, mesh, {first, second}, {.source_axis_rank = std::nullopt});
+          const at::Tensor rows =
+              distribute_tensor(x, mesh, {first, second}, {.source_axis_rank = std::nullopt});
           layer(rows).pow(2).mean().backward();
-          EXPECT_TRUE(at::allclose(full_tensor(layer->weight.grad()), alone->weight.grad() / factor.value_or(1)));
+          EXPECT_TRUE(
+              at::allclose(full_tensor(layer->weight.grad()), alone->weight.grad() / factor.value_or(1)));
           EXPECT_TRUE(at::allclose(full_tensor(layer->bias.grad()), alone->bias.grad() / factor.value_or(1)));
         }
   });
@@ -90,7 +100,9 @@ TEST(ReplacedData, ValuesSetFromOutsideAreTakenOver) {
         Dense layer(5, 7), plain(5, 7);
         const auto state = fully_shard(*layer, mesh);
         if (gathered) state->unshard();
-        layer->weight.set_data(distributed ? distribute_tensor(value, mesh, {Shard{0}}, {.source_axis_rank = std::nullopt}) : value.clone());
+        layer->weight.set_data(
+            distributed ? distribute_tensor(value, mesh, {Shard{0}}, {.source_axis_rank = std::nullopt})
+                        : value.clone());
         plain->weight.set_data(value.clone());
         for (int i = 0; i < 2; ++i) {
           EXPECT_TRUE(at::equal(layer(x), plain(x)));
@@ -180,10 +192,13 @@ TEST(ReplacedData, WhatDoesNotFitIsRefusedAtTheNextUse) {
     layer->weight.set_data(value.t().contiguous());
     for (int i = 0; i < 2; ++i) EXPECT_TRUE(has_text(message_of<ValueError>([&] { layer(x); }), "'weight'"));
     EXPECT_THROW(ensure_sharded(layer->weight), ValueError);
-    layer->weight.set_data(distribute_tensor(value, mesh, {Shard{0}, Shard{0}}, {.source_axis_rank = std::nullopt}));
+    layer->weight.set_data(
+        distribute_tensor(value, mesh, {Shard{0}, Shard{0}}, {.source_axis_rank = std::nullopt}));
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { layer(x); }), "[S(0), S(0)]"));
-    const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"replicas", "shards"}, world.rank()));
-    layer->weight.set_data(distribute_tensor(value, other, {Replicate{}, Shard{0}}, {.source_axis_rank = std::nullopt}));
+    const comm::MeshGroups other(
+        world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"replicas", "shards"}, world.rank()));
+    layer->weight.set_data(
+        distribute_tensor(value, other, {Replicate{}, Shard{0}}, {.source_axis_rank = std::nullopt}));
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { layer(x); }), "on the same mesh"));
     layer->weight.set_data(value.clone());
     EXPECT_TRUE(at::equal(layer(x), at::linear(x, value, Dense(5, 7)->bias)));
@@ -199,7 +214,9 @@ TEST(ReplacedData, TensorParallelValues) {
       Dense layer(5, 7);
       for (const at::Tensor& p : layer->parameters()) distribute_parameter(p, tp, {Shard{0}});
       fully_shard(*layer, dp);
-      layer->weight.set_data(as_before ? distribute_tensor(value, tp, {Shard{0}}, {.source_axis_rank = std::nullopt}) : value.clone());
+      layer->weight.set_data(
+          as_before ? distribute_tensor(value, tp, {Shard{0}}, {.source_axis_rank = std::nullopt})
+                    : value.clone());
       const at::Tensor y = layer(distribute_tensor(x, tp, {Replicate{}}));
       EXPECT_TRUE(at::allclose(full_tensor(y), at::linear(x, value, Dense(5, 7)->bias)));
       y.sum().backward();
@@ -238,7 +255,8 @@ TEST(ReplacedData, AModuleThatIsCastComputesAndTrainsInItsNewDtype) {
     Model alone = same_model();
     for (const at::ScalarType dtype : dtypes) {
       train(alone, dtype, false);
-      for (const auto& item : alone->named_parameters()) expected[dtype][item.key()] = item.value().detach().clone();
+      for (const auto& item : alone->named_parameters())
+        expected[dtype][item.key()] = item.value().detach().clone();
     }
   });
   comm::run_ranks(2, 60s, [&](comm::World& world) {
@@ -259,7 +277,8 @@ TEST(ReplacedData, AModuleThatIsCastComputesAndTrainsInItsNewDtype) {
           ensure_sharded(model->parameters());
           // Both ranks have the same rows, so rounding is the same.
           for (const auto& item : model->named_parameters())
-            EXPECT_TRUE(at::equal(full_tensor(item.value().detach()), expected.at(dtype).at(item.key()))) << item.key() << " in " << c10::toString(dtype);
+            EXPECT_TRUE(at::equal(full_tensor(item.value().detach()), expected.at(dtype).at(item.key())))
+                << item.key() << " in " << c10::toString(dtype);
         }
       }
   });
@@ -288,7 +307,8 @@ TEST(ReplacedData, ATensorParallelModuleThatIsCast) {
   comm::run_ranks(4, 60s, [&](comm::World& world) {
     const comm::MeshGroups mesh = grid(world, {2, 2}, {"dp", "tp"});
     auto model = std::make_shared<Pair>();
-    parallelize_module(*model, mesh.with_mesh(mesh.mesh()["tp"]), {{"up", colwise_parallel()}, {"down", rowwise_parallel()}});
+    parallelize_module(*model, mesh.with_mesh(mesh.mesh()["tp"]),
+                       {{"up", colwise_parallel()}, {"down", rowwise_parallel()}});
     fully_shard(*model->up, mesh.with_mesh(mesh.mesh()["dp"]));
     fully_shard(*model, mesh.with_mesh(mesh.mesh()["dp"]));
     model->to(at::kFloat);
@@ -296,7 +316,9 @@ TEST(ReplacedData, ATensorParallelModuleThatIsCast) {
     EXPECT_TRUE(at::allclose(out, expected, 1e-4, 1e-4));
     out.pow(2).mean().backward();
     const auto others = alone.named_parameters();
-    for (const auto& item : model->named_parameters()) EXPECT_TRUE(at::allclose(full_tensor(item.value().grad()), others[item.key()].grad(), 1e-3, 1e-4)) << item.key();
+    for (const auto& item : model->named_parameters())
+      EXPECT_TRUE(at::allclose(full_tensor(item.value().grad()), others[item.key()].grad(), 1e-3, 1e-4))
+          << item.key();
   });
 }
 
@@ -323,7 +345,8 @@ TEST(ReplacedData, WithMixedPrecisionShardsChangeAndComputationDoesNot) {
     y.sum().backward();
     EXPECT_EQ(layer->weight.scalar_type(), at::kFloat);
     EXPECT_EQ(layer->weight.grad().scalar_type(), at::kFloat);
-    EXPECT_TRUE(at::equal(full_tensor(layer->weight.detach()), plain->weight.detach())) << "not rounded to what is computed with";
+    EXPECT_TRUE(at::equal(full_tensor(layer->weight.detach()), plain->weight.detach()))
+        << "not rounded to what is computed with";
     layer->to(at::kCPU);
     EXPECT_TRUE(at::equal(full_tensor(layer->weight.detach()), plain->weight.detach()));
     {
@@ -337,7 +360,8 @@ TEST(ReplacedData, WithMixedPrecisionShardsChangeAndComputationDoesNot) {
       at::Tensor value = layer->weight.to(at::kDouble);
       layer->weight.set_data(value.mul_(2));
     }
-    EXPECT_TRUE(at::equal(full_tensor(layer->weight.detach()), plain->weight.detach().to(at::kBFloat16).to(at::kDouble) * 2));
+    EXPECT_TRUE(at::equal(full_tensor(layer->weight.detach()),
+                          plain->weight.detach().to(at::kBFloat16).to(at::kDouble) * 2));
     load_whole(layer->weight, plain->weight.detach());
     layer->to(at::kBFloat16);
     EXPECT_EQ(layer->weight.detach().scalar_type(), at::kBFloat16);
@@ -355,7 +379,9 @@ TEST(ReplacedData, CastsOfEncodedParametersAreThoseOfTheirShards) {
       const at::Tensor value = numbers({7, 5}, 8), x = numbers({3, 5}, 4);
       Dense layer(5, 7);
       const at::Tensor weight = layer->weight.detach().clone();
-      fully_shard(*layer, line(world), {.extension = [=](const std::string&, const at::Tensor& p) { return p.dim() == 2 ? int8_gather({.block = 8, .keep_encoded = keep_encoded}) : nullptr; }});
+      fully_shard(*layer, line(world), {.extension = [=](const std::string&, const at::Tensor& p) {
+        return p.dim() == 2 ? int8_gather({.block = 8, .keep_encoded = keep_encoded}) : nullptr;
+      }});
       const auto whole_weight = [&] {
         ensure_sharded(layer->parameters());
         return full_tensor(layer->weight.detach());
@@ -367,7 +393,8 @@ TEST(ReplacedData, CastsOfEncodedParametersAreThoseOfTheirShards) {
       EXPECT_TRUE(at::equal(whole_weight(), weight));
       layer->to(at::kFloat);
       EXPECT_TRUE(at::equal(whole_weight(), weight.to(at::kFloat)));
-      EXPECT_TRUE(at::allclose(layer(x.to(at::kFloat)), at::linear(x, weight, Dense(5, 7)->bias).to(at::kFloat), 0.1, 0.1));
+      EXPECT_TRUE(at::allclose(layer(x.to(at::kFloat)),
+                               at::linear(x, weight, Dense(5, 7)->bias).to(at::kFloat), 0.1, 0.1));
       // Its own data is not a replacement, however it is gathered.
       layer->weight.set_data(layer->weight.detach());
       EXPECT_TRUE(at::equal(whole_weight(), weight.to(at::kFloat)));
@@ -412,24 +439,29 @@ TEST(MeshesOfEqualNames, OtherRanksAreRefused) {
     EXPECT_THROW(shard_on(other.with_mesh(other.mesh()["dp"]), {}), ValueError);
     // Another order of the same ranks is a different sharding.
     const comm::MeshGroups turned(world, DeviceMesh("cpu", {2, 2}, {2, 3, 0, 1}, {"dp", "tp"}, world.rank()));
-    EXPECT_TRUE(has_text(message_of<ValueError>([&] { shard_on(turned, {.shard_axes = {"dp"}}); }), "axis 'dp'"));
+    EXPECT_TRUE(
+        has_text(message_of<ValueError>([&] { shard_on(turned, {.shard_axes = {"dp"}}); }), "axis 'dp'"));
     // Slices, and new meshes of the same ranks, have the same axes.
     shard_on(mesh.with_mesh(mesh.mesh()["dp"]), {});
     shard_on(grid(world, {2, 2}, {"dp", "tp"}), {.shard_axes = {"dp"}});
     const std::vector<int> column{world.rank() % 2, world.rank() % 2 + 2};
     shard_on(comm::MeshGroups(world, DeviceMesh("cpu", {2}, column, {"dp"}, world.rank())), {});
     // Axes that cannot be joined: the error names the parameter.
-    EXPECT_TRUE(has_text(message_of<ValueError>([&] { shard_on(mesh.with_mesh(mesh.mesh().flatten({}, "all")), {}); }), "'weight'"));
+    EXPECT_TRUE(has_text(
+        message_of<ValueError>([&] { shard_on(mesh.with_mesh(mesh.mesh().flatten({}, "all")), {}); }),
+        "'weight'"));
   });
 }
 
 TEST(MeshesOfEqualNames, AValueOnOtherRanksIsNotAShard) {
   comm::run_ranks(4, 60s, [](comm::World& world) {
     const comm::MeshGroups mesh = grid(world, {2, 2}, {"replicas", "shards"});
-    const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"replicas", "shards"}, world.rank()));
+    const comm::MeshGroups other(
+        world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"replicas", "shards"}, world.rank()));
     Dense layer(4, 6);
     fully_shard(*layer, mesh);
-    layer->weight.set_data(distribute_tensor(numbers({6, 4}, 3), other, {Replicate{}, Shard{0}}, {.source_axis_rank = std::nullopt}));
+    layer->weight.set_data(distribute_tensor(numbers({6, 4}, 3), other, {Replicate{}, Shard{0}},
+                                             {.source_axis_rank = std::nullopt}));
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { reset_sharded_parameters(*layer); }), "[[0,2],[1,3]]"));
   });
 }
@@ -441,9 +473,14 @@ TEST(MeshesOfEqualNames, AGradientOnOtherRanksIsRefused) {
     Dense layer(4, 6);
     for (const at::Tensor& p : layer->parameters()) make_distributed(p, mesh, {Replicate{}, Shard{0}});
     fully_shard(*layer, mesh, {.shard_axes = {"dp"}});
-    layer->weight.register_hook([&](const at::Tensor& gradient) { return distribute_tensor(full_tensor(gradient), other, {Replicate{}, Shard{0}}, {.source_axis_rank = std::nullopt}); });
-    const at::Tensor y = layer(distribute_tensor(numbers({2, 4}, 3), mesh, {Shard{0}, Replicate{}}, {.source_axis_rank = std::nullopt}));
-    EXPECT_TRUE(has_text(message_of<ValueError>([&] { y.sum().backward(); }), "the gradient of the distributed parameter 'weight'"));
+    layer->weight.register_hook([&](const at::Tensor& gradient) {
+      return distribute_tensor(full_tensor(gradient), other, {Replicate{}, Shard{0}},
+                               {.source_axis_rank = std::nullopt});
+    });
+    const at::Tensor y = layer(distribute_tensor(numbers({2, 4}, 3), mesh, {Shard{0}, Replicate{}},
+                                                 {.source_axis_rank = std::nullopt}));
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] { y.sum().backward(); }),
+                         "the gradient of the distributed parameter 'weight'"));
   });
 }
 
@@ -474,7 +511,8 @@ TEST(MeshesOfEqualNames, EveryGroupMayHaveItsOwn) {
     fully_shard(*model, on({4}, {0, 1, 2, 3}));
     model->forward(x.chunk(4)[static_cast<std::size_t>(world.rank())]).pow(2).mean().backward();
     const auto expected = alone.named_parameters();
-    for (const auto& item : model->named_parameters()) EXPECT_TRUE(at::allclose(full_tensor(item.value().grad()), expected[item.key()].grad())) << item.key();
+    for (const auto& item : model->named_parameters())
+      EXPECT_TRUE(at::allclose(full_tensor(item.value().grad()), expected[item.key()].grad())) << item.key();
   });
 }
 
@@ -482,7 +520,9 @@ TEST(MeshesOfEqualNames, EveryGroupMayHaveItsOwn) {
 
 // Trains with zeroed gradients and compares every gradient with that of one process.
 template <class Make, class Forward>
-void check_recomputed(int ranks, const Make& make, const std::function<void(decltype(make())&, comm::World&)>& shard, const Forward& forward,
+void check_recomputed(int ranks, const Make& make,
+                      const std::function<void(decltype(make())&, comm::World&)>& shard,
+                      const Forward& forward,
                       const std::function<at::Tensor(comm::World&, const at::Tensor&)>& place) {
   constexpr int kSteps = 3;
   auto alone = make();
@@ -499,7 +539,10 @@ void check_recomputed(int ranks, const Make& make, const std::function<void(decl
   };
   for (int i = 0; i < kSteps; ++i) {
     expected.emplace_back();
-    step(alone, numbers({8, 6}, static_cast<std::uint64_t>(i)), [&](const std::string& name, const at::Tensor& gradient) { expected.back()[name] = gradient.clone(); });
+    step(alone, numbers({8, 6}, static_cast<std::uint64_t>(i)),
+         [&](const std::string& name, const at::Tensor& gradient) {
+           expected.back()[name] = gradient.clone();
+         });
   }
   comm::run_ranks(ranks, 60s, [&](comm::World& world) {
     auto model = make();
@@ -521,7 +564,9 @@ struct ChainImpl : nn::Module {
 };
 TORCH_MODULE(Chain);
 
-at::Tensor chunk_of(comm::World& world, const at::Tensor& x) { return x.chunk(world.size())[static_cast<std::size_t>(world.rank())]; }
+at::Tensor chunk_of(comm::World& world, const at::Tensor& x) {
+  return x.chunk(world.size())[static_cast<std::size_t>(world.rank())];
+}
 
 TEST(RecomputedForward, GradientsAreAveragedAlsoWithZeros) {
   for (const bool grouped : {false, true})
@@ -532,7 +577,8 @@ TEST(RecomputedForward, GradientsAreAveragedAlsoWithZeros) {
           fully_shard(*model, line(world));
         },
         [](Chain& model, const at::Tensor& x) {
-          const at::Tensor h = recomputed(x, [model](const at::Tensor& t) { return at::tanh(Chain(model)->first(t)); });
+          const at::Tensor h =
+              recomputed(x, [model](const at::Tensor& t) { return at::tanh(Chain(model)->first(t)); });
           return recomputed(h, [model](const at::Tensor& t) { return at::tanh(Chain(model)->second(t)); });
         },
         chunk_of);
@@ -544,8 +590,11 @@ TEST(RecomputedForward, AParameterOfTwoSegments) {
   check_recomputed(
       2, [] { return Chain(); }, [](Chain& model, comm::World& world) { fully_shard(*model, line(world)); },
       [](Chain& model, const at::Tensor& x) {
-        const at::Tensor h = recomputed(x, [model](const at::Tensor& t) { return at::tanh(Chain(model)->first(t)); });
-        return recomputed(h, [model](const at::Tensor& t) { return at::tanh(Chain(model)->second(Chain(model)->first(t))); });
+        const at::Tensor h =
+            recomputed(x, [model](const at::Tensor& t) { return at::tanh(Chain(model)->first(t)); });
+        return recomputed(h, [model](const at::Tensor& t) {
+          return at::tanh(Chain(model)->second(Chain(model)->first(t)));
+        });
       },
       chunk_of);
 }
@@ -556,7 +605,8 @@ TEST(RecomputedForward, TensorParallelParameters) {
         4, [] { return Chain(); },
         [](Chain& model, comm::World& world) {
           const comm::MeshGroups mesh = grid(world, {2, 2}, {"dp", "tp"});
-          for (const at::Tensor& p : model->parameters()) make_distributed(p, mesh.with_mesh(mesh.mesh()["tp"]), {Shard{0}});
+          for (const at::Tensor& p : model->parameters())
+            make_distributed(p, mesh.with_mesh(mesh.mesh()["tp"]), {Shard{0}});
           fully_shard(*model->first, mesh.with_mesh(mesh.mesh()["dp"]));
           fully_shard(*model, mesh.with_mesh(mesh.mesh()["dp"]));
         },
@@ -570,7 +620,9 @@ TEST(RecomputedForward, TensorParallelParameters) {
         },
         [](comm::World& world, const at::Tensor& x) {
           const comm::MeshGroups mesh = grid(world, {2, 2}, {"dp", "tp"});
-          return distribute_tensor(x.chunk(2)[static_cast<std::size_t>(mesh.coordinate()[0])], mesh.with_mesh(mesh.mesh()["tp"]), {Replicate{}}, {.source_axis_rank = std::nullopt});
+          return distribute_tensor(x.chunk(2)[static_cast<std::size_t>(mesh.coordinate()[0])],
+                                   mesh.with_mesh(mesh.mesh()["tp"]), {Replicate{}},
+                                   {.source_axis_rank = std::nullopt});
         });
 }
 
@@ -580,7 +632,8 @@ TEST(RecomputedForward, LocalPartsInAScope) {
       4, [] { return Dense(6, 6); },
       [](Dense& model, comm::World& world) {
         const comm::MeshGroups mesh = grid(world, {2, 2}, {"dp", "tp"});
-        for (const at::Tensor& p : model->parameters()) make_distributed(p, mesh.with_mesh(mesh.mesh()["tp"]), {Replicate{}});
+        for (const at::Tensor& p : model->parameters())
+          make_distributed(p, mesh.with_mesh(mesh.mesh()["tp"]), {Replicate{}});
         fully_shard(*model, mesh.with_mesh(mesh.mesh()["dp"]));
       },
       [](Dense& model, const at::Tensor& x) {
@@ -590,7 +643,9 @@ TEST(RecomputedForward, LocalPartsInAScope) {
           return at::linear(t, to_local(model->weight), to_local(model->bias));
         });
       },
-      [](comm::World& world, const at::Tensor& x) { return x.chunk(2)[static_cast<std::size_t>(world.rank() / 2)]; });
+      [](comm::World& world, const at::Tensor& x) {
+        return x.chunk(2)[static_cast<std::size_t>(world.rank() / 2)];
+      });
 }
 
 // A gradient that autograd or a user left on the parameter itself, laid out like the parameter before
@@ -603,7 +658,8 @@ TEST(RecomputedForward, GradientsLeftOnATensorParallelParameterAreReduced) {
     for (const at::Tensor& p : layer->parameters()) make_distributed(p, tp, {Shard{0}});
     fully_shard(*layer, mesh.with_mesh(mesh.mesh()["dp"]));
     const double mine = static_cast<double>(mesh.coordinate()[0]);
-    layer->bias.mutable_grad() = distribute_tensor(at::full({6}, 1 + 2 * mine, at::kDouble), tp, {Shard{0}}, {.source_axis_rank = std::nullopt});
+    layer->bias.mutable_grad() = distribute_tensor(at::full({6}, 1 + 2 * mine, at::kDouble), tp, {Shard{0}},
+                                                   {.source_axis_rank = std::nullopt});
     layer->weight.pow(2).sum().backward();
     EXPECT_TRUE(at::equal(full_tensor(layer->bias.grad()), at::full({6}, 2.0, at::kDouble)));
     EXPECT_EQ(placements_of(layer->bias.grad()), placements_of(layer->bias));
@@ -612,11 +668,13 @@ TEST(RecomputedForward, GradientsLeftOnATensorParallelParameterAreReduced) {
 
 // A custom function that takes parameters as arguments: the graph holds them before any operator does.
 struct OwnLinear : torch::autograd::Function<OwnLinear> {
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
+                            const at::Tensor& weight, const at::Tensor& bias) {
     context->save_for_backward({x, weight});
     return at::linear(x, weight, bias);
   }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& gradients) {
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& gradients) {
     const auto saved = context->get_saved_variables();
     return {gradients[0].mm(saved[1]), gradients[0].t().mm(saved[0]), gradients[0].sum(0)};
   }
@@ -646,7 +704,7 @@ struct AdaptedImpl : nn::Module {
     gain = register_parameter("gain", numbers({5, 1}, 5));
   }
   at::Tensor forward(const at::Tensor& x) {
-    const at::Tensor w = base->weight + b.matmul(a) * 0.5;              // low-rank adaptation
+    const at::Tensor w = base->weight + b.matmul(a) * 0.5;                // low-rank adaptation
     return at::linear(x, w * (gain / w.norm(2, {1}, true)), base->bias);  // weight norm
   }
   Dense base{nullptr};
@@ -686,7 +744,10 @@ TEST_P(Evaluation, DerivedWeights) {
       evaluate();  // some of it is gathered
       model(x).sum().backward();
       evaluate();
-      for (const auto& item : model->named_parameters()) EXPECT_TRUE(at::allclose(full_tensor(item.value().grad()), alone->named_parameters()[item.key()].grad())) << item.key();
+      for (const auto& item : model->named_parameters())
+        EXPECT_TRUE(
+            at::allclose(full_tensor(item.value().grad()), alone->named_parameters()[item.key()].grad()))
+            << item.key();
     }
   });
 }
@@ -702,10 +763,16 @@ TEST_P(Evaluation, DerivedWeightsOfTensorParallelParameters) {
       const comm::MeshGroups& own = one_mesh ? mesh : tp;
       Adapted model;
       for (const auto& item : model->named_parameters())
-        distribute_parameter(item.value(), own, one_mesh ? Placements{Replicate{}, item.key() == "a" ? Placement(Replicate{}) : Placement(Shard{0})} : Placements{item.key() == "a" ? Placement(Shard{1}) : Placement(Shard{0})});
-      fully_shard(*model, one_mesh ? mesh : mesh.with_mesh(mesh.mesh()["dp"]), {.shard_axes = one_mesh ? std::vector<std::string>{"dp"} : std::vector<std::string>{}});
+        distribute_parameter(
+            item.value(), own,
+            one_mesh
+                ? Placements{Replicate{}, item.key() == "a" ? Placement(Replicate{}) : Placement(Shard{0})}
+                : Placements{item.key() == "a" ? Placement(Shard{1}) : Placement(Shard{0})});
+      fully_shard(*model, one_mesh ? mesh : mesh.with_mesh(mesh.mesh()["dp"]),
+                  {.shard_axes = one_mesh ? std::vector<std::string>{"dp"} : std::vector<std::string>{}});
       const NoGradients guard(GetParam());
-      const at::Tensor rows = distribute_tensor(x, own, Placements(own.shape().size()), {.source_axis_rank = std::nullopt});
+      const at::Tensor rows =
+          distribute_tensor(x, own, Placements(own.shape().size()), {.source_axis_rank = std::nullopt});
       for (int i = 0; i < 2; ++i) EXPECT_TRUE(at::allclose(full_tensor(model(rows)), expected));
     }
   });
@@ -732,7 +799,10 @@ TEST(MixedPrecisionEvaluation, DerivedWeights) {
 // An operator that distributed tensors do not support works on the gathered parameter.
 TEST_P(Evaluation, DerivedWeightsByAnyOperator) {
   const at::Tensor x = numbers({3, 6}, 9);
-  const auto forward = [&](Dense& model) { return at::linear(x, at::renorm(model->weight * 2, 2, 0, 1.5) + at::renorm(model->weight, 2, 0, 0.5), model->bias); };
+  const auto forward = [&](Dense& model) {
+    return at::linear(x, at::renorm(model->weight * 2, 2, 0, 1.5) + at::renorm(model->weight, 2, 0, 0.5),
+                      model->bias);
+  };
   Dense alone(6, 5);
   comm::run_ranks(2, 60s, [&](comm::World& world) {
     Dense model(6, 5);
@@ -769,7 +839,8 @@ TEST_P(Evaluation, StatisticsAndTiesOutsideOfForward) {
     // A penalty on parameters alone, with gradients.
     (model->a.pow(2).sum() + model->base->weight.abs().mean()).backward();
     EXPECT_TRUE(at::allclose(full_tensor(model->a.grad()), 2 * alone->a.detach()));
-    EXPECT_TRUE(at::allclose(full_tensor(model->base->weight.grad()), alone->base->weight.detach().sign() / 30));
+    EXPECT_TRUE(
+        at::allclose(full_tensor(model->base->weight.grad()), alone->base->weight.detach().sign() / 30));
   });
 }
 

@@ -4,14 +4,14 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "penstock/errors.h"
 #include "penstock/comm/record/recorder.h"
 #include "penstock/dtensor.h"
-#include "penstock/shard/pieces/encoded_parameter.h"
+#include "penstock/errors.h"
 #include "penstock/fully_shard.h"
+#include "penstock/shard/pieces/encoded_parameter.h"
+#include "penstock/shard/pieces/piece_copy.h"
 #include "penstock/shard/state/shard_info.h"
 #include "penstock/shard/state/shard_state.h"
-#include "penstock/shard/pieces/piece_copy.h"
 #include "penstock/tensor_parallel.h"
 #include "penstock/tensor_subclass.h"
 #include "tests/has_text.h"
@@ -24,13 +24,16 @@ using namespace std::chrono_literals;
 using test::has_text;
 using test::message_of;
 
-comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size())}; }
+comm::MeshGroups line(comm::World& world) {
+  return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size())};
+}
 
 TEST(Int8Gather, IsOffByHalfAStepOfItsBlock) {
   torch::manual_seed(1);
   for (const std::int64_t numel : {0, 1, 127, 128, 300}) {
     const auto int8 = int8_gather(128);
-    const at::Tensor shard = at::randn({numel}) * 3, back = at::empty({numel}, at::kBFloat16), exact = at::empty({numel});
+    const at::Tensor shard = at::randn({numel}) * 3, back = at::empty({numel}, at::kBFloat16),
+                     exact = at::empty({numel});
     const at::Tensor bytes = at::empty({int8->encoded_bytes(numel, at::kFloat)}, at::kByte);
     EXPECT_EQ(bytes.numel(), numel + (numel + 127) / 128 * 4);
     int8->encode(shard, bytes);
@@ -56,8 +59,12 @@ TEST(Int8Gather, GathersAQuarterOfTheBytes) {
       torch::nn::Linear layer(torch::nn::LinearOptions(50, 64).bias(true));
       const at::Tensor value = at::randn({64, 50}, at::detail::createCPUGenerator(2));
       const auto int8 = int8_gather(64);
-      const auto state = fully_shard(*layer, line(world), {.shard_placement = [&](const std::string&, const at::Tensor& p) { return Shard{p.dim() > 1 ? dim : 0}; },
-                                                           .extension = [&](const std::string& name, const at::Tensor&) { return name == "weight" ? int8 : nullptr; }});
+      const auto state =
+          fully_shard(*layer, line(world),
+                      {.shard_placement = [&](const std::string&,
+                                              const at::Tensor& p) { return Shard{p.dim() > 1 ? dim : 0}; },
+                       .extension = [&](const std::string& name,
+                                        const at::Tensor&) { return name == "weight" ? int8 : nullptr; }});
       load_whole(layer->weight, value);
       state->unshard();
       const at::Tensor gathered = layer->weight.detach().clone();
@@ -83,7 +90,8 @@ struct TwoLayers : torch::nn::Module {
     second = register_module("second", torch::nn::Linear(64, 10));
     const at::NoGradGuard no_grad;
     std::uint64_t seed = 5;
-    for (at::Tensor& p : parameters()) p.copy_(at::randn(p.sizes(), at::detail::createCPUGenerator(seed++)) * 0.2);
+    for (at::Tensor& p : parameters())
+      p.copy_(at::randn(p.sizes(), at::detail::createCPUGenerator(seed++)) * 0.2);
   }
   at::Tensor forward(const at::Tensor& x) { return second(at::tanh(first(x))); }
   torch::nn::Linear first{nullptr}, second{nullptr};
@@ -94,18 +102,24 @@ struct Trained {
   std::int64_t gathered = 0;
 };
 
-Trained train_extended(comm::World& world, std::int64_t dim, const std::shared_ptr<const AllGatherExtension>& extension, const ShardOptions& more) {
+Trained train_extended(comm::World& world, std::int64_t dim,
+                       const std::shared_ptr<const AllGatherExtension>& extension, const ShardOptions& more) {
   TwoLayers model;
   ShardOptions options = more;
-  options.shard_placement = [dim](const std::string&, const at::Tensor& p) { return Shard{p.dim() > 1 ? dim : 0}; };
-  options.extension = [&](const std::string&, const at::Tensor& p) { return p.dim() == 2 ? extension : nullptr; };
+  options.shard_placement = [dim](const std::string&, const at::Tensor& p) {
+    return Shard{p.dim() > 1 ? dim : 0};
+  };
+  options.extension = [&](const std::string&, const at::Tensor& p) {
+    return p.dim() == 2 ? extension : nullptr;
+  };
   fully_shard(*model.first, line(world), options);
   fully_shard(*model.second, line(world), options);
   fully_shard(model, line(world), options);
   torch::optim::SGD optimizer(model.parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
   Trained trained;
   for (int step = 0; step < 3; ++step) {
-    const at::Tensor x = at::randn({7, 50}, at::detail::createCPUGenerator(static_cast<std::uint64_t>(20 + 3 * step + world.rank())));
+    const at::Tensor x = at::randn(
+        {7, 50}, at::detail::createCPUGenerator(static_cast<std::uint64_t>(20 + 3 * step + world.rank())));
     optimizer.zero_grad();
     const at::Tensor loss = model.forward(x).pow(2).mean();
     loss.backward();
@@ -124,14 +138,22 @@ Trained train_extended(comm::World& world, std::int64_t dim, const std::shared_p
 // Training is bitwise the same, in a quarter of the gathered memory: also if shards are uneven, are freed
 // after forward or kept as a slice, or are computed with in another dtype.
 TEST(KeptEncoded, TrainsAsDecodedInAQuarterOfTheMemory) {
-  const std::vector<ShardOptions> cases{{}, {.reshard_after_forward = false}, {.mixed_precision = {.param_dtype = at::kDouble, .reduce_dtype = at::kFloat}}, {.reshard_after_forward = ReshardTo{2}}};
+  const std::vector<ShardOptions> cases{
+      {},
+      {.reshard_after_forward = false},
+      {.mixed_precision = {.param_dtype = at::kDouble, .reduce_dtype = at::kFloat}},
+      {.reshard_after_forward = ReshardTo{2}}};
   for (std::size_t i = 0; i < cases.size(); ++i)
     for (const std::int64_t dim : {0, 1})
       comm::run_ranks(i == 3 ? 4 : 3, 60s, [&](comm::World& world) {
         SCOPED_TRACE(i);
-        const Trained decoded = train_extended(world, dim, int8_gather(32), cases[i]), kept = train_extended(world, dim, int8_gather({.block = 32, .keep_encoded = true}), cases[i]);
-        for (std::size_t k = 0; k < 3; ++k) EXPECT_TRUE(at::equal(kept.losses[k], decoded.losses[k])) << "step " << k;
-        for (std::size_t k = 0; k < kept.parameters.size(); ++k) EXPECT_TRUE(at::equal(kept.parameters[k], decoded.parameters[k])) << "parameter " << k;
+        const Trained decoded = train_extended(world, dim, int8_gather(32), cases[i]),
+                      kept = train_extended(world, dim, int8_gather({.block = 32, .keep_encoded = true}),
+                                            cases[i]);
+        for (std::size_t k = 0; k < 3; ++k)
+          EXPECT_TRUE(at::equal(kept.losses[k], decoded.losses[k])) << "step " << k;
+        for (std::size_t k = 0; k < kept.parameters.size(); ++k)
+          EXPECT_TRUE(at::equal(kept.parameters[k], decoded.parameters[k])) << "parameter " << k;
         EXPECT_LT(static_cast<double>(kept.gathered) * 3.0, static_cast<double>(decoded.gathered));
       });
 }
@@ -139,7 +161,10 @@ TEST(KeptEncoded, TrainsAsDecodedInAQuarterOfTheMemory) {
 TEST(KeptEncoded, ViewsStayEncodedAndWritesAreRefused) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     torch::nn::Linear layer(6, 5);
-    const auto state = fully_shard(*layer, line(world), {.extension = [](const std::string&, const at::Tensor& p) { return p.dim() == 2 ? int8_gather({.block = 8, .keep_encoded = true}) : nullptr; }});
+    const auto state =
+        fully_shard(*layer, line(world), {.extension = [](const std::string&, const at::Tensor& p) {
+          return p.dim() == 2 ? int8_gather({.block = 8, .keep_encoded = true}) : nullptr;
+        }});
     state->unshard();
     const at::NoGradGuard no_grad;
     const at::Tensor weight = layer->weight, whole = weight.clone();
@@ -182,9 +207,12 @@ class Halves final : public Payload {
   void dispatch(const c10::OperatorHandle& op, Stack* stack) override {
     WrapperCall<Halves> call(op, stack);
     if (call.traits().pure_view)
-      call.finish(call.run([](const Halves& halves) { return halves.data; }), [](const at::Tensor& inner, ResultPlace, const at::Tensor* viewed) { return make(inner, viewed); });
+      call.finish(
+          call.run([](const Halves& halves) { return halves.data; }),
+          [](const at::Tensor& inner, ResultPlace, const at::Tensor* viewed) { return make(inner, viewed); });
     else if (call.traits().name == "aten::mm" || call.traits().name == "aten::addmm")
-      call.finish(call.run([](const Halves& halves) { return halves.data.to(at::kFloat); }), [](const at::Tensor& plain, ResultPlace, const at::Tensor*) { return plain; });
+      call.finish(call.run([](const Halves& halves) { return halves.data.to(at::kFloat); }),
+                  [](const at::Tensor& plain, ResultPlace, const at::Tensor*) { return plain; });
     else
       refuse(op);
   }
@@ -193,11 +221,17 @@ class Halves final : public Payload {
 
 struct HalfGather : AllGatherExtension {
   std::int64_t encoded_bytes(std::int64_t numel, at::ScalarType) const override { return numel * 2; }
-  void encode(const at::Tensor& shard, const at::Tensor& bytes) const override { typed_part(bytes, 0, at::kBFloat16, {shard.numel()}).copy_(shard); }
-  void decode(const at::Tensor& bytes, const at::Tensor& piece) const override { piece.copy_(typed_part(bytes, 0, at::kBFloat16, {piece.numel()})); }
+  void encode(const at::Tensor& shard, const at::Tensor& bytes) const override {
+    typed_part(bytes, 0, at::kBFloat16, {shard.numel()}).copy_(shard);
+  }
+  void decode(const at::Tensor& bytes, const at::Tensor& piece) const override {
+    piece.copy_(typed_part(bytes, 0, at::kBFloat16, {piece.numel()}));
+  }
   bool keeps_encoded() const override { return true; }
   // Rows are adjacent if a row is a multiple of 8 bytes.
-  at::Tensor make_gathered(const GatheredBytes& gathered) const override { return Halves::make(typed_part(gathered.rows.view({-1}), 0, at::kBFloat16, gathered.shape)); }
+  at::Tensor make_gathered(const GatheredBytes& gathered) const override {
+    return Halves::make(typed_part(gathered.rows.view({-1}), 0, at::kBFloat16, gathered.shape));
+  }
 };
 
 TEST(KeptEncoded, AsAUserDefinedSubclass) {
@@ -213,7 +247,10 @@ TEST(KeptEncoded, AsAUserDefinedSubclass) {
     struct Outer : torch::nn::Module {};
     Outer outer;
     outer.register_module("layer", layer.ptr());
-    const auto state = fully_shard(*layer, line(world), {.extension = [](const std::string&, const at::Tensor& p) { return p.dim() == 2 ? std::make_shared<HalfGather>() : nullptr; }});
+    const auto state =
+        fully_shard(*layer, line(world), {.extension = [](const std::string&, const at::Tensor& p) {
+          return p.dim() == 2 ? std::make_shared<HalfGather>() : nullptr;
+        }});
     fully_shard(outer, line(world));
     for (int step = 0; step < 2; ++step) {
       for (const auto& each : {layer, plain})
@@ -234,19 +271,35 @@ TEST(KeptEncoded, AsAUserDefinedSubclass) {
     }
     // Invalid extensions are rejected by name.
     struct Plain : HalfGather {
-      at::Tensor make_gathered(const GatheredBytes& gathered) const override { return at::empty(gathered.shape); }
+      at::Tensor make_gathered(const GatheredBytes& gathered) const override {
+        return at::empty(gathered.shape);
+      }
     };
     struct Elsewhere : HalfGather {
-      at::Tensor make_gathered(const GatheredBytes& gathered) const override { return Halves::make(at::empty(gathered.shape, at::kBFloat16)); }
+      at::Tensor make_gathered(const GatheredBytes& gathered) const override {
+        return Halves::make(at::empty(gathered.shape, at::kBFloat16));
+      }
     };
     torch::nn::Linear other(4, 6);
-    const auto with = [](auto extension) { return ShardOptions{.extension = [extension](const std::string&, const at::Tensor& p) { return p.dim() == 2 ? extension : nullptr; }}; };
-    EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*other, line(world), with(std::make_shared<Plain>())); }), "'weight': make_gathered"));
-    EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*other, line(world), with(std::make_shared<Elsewhere>())); }), "tensors with their own memory"));
+    const auto with = [](auto extension) {
+      return ShardOptions{.extension = [extension](const std::string&, const at::Tensor& p) {
+        return p.dim() == 2 ? extension : nullptr;
+      }};
+    };
+    EXPECT_TRUE(has_text(
+        message_of<ValueError>([&] { fully_shard(*other, line(world), with(std::make_shared<Plain>())); }),
+        "'weight': make_gathered"));
+    EXPECT_TRUE(has_text(message_of<ValueError>(
+                             [&] { fully_shard(*other, line(world), with(std::make_shared<Elsewhere>())); }),
+                         "tensors with their own memory"));
     torch::nn::Linear distributed(4, 6);
     distribute_parameter(distributed->weight, line(world), {Shard{0}});
     const comm::MeshGroups one(world, init_device_mesh("cpu", {2, 1}, {"a", "b"}, world.rank(), 2));
-    EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*distributed, one.with_mesh(one.mesh()["b"]), with(std::make_shared<HalfGather>())); }), "keeps the gathered parameter encoded"));
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] {
+                           fully_shard(*distributed, one.with_mesh(one.mesh()["b"]),
+                                       with(std::make_shared<HalfGather>()));
+                         }),
+                         "keeps the gathered parameter encoded"));
   });
 }
 
@@ -259,7 +312,9 @@ struct Broken final : AllGatherExtension {
 // Sizes that differ between ranks are detected before anything is sent.
 struct Uneven final : AllGatherExtension {
   explicit Uneven(int rank) : rank(rank) {}
-  std::int64_t encoded_bytes(std::int64_t numel, at::ScalarType) const override { return numel * 4 + rank * 8; }
+  std::int64_t encoded_bytes(std::int64_t numel, at::ScalarType) const override {
+    return numel * 4 + rank * 8;
+  }
   void encode(const at::Tensor&, const at::Tensor& bytes) const override { bytes.zero_(); }
   void decode(const at::Tensor&, const at::Tensor& piece) const override { piece.zero_(); }
   int rank;
@@ -268,9 +323,16 @@ struct Uneven final : AllGatherExtension {
 TEST(Extensions, ErrorsReachAllRanks) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     torch::nn::Linear layer(4, 4), other(4, 4);
-    EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*layer, line(world), {.extension = [](const std::string&, const at::Tensor&) { return std::make_shared<Broken>(); }}); }),
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] {
+                           fully_shard(*layer, line(world),
+                                       {.extension = [](const std::string&, const at::Tensor&) {
+                                         return std::make_shared<Broken>();
+                                       }});
+                         }),
                          "encoded_bytes"));
-    fully_shard(*other, line(world), {.extension = [&](const std::string&, const at::Tensor&) { return std::make_shared<Uneven>(world.rank()); }});
+    fully_shard(*other, line(world), {.extension = [&](const std::string&, const at::Tensor&) {
+      return std::make_shared<Uneven>(world.rank());
+    }});
     EXPECT_THROW(other(at::ones({1, 4})), ValueError);
   });
 }

@@ -9,11 +9,11 @@
 
 #include "penstock/comm/backend/backend.h"
 #include "penstock/dtensor.h"
-#include "penstock/shard/pieces/encoded_parameter.h"
-#include "penstock/fully_shard.h"
-#include "penstock/shard_options.h"
 #include "penstock/fake.h"
+#include "penstock/fully_shard.h"
 #include "penstock/random.h"
+#include "penstock/shard/pieces/encoded_parameter.h"
+#include "penstock/shard_options.h"
 #include "penstock/torch/compat/streams.h"
 #include "tests/shard/sharded_training.h"
 
@@ -35,29 +35,38 @@ Losses train(comm::World& world, bool sharded, const ShardOptions& options, int 
   Model model = same_model();
   model->to(at::kFloat);
   model->to(kDevice);
-  const comm::MeshGroups mesh(world, replicas == 1 ? init_device_mesh("cuda", {world.size()}, {"dp"}, world.rank(), world.size())
-                                                   : init_device_mesh("cuda", {replicas, world.size() / replicas}, {"replicas", "dp"}, world.rank(), world.size()));
+  const comm::MeshGroups mesh(
+      world, replicas == 1 ? init_device_mesh("cuda", {world.size()}, {"dp"}, world.rank(), world.size())
+                           : init_device_mesh("cuda", {replicas, world.size() / replicas}, {"replicas", "dp"},
+                                              world.rank(), world.size()));
   if (sharded) shard_by_blocks(model, mesh, options);
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
   Losses seen;
   for (int step = 0; step < 4; ++step) {
-    const at::Tensor tokens = sharded ? shared_tokens(step).chunk(world.size())[static_cast<std::size_t>(world.rank())].to(kDevice) : shared_tokens(step).to(kDevice);
+    const at::Tensor tokens =
+        sharded ? shared_tokens(step).chunk(world.size())[static_cast<std::size_t>(world.rank())].to(kDevice)
+                : shared_tokens(step).to(kDevice);
     optimizer.zero_grad();
     const at::Tensor logits = model->forward(tokens).to(at::kFloat);
-    const at::Tensor loss = nn::functional::cross_entropy(logits.reshape({-1, kVocabulary}), tokens.roll(1, 1).reshape({-1}));
+    const at::Tensor loss =
+        nn::functional::cross_entropy(logits.reshape({-1, kVocabulary}), tokens.roll(1, 1).reshape({-1}));
     loss.backward();
     optimizer.step();
     seen.values.push_back(loss.item<double>());
   }
-  for (const auto& item : model->named_parameters()) seen.parameters[item.key()] = (is_dtensor(item.value()) ? full_tensor(item.value().detach()) : item.value().detach()).cpu().clone();
+  for (const auto& item : model->named_parameters())
+    seen.parameters[item.key()] =
+        (is_dtensor(item.value()) ? full_tensor(item.value().detach()) : item.value().detach()).cpu().clone();
   return seen;
 }
 
 TEST(ShardOnAGpu, TrainsAsWithoutSharding) {
   comm::run_ranks(1, 120s, [](comm::World& world) {
     const Losses plain = train(world, false, {}), sharded = train(world, true, {});
-    for (std::size_t i = 0; i < plain.values.size(); ++i) EXPECT_NEAR(sharded.values[i], plain.values[i], 1e-5 * plain.values[i]);
-    for (const auto& [name, value] : plain.parameters) EXPECT_TRUE(at::allclose(sharded.parameters.at(name), value, 1e-4, 1e-5)) << name;
+    for (std::size_t i = 0; i < plain.values.size(); ++i)
+      EXPECT_NEAR(sharded.values[i], plain.values[i], 1e-5 * plain.values[i]);
+    for (const auto& [name, value] : plain.parameters)
+      EXPECT_TRUE(at::allclose(sharded.parameters.at(name), value, 1e-4, 1e-5)) << name;
   });
 }
 
@@ -74,7 +83,8 @@ TEST(ShardOnAGpu, LowPrecisionAndOffload) {
     options = {};
     options.offload = {.to_cpu = true, .pin_memory = true};
     const Losses offloaded = train(world, true, options);
-    for (std::size_t i = 0; i < plain.values.size(); ++i) EXPECT_NEAR(offloaded.values[i], plain.values[i], 1e-4 * plain.values[i]);
+    for (std::size_t i = 0; i < plain.values.size(); ++i)
+      EXPECT_NEAR(offloaded.values[i], plain.values[i], 1e-4 * plain.values[i]);
   });
 }
 
@@ -102,7 +112,8 @@ TEST(ShardOnAGpu, OffloadedGradientsAreThereWhenBackwardEnds) {
           if (step == 0) {
             EXPECT_EQ(gradient.is_pinned(), pinned) << item.key();
           }
-          EXPECT_TRUE(at::allclose(gradient, expected[item.key()].grad().cpu(), 1e-4, 1e-6)) << item.key() << ", step " << step;
+          EXPECT_TRUE(at::allclose(gradient, expected[item.key()].grad().cpu(), 1e-4, 1e-6))
+              << item.key() << ", step " << step;
         }
       }
     }
@@ -154,7 +165,10 @@ TEST(ShardOnAGpu, DeferredOffloadedShardsArePinned) {
       plain.forward(x).pow(2).sum().backward();
       out.pow(2).sum().backward();
       const auto expected = plain.named_parameters();
-      for (const auto& item : model->named_parameters()) EXPECT_TRUE(at::allclose(to_local(item.value().grad()), expected[item.key()].grad().cpu(), 1e-4, 1e-5)) << item.key();
+      for (const auto& item : model->named_parameters())
+        EXPECT_TRUE(
+            at::allclose(to_local(item.value().grad()), expected[item.key()].grad().cpu(), 1e-4, 1e-5))
+            << item.key();
     }
   });
 }
@@ -190,7 +204,8 @@ TEST(ShardOnAGpu, PinnedShardsStayWhereTheyAreAfterALoad) {
 
 // ---- streams ----
 
-constexpr std::int64_t kWide = 8192;  // a weight of 256 MiB: copies and products take milliseconds, starting them microseconds
+constexpr std::int64_t kWide =
+    8192;  // a weight of 256 MiB: copies and products take milliseconds, starting them microseconds
 
 // The copy of an offloaded group to the device runs while the compute stream does unrelated work.
 TEST(ShardOnAGpu, GathersRunBesideTheComputation) {
@@ -199,7 +214,8 @@ TEST(ShardOnAGpu, GathersRunBesideTheComputation) {
     nn::Linear layer(nn::LinearOptions(kWide, kWide).bias(false));
     layer->to(kDevice);
     const at::Tensor value = layer->weight.detach().clone();
-    const auto state = fully_shard(*layer, mesh, {.reshard_after_forward = true, .offload = {.to_cpu = true}});
+    const auto state =
+        fully_shard(*layer, mesh, {.reshard_after_forward = true, .offload = {.to_cpu = true}});
     state->unshard();
     state->reshard();
     ASSERT_TRUE(state->gather_stream().has_value());
@@ -237,10 +253,12 @@ TEST(ShardOnAGpu, ReductionsRunBesideTheComputation) {
       (*each)->to(kDevice);
       const at::NoGradGuard no_grad;
       std::uint64_t seed = 1;
-      for (at::Tensor& p : (*each)->parameters()) p.copy_(at::randn(p.sizes(), at::detail::createCPUGenerator(seed++)) / 90);
+      for (at::Tensor& p : (*each)->parameters())
+        p.copy_(at::randn(p.sizes(), at::detail::createCPUGenerator(seed++)) / 90);
     }
     // Reduced in another dtype, so that each gradient is cast twice and divided on the reduction stream.
-    for (const auto& child : model->children()) fully_shard(*child, mesh, {.mixed_precision = {.reduce_dtype = at::kDouble}});
+    for (const auto& child : model->children())
+      fully_shard(*child, mesh, {.mixed_precision = {.reduce_dtype = at::kDouble}});
     const auto state = fully_shard(*model, mesh);
     state->set_gradient_divide_factor(2);
     const at::Tensor x = at::randn({512, kWide}, at::TensorOptions(kDevice));
@@ -254,7 +272,9 @@ TEST(ShardOnAGpu, ReductionsRunBesideTheComputation) {
       EXPECT_FALSE(state->reduce_stream()->query()) << "reductions should still be running";
       std::vector<at::Tensor> taken;
       for (const at::Tensor& p : model->parameters()) taken.push_back(to_local(p.grad()).clone());
-      for (std::size_t i = 0; i < taken.size(); ++i) EXPECT_TRUE(at::allclose(taken[i], expected[i].grad(), 1e-4, 1e-7)) << "parameter " << i << ", step " << step;
+      for (std::size_t i = 0; i < taken.size(); ++i)
+        EXPECT_TRUE(at::allclose(taken[i], expected[i].grad(), 1e-4, 1e-7))
+            << "parameter " << i << ", step " << step;
     }
   });
 }
@@ -267,7 +287,8 @@ TEST(ShardOnAGpu, WritesOfOffloadedShardsWaitForGathersThatReadThem) {
     const at::NoGradGuard no_grad;
     nn::Linear layer(nn::LinearOptions(1024, 1024).bias(false));
     layer->to(kDevice);
-    const at::Tensor x = at::randn({16, 1024}, at::TensorOptions(kDevice)), expected = at::linear(x, layer->weight.detach().clone());
+    const at::Tensor x = at::randn({16, 1024}, at::TensorOptions(kDevice)),
+                     expected = at::linear(x, layer->weight.detach().clone());
     const auto state = fully_shard(*layer, mesh, {.offload = {.to_cpu = true}});
     state->unshard();
     state->reshard();
@@ -284,7 +305,8 @@ TEST(ShardOnAGpu, WritesOfOffloadedShardsWaitForGathersThatReadThem) {
       } else {
         layer->weight.zero_();
       }
-      EXPECT_TRUE(at::allclose(out, expected, 1e-4, 1e-5)) << (by_optimizer ? "ensure_sharded" : "an operator");
+      EXPECT_TRUE(at::allclose(out, expected, 1e-4, 1e-5))
+          << (by_optimizer ? "ensure_sharded" : "an operator");
       load_whole(layer->weight, value);
     }
   });
@@ -295,12 +317,16 @@ TEST(ShardOnAGpu, ParametersThatStayEncoded) {
   comm::run_ranks(1, 120s, [](comm::World& world) {
     const auto with = [](bool keep) {
       ShardOptions options;
-      options.extension = [keep](const std::string&, const at::Tensor& p) { return p.dim() == 2 ? int8_gather({.block = 64, .keep_encoded = keep}) : nullptr; };
+      options.extension = [keep](const std::string&, const at::Tensor& p) {
+        return p.dim() == 2 ? int8_gather({.block = 64, .keep_encoded = keep}) : nullptr;
+      };
       return options;
     };
     const Losses decoded = train(world, true, with(false)), kept = train(world, true, with(true));
-    for (std::size_t i = 0; i < decoded.values.size(); ++i) EXPECT_NEAR(kept.values[i], decoded.values[i], 1e-5 * decoded.values[i]);
-    for (const auto& [name, value] : decoded.parameters) EXPECT_TRUE(at::allclose(kept.parameters.at(name), value, 1e-4, 1e-5)) << name;
+    for (std::size_t i = 0; i < decoded.values.size(); ++i)
+      EXPECT_NEAR(kept.values[i], decoded.values[i], 1e-5 * decoded.values[i]);
+    for (const auto& [name, value] : decoded.parameters)
+      EXPECT_TRUE(at::allclose(kept.parameters.at(name), value, 1e-4, 1e-5)) << name;
   });
 }
 

@@ -6,13 +6,13 @@
 
 #include <sstream>
 
-#include "penstock/errors.h"
 #include "penstock/comm/record/recorder.h"
 #include "penstock/dtensor.h"
-#include "penstock/fully_shard.h"
-#include "penstock/shard/state/shard_info.h"
+#include "penstock/errors.h"
 #include "penstock/fake.h"
+#include "penstock/fully_shard.h"
 #include "penstock/random.h"
+#include "penstock/shard/state/shard_info.h"
 #include "tests/has_text.h"
 #include "tests/shard/sharded_training.h"
 #include "tests/throws.h"
@@ -23,7 +23,9 @@ namespace shard_state_test {
 using namespace std::chrono_literals;
 using namespace penstock::test;
 
-comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size())}; }
+comm::MeshGroups line(comm::World& world) {
+  return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size())};
+}
 
 struct Two : nn::Module {
   Two() {
@@ -78,7 +80,8 @@ TEST(ShardState, OptimizersWorkOnShardsAndComputationOnWholes) {
       module.weight.add_(copy, 0.5);
       EXPECT_TRUE(is_dtensor(module.weight.detach()));
       EXPECT_EQ(to_text(first_group(*state)->state()), "Sharded") << "shards alone";
-      EXPECT_TRUE(at::equal(at::mm(at::ones({1, 5}), module.weight), at::arange(15, at::kFloat).view({5, 3}).sum(0, true) * 3));
+      EXPECT_TRUE(at::equal(at::mm(at::ones({1, 5}), module.weight),
+                            at::arange(15, at::kFloat).view({5, 3}).sum(0, true) * 3));
       EXPECT_EQ(to_text(first_group(*state)->state()), "Unsharded") << "an activation beside it";
       EXPECT_TRUE(has_text(message_of<StateError>([&] { module.weight.mul_(2); }), "ensure_sharded"));
       EXPECT_TRUE(has_text(message_of<StateError>([&] { module.weight.t().zero_(); }), "gathered"));
@@ -88,7 +91,8 @@ TEST(ShardState, OptimizersWorkOnShardsAndComputationOnWholes) {
     // A handle of the shard may be computed with.
     const at::Tensor handle = module.weight.detach();
     EXPECT_TRUE(is_dtensor(handle));
-    EXPECT_TRUE(at::equal(at::mm(at::ones({1, 5}), handle), at::arange(15, at::kFloat).view({5, 3}).sum(0, true) * 6));
+    EXPECT_TRUE(at::equal(at::mm(at::ones({1, 5}), handle),
+                          at::arange(15, at::kFloat).view({5, 3}).sum(0, true) * 6));
     state->reshard();
   });
 }
@@ -107,7 +111,8 @@ TEST(ShardState, WritesInAScope) {
     EXPECT_TRUE(is_dtensor(module.bias));
     EXPECT_TRUE(at::equal(full_tensor(module.bias.detach()), at::arange(4, at::kFloat) * 10 + 1));
     EXPECT_EQ(full_tensor(module.weight.detach())[4][2].item<float>(), 100);
-    EXPECT_TRUE(has_text(message_of<StateError>([&] { UnshardedScope(*std::make_shared<Two>()); }), "fully_shard"));
+    EXPECT_TRUE(
+        has_text(message_of<StateError>([&] { UnshardedScope(*std::make_shared<Two>()); }), "fully_shard"));
   });
 }
 
@@ -122,7 +127,8 @@ TEST(ShardState, LoadedValues) {
     EXPECT_THROW(load_whole(module.weight, at::zeros({3, 5})), ValueError);
     EXPECT_THROW(load_whole(value, value), TypeError);
     // New data in place of the shard.
-    const at::Tensor other = distribute_tensor(value * 2, mesh, {Shard{0}}, {.source_axis_rank = std::nullopt});
+    const at::Tensor other =
+        distribute_tensor(value * 2, mesh, {Shard{0}}, {.source_axis_rank = std::nullopt});
     module.weight.set_data(other);
     reset_sharded_parameters(module);
     reset_sharded_parameters(module);
@@ -198,12 +204,14 @@ TEST(ShardState, ReplacedObjectsBecomeTheParameters) {
       out.sum().backward();
       EXPECT_EQ(to_text(first_group(*state)->state()), "Sharded");
       ASSERT_TRUE(module->weight.grad().defined());
-      EXPECT_TRUE(at::allclose(full_tensor(module->weight.grad()), at::full({5, 3}, 3.0))) << "the mean over both ranks";
+      EXPECT_TRUE(at::allclose(full_tensor(module->weight.grad()), at::full({5, 3}, 3.0)))
+          << "the mean over both ranks";
       {
         const at::NoGradGuard no_grad;
         module->weight.mul_(2);
       }
-      EXPECT_TRUE(at::allclose(module->forward(x), at::linear(x, value * 2, second ? at::arange(5, at::kFloat) : at::Tensor())));
+      EXPECT_TRUE(at::allclose(module->forward(x),
+                               at::linear(x, value * 2, second ? at::arange(5, at::kFloat) : at::Tensor())));
       // Shards are accepted as well; other shapes and layouts are rejected.
       EXPECT_TRUE(has_text(message_of<StateError>([&] {
                              const at::Tensor now = module->weight;
@@ -281,7 +289,8 @@ TEST(ShardState, BytesOfAStep) {
     }
     EXPECT_EQ(totals.at("all_gather").operations, 2 * gathers) << "of both ranks";
     EXPECT_EQ(totals.at("reduce_scatter").operations, 2 * reductions);
-    for (ShardGroup* group : all_groups(*shard_state_of(*model))) EXPECT_FALSE(group->unshard_pending()) << "nothing is gathered in vain";
+    for (ShardGroup* group : all_groups(*shard_state_of(*model)))
+      EXPECT_FALSE(group->unshard_pending()) << "nothing is gathered in vain";
   });
 }
 
@@ -289,7 +298,8 @@ TEST(ShardState, ExplicitPrefetch) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     Model model = same_model();
     shard_by_blocks(model, line(world));
-    ShardState &root = *shard_state_of(*model), &first = *shard_state_of(*model->blocks[0]), &second = *shard_state_of(*model->blocks[1]);
+    ShardState &root = *shard_state_of(*model), &first = *shard_state_of(*model->blocks[0]),
+               &second = *shard_state_of(*model->blocks[1]);
     root.set_automatic_prefetch(false);
     first.set_modules_to_forward_prefetch({&second});
     second.set_modules_to_backward_prefetch({&first});
@@ -316,7 +326,9 @@ TEST(ShardState, AScopeFreesAtItsEndAndCasts) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     Scoped model;
     EXPECT_EQ(model.forward(at::ones({1, 4})).scalar_type(), at::kFloat) << "nothing is sharded yet";
-    fully_shard(*model.layer, line(world), {.reshard_after_forward = true, .mixed_precision = {.param_dtype = at::kBFloat16, .output_dtype = at::kDouble}});
+    fully_shard(*model.layer, line(world),
+                {.reshard_after_forward = true,
+                 .mixed_precision = {.param_dtype = at::kBFloat16, .output_dtype = at::kDouble}});
     const at::Tensor out = model.forward(at::ones({1, 4}));
     EXPECT_EQ(out.scalar_type(), at::kDouble);
     EXPECT_EQ(to_text(first_group(*shard_state_of(*model.layer))->state()), "Sharded");
@@ -344,8 +356,12 @@ TEST(ShardState, ReductionByHand) {
       root.final_callback();
       EXPECT_EQ(to_text(first_group(root)->state()), "Sharded");
     };
-    expect_same_parameters(
-        train_share(model, {.rank = world.rank(), .ranks = 2, .microbatches = 3, .before_micro = [&](int, int) { flags(false); }, .before_step = reduce}), alone());
+    expect_same_parameters(train_share(model, {.rank = world.rank(),
+                                               .ranks = 2,
+                                               .microbatches = 3,
+                                               .before_micro = [&](int, int) { flags(false); },
+                                               .before_step = reduce}),
+                           alone());
   });
 }
 
@@ -364,7 +380,10 @@ TEST(DeferredShards, EqualThePartsOfOneProcess) {
       model = std::make_shared<Scoped>();
     }
     fully_shard(*model, line(world));
-    EXPECT_TRUE(has_text(message_of<StateError>([&] { model->forward(at::ones({1, 4})); }), "materialize_shards"));
+    EXPECT_TRUE(has_text(message_of<StateError>([&] {
+                           model->forward(at::ones({1, 4}));
+                         }),
+                         "materialize_shards"));
     materialize_shards(*model, fill_by_key);
     const at::Tensor whole = at::empty({4, 4});
     fill_by_key("layer.weight", whole, {});
@@ -383,10 +402,22 @@ TEST(ShardErrors, SayWhatToChange) {
       return comm::MeshGroups(world, init_device_mesh("cpu", shape, names, world.rank(), 4));
     };
     const comm::MeshGroups mesh = line(world);
-    EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*std::make_shared<Two>(), grid({1, 2, 2}, {"a", "b", "c"})); }), "shard_axes"));
-    EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*std::make_shared<Two>(), mesh, {.shard_axes = {"dp", "dp"}}); }), "every axis once"));
-    EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*std::make_shared<Two>(), mesh, {.shard_axes = {"tp"}}); }), "tp"));
-    EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*std::make_shared<Two>(), grid({2, 2}, {}), {.shard_axes = {"dp"}}); }), "dp")) << "a mesh without names";
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] {
+                           fully_shard(*std::make_shared<Two>(), grid({1, 2, 2}, {"a", "b", "c"}));
+                         }),
+                         "shard_axes"));
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] {
+                           fully_shard(*std::make_shared<Two>(), mesh, {.shard_axes = {"dp", "dp"}});
+                         }),
+                         "every axis once"));
+    EXPECT_TRUE(has_text(
+        message_of<ValueError>([&] { fully_shard(*std::make_shared<Two>(), mesh, {.shard_axes = {"tp"}}); }),
+        "tp"));
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] {
+                           fully_shard(*std::make_shared<Two>(), grid({2, 2}, {}), {.shard_axes = {"dp"}});
+                         }),
+                         "dp"))
+        << "a mesh without names";
     const comm::MeshGroups gpus(world, init_device_mesh("cuda", {4}, {"dp"}, world.rank(), 4));
     DeferredInit deferred;
     std::shared_ptr<Two> later;
@@ -395,22 +426,34 @@ TEST(ShardErrors, SayWhatToChange) {
       later = std::make_shared<Two>();
     }
     fully_shard(*later, gpus);  // it has no device yet
-    EXPECT_TRUE(has_text(message_of<ValueError>([&] { materialize_shards(*later, [](const std::string&, const at::Tensor&, const GlobalBox&) {}); }), "a CUDA device"));
     EXPECT_TRUE(has_text(message_of<ValueError>([&] {
-                           fully_shard(*std::make_shared<Two>(), mesh, {.shard_placement = [](const std::string&, const at::Tensor&) { return Shard{1}; }});
+                           materialize_shards(*later,
+                                              [](const std::string&, const at::Tensor&, const GlobalBox&) {});
                          }),
-                         "'bias'"));
-    EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*std::make_shared<Two>(), mesh, {.reshard_after_forward = ReshardTo{3}}); }), "a divisor of the 4"));
+                         "a CUDA device"));
+    EXPECT_TRUE(has_text(
+        message_of<ValueError>([&] {
+          fully_shard(*std::make_shared<Two>(), mesh,
+                      {.shard_placement = [](const std::string&, const at::Tensor&) { return Shard{1}; }});
+        }),
+        "'bias'"));
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] {
+                           fully_shard(*std::make_shared<Two>(), mesh,
+                                       {.reshard_after_forward = ReshardTo{3}});
+                         }),
+                         "a divisor of the 4"));
     EXPECT_THROW(replicate(*std::make_shared<Two>(), mesh, {.shard_axes = {"dp"}}), ValueError);
     Model model = same_model();
     fully_shard(*model, mesh);
     EXPECT_TRUE(has_text(message_of<StateError>([&] { fully_shard(*model, mesh); }), "already sharded"));
-    EXPECT_TRUE(has_text(message_of<StateError>([&] { fully_shard(*model->blocks[0], mesh); }), "inner modules before outer ones"));
+    EXPECT_TRUE(has_text(message_of<StateError>([&] { fully_shard(*model->blocks[0], mesh); }),
+                         "inner modules before outer ones"));
     EXPECT_THROW(shard_state_of(*model)->set_gradient_divide_factor(0), ValueError);
     struct Scalar : nn::Module {
       Scalar() { register_parameter("s", at::ones({})); }
     };
-    EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*std::make_shared<Scalar>(), mesh); }), "0-dim"));
+    EXPECT_TRUE(
+        has_text(message_of<ValueError>([&] { fully_shard(*std::make_shared<Scalar>(), mesh); }), "0-dim"));
   });
 }
 
@@ -418,18 +461,25 @@ TEST(ShardErrors, SayWhatToChange) {
 // a hang.
 TEST(FirstUse, DifferentParametersAreAnErrorOnAllRanks) {
   struct Named : nn::Module {
-    Named(const std::string& name, at::IntArrayRef shape, at::ScalarType dtype) { weight = register_parameter(name, at::ones(shape, dtype)); }
+    Named(const std::string& name, at::IntArrayRef shape, at::ScalarType dtype) {
+      weight = register_parameter(name, at::ones(shape, dtype));
+    }
     at::Tensor weight;
   };
-  const std::vector<std::string> differences{"shape", "name", "dtype", "requires_grad", "placement", "param_dtype", "reduce_dtype", "nothing"};
+  const std::vector<std::string> differences{"shape",     "name",        "dtype",        "requires_grad",
+                                             "placement", "param_dtype", "reduce_dtype", "nothing"};
   for (const std::string& difference : differences) {
     std::atomic<int> heard = 0;
     comm::run_ranks(3, 60s, [&](comm::World& world) {
       SCOPED_TRACE(difference);
       const auto differs = [&](const char* what) { return world.rank() == 1 && difference == what; };
       const auto make = [&](bool other) {
-        return std::make_shared<Named>(other && differs("name") ? "w" : "weight", other && differs("shape") ? std::vector<std::int64_t>{6, 4} : std::vector<std::int64_t>{4, 4},
-                                       !other ? at::kFloat : differs("dtype") ? at::kHalf : at::kBFloat16);
+        return std::make_shared<Named>(
+            other && differs("name") ? "w" : "weight",
+            other && differs("shape") ? std::vector<std::int64_t>{6, 4} : std::vector<std::int64_t>{4, 4},
+            !other             ? at::kFloat
+            : differs("dtype") ? at::kHalf
+                               : at::kBFloat16);
       };
       // The second of two groups differs; the first is used.
       struct Outer : nn::Module {};
@@ -439,7 +489,8 @@ TEST(FirstUse, DifferentParametersAreAnErrorOnAllRanks) {
       outer.register_module("second", second);
       if (differs("requires_grad")) second->weight.set_requires_grad(false);
       ShardOptions options;
-      if (differs("placement")) options.shard_placement = [](const std::string&, const at::Tensor&) { return Shard{1}; };
+      if (differs("placement"))
+        options.shard_placement = [](const std::string&, const at::Tensor&) { return Shard{1}; };
       if (differs("param_dtype")) options.mixed_precision.param_dtype = at::kDouble;
       if (differs("reduce_dtype")) options.mixed_precision.reduce_dtype = at::kDouble;
       fully_shard(*first, line(world));
@@ -475,7 +526,9 @@ TEST(FirstUse, OnlyTheOutermostModuleStaysGatheredAfterForward) {
     const auto model = std::make_shared<Outer>();
     const auto first = fully_shard(*model->first, mesh), second = fully_shard(*model->second, mesh);
     const auto kept = fully_shard(*model->third, mesh, {.reshard_after_forward = false});
-    const auto state_of = [](const std::shared_ptr<ShardState>& state) { return std::string(to_text(first_group(*state)->state())); };
+    const auto state_of = [](const std::shared_ptr<ShardState>& state) {
+      return std::string(to_text(first_group(*state)->state()));
+    };
     const auto forward = [](Outer& outer) {
       const ForwardScope scope(outer);
       const at::Tensor x = at::ones({1, 4});
@@ -509,7 +562,9 @@ TEST(FirstUse, ParametersPrintTheirPathAndWholeSize) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     const comm::MeshGroups mesh = line(world);
     Two two;
-    fully_shard(two, mesh, {.shard_placement = [](const std::string& name, const at::Tensor&) { return Shard{name == "weight" ? 1 : 0}; }});
+    fully_shard(two, mesh, {.shard_placement = [](const std::string& name, const at::Tensor&) {
+                  return Shard{name == "weight" ? 1 : 0};
+                }});
     EXPECT_EQ(shard_of(two.weight)->parameter().to_string(), "'weight' float32[5, 3] as [S(1)]");
     EXPECT_EQ(shard_of(two.bias)->parameter().to_string(), "'bias' float32[4] as [S(0)]");
     Model model = same_model();
@@ -518,8 +573,11 @@ TEST(FirstUse, ParametersPrintTheirPathAndWholeSize) {
     EXPECT_EQ(shard_of(inner)->parameter().to_string(), "'up.weight' float64[64, 16] as [S(0)]");
     fully_shard(*model, mesh, {.mixed_precision = {.param_dtype = at::kFloat}});
     EXPECT_EQ(shard_of(inner)->parameter().to_string(), "'blocks.1.up.weight' float64[64, 16] as [S(0)]");
-    EXPECT_EQ(shard_of(model->head->weight)->parameter().to_string(), "'head.weight' float64[30, 16] as [S(0)]") << "of the shard, not of what is gathered";
-    EXPECT_TRUE(has_text(message_of<ValueError>([&] { load_whole(inner, at::zeros({3})); }), "'blocks.1.up.weight' float64[64, 16]"));
+    EXPECT_EQ(shard_of(model->head->weight)->parameter().to_string(),
+              "'head.weight' float64[30, 16] as [S(0)]")
+        << "of the shard, not of what is gathered";
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] { load_whole(inner, at::zeros({3})); }),
+                         "'blocks.1.up.weight' float64[64, 16]"));
   });
 }
 

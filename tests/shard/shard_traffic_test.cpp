@@ -9,9 +9,9 @@
 
 #include "penstock/comm/record/recorder.h"
 #include "penstock/dtensor.h"
-#include "penstock/tensor_parallel.h"
 #include "penstock/fully_shard.h"
 #include "penstock/shard_options.h"
+#include "penstock/tensor_parallel.h"
 
 namespace penstock {
 namespace shard_traffic_test {
@@ -29,8 +29,10 @@ nn::Sequential layers() {
 }
 
 comm::MeshGroups mesh_of(comm::World& world, int replicas) {
-  if (replicas == 1) return {world, init_device_mesh("cpu", {world.size()}, {"shards"}, world.rank(), world.size())};
-  return {world, init_device_mesh("cpu", {replicas, world.size() / replicas}, {"replicas", "shards"}, world.rank(), world.size())};
+  if (replicas == 1)
+    return {world, init_device_mesh("cpu", {world.size()}, {"shards"}, world.rank(), world.size())};
+  return {world, init_device_mesh("cpu", {replicas, world.size() / replicas}, {"replicas", "shards"},
+                                  world.rank(), world.size())};
 }
 
 // Bytes that one rank passes to the collectives of a step, by kind: the output of a gather, the input of a
@@ -52,7 +54,8 @@ Traffic traffic_of_a_step(const Layout& layout) {
   comm::run_ranks(layout.ranks, 60s, [&](comm::World& world) {
     nn::Sequential model = layers();
     const comm::MeshGroups mesh = mesh_of(world, layout.replicas);
-    for (const auto& child : model->children()) layout.replicate ? replicate(*child, mesh, layout.options) : fully_shard(*child, mesh, layout.options);
+    for (const auto& child : model->children())
+      layout.replicate ? replicate(*child, mesh, layout.options) : fully_shard(*child, mesh, layout.options);
     layout.replicate ? replicate(*model, mesh, layout.options) : fully_shard(*model, mesh, layout.options);
     const auto step = [&] { model->forward(at::ones({2, kWidth})).sum().backward(); };
     step();  // ranks agree on the parameters
@@ -65,7 +68,10 @@ Traffic traffic_of_a_step(const Layout& layout) {
     if (world.rank() == 0)
       for (const auto& [kind, totals] : comm::Recorder::global().totals()) {
         const std::uint64_t bytes = totals.bytes / static_cast<std::uint64_t>(layout.ranks);
-        (kind == "all_gather" ? traffic.gathered : kind == "reduce_scatter" ? traffic.scattered : kind == "all_reduce" ? traffic.reduced : traffic.others) += bytes;
+        (kind == "all_gather"       ? traffic.gathered
+         : kind == "reduce_scatter" ? traffic.scattered
+         : kind == "all_reduce"     ? traffic.reduced
+                                    : traffic.others) += bytes;
       }
     meet();
   });
@@ -89,7 +95,8 @@ TEST(Traffic, OfShardsIsEachParameterOnce) {
 }
 
 TEST(Traffic, KeptParametersAreGatheredOnce) {
-  const Traffic traffic = traffic_of_a_step({.name = "kept", .ranks = 2, .options = {.reshard_after_forward = false}});
+  const Traffic traffic =
+      traffic_of_a_step({.name = "kept", .ranks = 2, .options = {.reshard_after_forward = false}});
   EXPECT_EQ(traffic.gathered, kLayers * kWhole);
 }
 
@@ -111,7 +118,8 @@ TEST(Traffic, OfReplicateIsTheGradientsAlone) {
 // If a slice is kept, backward gathers the same bytes, but among two neighbours: each rank sends half of them
 // to one other rank instead of a quarter to three.
 TEST(Traffic, OfASliceStaysAmongNeighbours) {
-  const Traffic traffic = traffic_of_a_step({.name = "slice", .ranks = 4, .options = {.reshard_after_forward = ReshardTo{2}}});
+  const Traffic traffic =
+      traffic_of_a_step({.name = "slice", .ranks = 4, .options = {.reshard_after_forward = ReshardTo{2}}});
   EXPECT_EQ(traffic.scattered, kLayers * (kWhole + 4 * kMark));
   // Gathered memory is aligned, so that slices are equal.
   EXPECT_GE(traffic.gathered, kGathers * kWhole);
@@ -119,14 +127,21 @@ TEST(Traffic, OfASliceStaysAmongNeighbours) {
 }
 
 TEST(Traffic, OfLowPrecisionIsHalfAndOfInt8AQuarter) {
-  const Traffic half = traffic_of_a_step({.name = "bf16", .ranks = 2, .options = {.mixed_precision = {.param_dtype = at::kBFloat16}}});
+  const Traffic half = traffic_of_a_step(
+      {.name = "bf16", .ranks = 2, .options = {.mixed_precision = {.param_dtype = at::kBFloat16}}});
   EXPECT_EQ(half.gathered, kGathers * kWhole / 2);
   EXPECT_EQ(half.scattered, kLayers * (kWhole + 2 * kMark) / 2);
-  const Traffic mixed = traffic_of_a_step({.name = "bf16, reduced in float32", .ranks = 2, .options = {.mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat}}});
+  const Traffic mixed = traffic_of_a_step(
+      {.name = "bf16, reduced in float32",
+       .ranks = 2,
+       .options = {.mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat}}});
   EXPECT_EQ(mixed.gathered, kGathers * kWhole / 2);
   EXPECT_EQ(mixed.scattered, kLayers * (kWhole + 2 * kMark));
   const auto int8 = int8_gather();
-  const Traffic eighth = traffic_of_a_step({.name = "int8", .ranks = 2, .options = {.extension = [int8](const std::string&, const at::Tensor& p) { return p.dim() == 2 ? int8 : nullptr; }}});
+  const Traffic eighth = traffic_of_a_step(
+      {.name = "int8", .ranks = 2, .options = {.extension = [int8](const std::string&, const at::Tensor& p) {
+                                     return p.dim() == 2 ? int8 : nullptr;
+                                   }}});
   // One float32 scale for 128 values; vectors are sent unchanged.
   EXPECT_EQ(eighth.gathered, kGathers * (kWidth * kWidth + kWidth * kWidth / 128 * 4 + kWidth * 4));
 }
@@ -157,7 +172,8 @@ TEST(Traffic, OfTermsOfASumIsTheReductionAlone) {
         EXPECT_LT(total.bytes / 2, whole / 8) << kind;
       }
     meet();
-    EXPECT_TRUE(at::allclose(full_tensor(layer->weight.grad()), at::full({kWidth, kWidth}, 8.0))) << "the gradient of the whole batch";
+    EXPECT_TRUE(at::allclose(full_tensor(layer->weight.grad()), at::full({kWidth, kWidth}, 8.0)))
+        << "the gradient of the whole batch";
   });
 }
 
@@ -199,17 +215,25 @@ TEST(StepMemory, NothingIsAllocatedAfterTheSecondStep) {
       {.name = "replicas of shards", .ranks = 4, .replicas = 2},
       {.name = "replicate", .ranks = 2, .replicate = true},
       {.name = "a slice kept", .ranks = 4, .options = {.reshard_after_forward = ReshardTo{2}}},
-      {.name = "mixed", .ranks = 2, .options = {.mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat}}},
+      {.name = "mixed",
+       .ranks = 2,
+       .options = {.mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat}}},
       {.name = "offloaded", .ranks = 2, .options = {.offload = {.to_cpu = true}}},
-      {.name = "int8", .ranks = 2, .options = {.extension = [int8](const std::string&, const at::Tensor& p) { return p.dim() == 2 ? int8 : nullptr; }}},
+      {.name = "int8",
+       .ranks = 2,
+       .options = {.extension = [int8](const std::string&,
+                                       const at::Tensor& p) { return p.dim() == 2 ? int8 : nullptr; }}},
   };
   for (const Layout& layout : layouts)
     comm::run_ranks(layout.ranks, 60s, [&](comm::World& world) {
       SCOPED_TRACE(layout.name);
       nn::Sequential model = layers();
       const comm::MeshGroups mesh = mesh_of(world, layout.replicas);
-      for (const auto& child : model->children()) layout.replicate ? replicate(*child, mesh, layout.options) : fully_shard(*child, mesh, layout.options);
-      const auto root = layout.replicate ? replicate(*model, mesh, layout.options) : fully_shard(*model, mesh, layout.options);
+      for (const auto& child : model->children())
+        layout.replicate ? replicate(*child, mesh, layout.options)
+                         : fully_shard(*child, mesh, layout.options);
+      const auto root = layout.replicate ? replicate(*model, mesh, layout.options)
+                                         : fully_shard(*model, mesh, layout.options);
       std::size_t allocations = 0;
       for (int step = 0; step < 5; ++step) {
         root->reset_peak();
@@ -219,8 +243,10 @@ TEST(StepMemory, NothingIsAllocatedAfterTheSecondStep) {
         if (step > 1) {
           EXPECT_EQ(root->pool_allocations(), allocations) << "step " << step;
         }
-        const std::int64_t slices = layout.options.reshard_after_forward ? kLayers * static_cast<std::int64_t>(kWhole) / 2 + 4096 : 0;
-        EXPECT_LE(root->peak_gathered_bytes(), 2 * static_cast<std::int64_t>(kWhole) + 4096 + slices) << "step " << step;
+        const std::int64_t slices =
+            layout.options.reshard_after_forward ? kLayers * static_cast<std::int64_t>(kWhole) / 2 + 4096 : 0;
+        EXPECT_LE(root->peak_gathered_bytes(), 2 * static_cast<std::int64_t>(kWhole) + 4096 + slices)
+            << "step " << step;
       }
       EXPECT_GT(layout.replicate ? 1u : allocations, 0u);
     });

@@ -18,7 +18,9 @@ namespace shard_use_test {
 using namespace std::chrono_literals;
 namespace nn = torch::nn;
 
-comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size())}; }
+comm::MeshGroups line(comm::World& world) {
+  return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size())};
+}
 
 struct TwoBranches : nn::Module {
   TwoBranches() {
@@ -92,7 +94,8 @@ TEST(UseOverSteps, GraphsThatOverlapAreRunOneAfterTheOther) {
       first.backward();
       second.backward();
       // Inputs of the top: 1.25 and 2.25.
-      EXPECT_TRUE(at::allclose(full_tensor(model.top->always->weight.grad()), at::full({4, 4}, 2 * (1.25 + 2.25))));
+      EXPECT_TRUE(
+          at::allclose(full_tensor(model.top->always->weight.grad()), at::full({4, 4}, 2 * (1.25 + 2.25))));
       EXPECT_TRUE(at::allclose(full_tensor(model.top->sometimes->weight.grad()), at::full({4, 4}, 2.5)));
     }
   });
@@ -117,7 +120,8 @@ TEST(UseOverSteps, KeptGradientsAreReducedByAStepThatDoesNotUseThem) {
       // used.
       ASSERT_TRUE(model.top->sometimes->weight.grad().defined());
       EXPECT_TRUE(at::allclose(full_tensor(model.top->sometimes->weight.grad()), at::full({4, 4}, 2 * 1.75)));
-      EXPECT_TRUE(at::allclose(full_tensor(model.top->always->weight.grad()), at::full({4, 4}, 2 * 1.75 + 2 * 1.25)));
+      EXPECT_TRUE(
+          at::allclose(full_tensor(model.top->always->weight.grad()), at::full({4, 4}, 2 * 1.75 + 2 * 1.25)));
     }
   });
 }
@@ -131,7 +135,9 @@ TEST(UseOverSteps, AGroupOfAnEarlierStepIsNotGathered) {
     const comm::MeshGroups mesh = line(world);
     for (const auto& child : model->children()) fully_shard(*child, mesh);
     fully_shard(*model, mesh);
-    const auto layer = [&](std::size_t i, const at::Tensor& x) { return model->at<nn::LinearImpl>(i).forward(x); };
+    const auto layer = [&](std::size_t i, const at::Tensor& x) {
+      return model->at<nn::LinearImpl>(i).forward(x);
+    };
     const auto meet = [&] { world.group().barrier().wait(); };
     for (int step = 0; step < 5; ++step) {
       meet();
@@ -146,7 +152,8 @@ TEST(UseOverSteps, AGroupOfAnEarlierStepIsNotGathered) {
       }
       loss.backward();
       meet();
-      if (world.rank() == 0) gathers.push_back(comm::Recorder::global().totals().at("all_gather").operations / 2);
+      if (world.rank() == 0)
+        gathers.push_back(comm::Recorder::global().totals().at("all_gather").operations / 2);
       EXPECT_EQ(first_group(*shard_state_of(*model->children()[1]))->unshard_pending(), false);
       meet();
     }
@@ -173,13 +180,16 @@ TEST(UseOverSteps, AGatherAheadDoesNotOutliveAWriteOfItsShards) {
     model->forward(x);
     const std::vector<std::function<void()>> writes{
         [&] { weight.fill_(2); },
-        [&] { load_whole(weight, at::full({4, 4}, 3.0)); },
+        [&] {
+          load_whole(weight, at::full({4, 4}, 3.0));
+        },
         [&] {
           ensure_sharded(weight);
           to_local(weight.detach()).fill_(4);
         },
         [&] {
-          weight.set_data(distribute_tensor(at::full({4, 4}, 5.0, at::kFloat), mesh, {Shard{0}}, {.source_axis_rank = std::nullopt}));
+          weight.set_data(distribute_tensor(at::full({4, 4}, 5.0, at::kFloat), mesh, {Shard{0}},
+                                            {.source_axis_rank = std::nullopt}));
           reset_sharded_parameters(*model->children()[1]);
         },
     };
@@ -188,7 +198,8 @@ TEST(UseOverSteps, AGatherAheadDoesNotOutliveAWriteOfItsShards) {
       layer(0).forward(x);
       ASSERT_TRUE(shard_of(weight)->group->unshard_pending()) << "asked for ahead";
       writes[i]();
-      EXPECT_TRUE(at::equal(layer(1).forward(x), at::full({1, 4}, 4.0 * static_cast<double>(i + 2)))) << "write " << i;
+      EXPECT_TRUE(at::equal(layer(1).forward(x), at::full({1, 4}, 4.0 * static_cast<double>(i + 2))))
+          << "write " << i;
     }
     ensure_sharded(model->parameters());  // ends the prefetch of the last use
   });

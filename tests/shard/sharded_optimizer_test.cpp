@@ -6,14 +6,14 @@
 #include <mutex>
 #include <string>
 
-#include "penstock/checkpoint/tensors/load.h"
 #include "penstock/checkpoint/files/reader.h"
+#include "penstock/checkpoint/tensors/load.h"
 #include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/checkpoint/tensors/writer.h"
 #include "penstock/dtensor.h"
-#include "penstock/optimizer.h"
-#include "penstock/gradients.h"
 #include "penstock/fully_shard.h"
+#include "penstock/gradients.h"
+#include "penstock/optimizer.h"
 #include "tests/checkpoint/file_ranks.h"
 #include "tests/shard/sharded_training.h"
 
@@ -25,7 +25,9 @@ using namespace penstock::test;
 
 constexpr double kLimit = 0.2;  // small enough that every step is clipped
 
-comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size())}; }
+comm::MeshGroups line(comm::World& world) {
+  return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size())};
+}
 
 std::vector<optim::NamedParameter> named(const Model& model) {
   std::vector<optim::NamedParameter> result;
@@ -39,14 +41,19 @@ struct Clipped {
 };
 
 std::unique_ptr<optim::Optimizer> make(bool adam, const Model& model) {
-  if (adam) return std::make_unique<optim::AdamW>(optim::decay_groups(named(model)), optim::AdamWOptions{.lr = 1e-2, .weight_decay = 0.1});
-  return std::make_unique<optim::SGD>(optim::decay_groups(named(model)), optim::SGDOptions{.lr = 0.1, .momentum = 0.9, .weight_decay = 0.01});
+  if (adam)
+    return std::make_unique<optim::AdamW>(optim::decay_groups(named(model)),
+                                          optim::AdamWOptions{.lr = 1e-2, .weight_decay = 0.1});
+  return std::make_unique<optim::SGD>(optim::decay_groups(named(model)),
+                                      optim::SGDOptions{.lr = 0.1, .momentum = 0.9, .weight_decay = 0.01});
 }
 
-double one_step(Model& model, optim::Optimizer& optimizer, int step, int rank, int ranks, std::vector<double>& norms) {
+double one_step(Model& model, optim::Optimizer& optimizer, int step, int rank, int ranks,
+                std::vector<double>& norms) {
   const at::Tensor tokens = shared_tokens(step).chunk(ranks)[static_cast<std::size_t>(rank)];
   optimizer.zero_grad();
-  const at::Tensor loss = nn::functional::cross_entropy(model->forward(tokens).reshape({-1, kVocabulary}), tokens.roll(1, 1).reshape({-1}));
+  const at::Tensor loss = nn::functional::cross_entropy(model->forward(tokens).reshape({-1, kVocabulary}),
+                                                        tokens.roll(1, 1).reshape({-1}));
   loss.backward();
   norms.push_back(optim::clip_grad_norm(optimizer.parameters(), kLimit).value());
   optimizer.step();
@@ -56,14 +63,19 @@ double one_step(Model& model, optim::Optimizer& optimizer, int step, int rank, i
 Clipped train(Model model, bool adam, int rank, int ranks, int steps = 3) {
   const auto optimizer = make(adam, model);
   Clipped run;
-  for (int step = 0; step < steps; ++step) run.losses.push_back(one_step(model, *optimizer, step, rank, ranks, run.norms));
-  for (const auto& item : named(model)) run.parameters[item.name] = is_dtensor(item.tensor) ? full_tensor(item.tensor.detach()) : item.tensor.detach().clone();
+  for (int step = 0; step < steps; ++step)
+    run.losses.push_back(one_step(model, *optimizer, step, rank, ranks, run.norms));
+  for (const auto& item : named(model))
+    run.parameters[item.name] =
+        is_dtensor(item.tensor) ? full_tensor(item.tensor.detach()) : item.tensor.detach().clone();
   return run;
 }
 
 void expect_same(const Clipped& ours, const Clipped& theirs) {
-  for (std::size_t i = 0; i < theirs.norms.size(); ++i) EXPECT_NEAR(ours.norms[i], theirs.norms[i], 1e-9 * theirs.norms[i]);
-  for (const auto& [name, value] : theirs.parameters) EXPECT_LT((ours.parameters.at(name) - value).abs().max().item<double>(), 1e-9) << name;
+  for (std::size_t i = 0; i < theirs.norms.size(); ++i)
+    EXPECT_NEAR(ours.norms[i], theirs.norms[i], 1e-9 * theirs.norms[i]);
+  for (const auto& [name, value] : theirs.parameters)
+    EXPECT_LT((ours.parameters.at(name) - value).abs().max().item<double>(), 1e-9) << name;
 }
 
 TEST(ShardedOptimizer, StepsAndClipsLikeOneProcess) {
@@ -92,10 +104,12 @@ TEST(ShardedOptimizer, ParametersThatAreStillGatheredAreShardedFirst) {
 // No rank ever holds the whole model; what three ranks wrote is read by two, four and one.
 TEST(ShardedOptimizer, CheckpointsFromShardsIntoOtherShards) {
   const checkpoint::test::TemporaryFolder folder;
-  const auto contents = [](const std::vector<optim::NamedParameter>& parameters, const optim::Optimizer& optimizer) {
+  const auto contents = [](const std::vector<optim::NamedParameter>& parameters,
+                           const optim::Optimizer& optimizer) {
     checkpoint::CheckpointContents all;
     for (const auto& each : parameters) all.model.push_back(checkpoint::tensor_part(each.name, each.tensor));
-    for (const auto& each : optimizer.state().tensors) all.optimizer.push_back(checkpoint::tensor_part(each.name, each.tensor));
+    for (const auto& each : optimizer.state().tensors)
+      all.optimizer.push_back(checkpoint::tensor_part(each.name, each.tensor));
     all.state_json = "{}";
     return all;
   };
@@ -126,7 +140,8 @@ TEST(ShardedOptimizer, CheckpointsFromShardsIntoOtherShards) {
       const auto optimizer = make(true, model);
       optimizer->ensure_state();
       checkpoint::WorldAgreement agreement(world);
-      const checkpoint::Checkpoint read = checkpoint::open_checkpoint(agreement, folder.path() / "step-00000002");
+      const checkpoint::Checkpoint read =
+          checkpoint::open_checkpoint(agreement, folder.path() / "step-00000002");
       const auto into = contents(named(model), *optimizer);
       checkpoint::load_into(agreement, read, checkpoint::Section::Model, into.model);
       checkpoint::load_into(agreement, read, checkpoint::Section::Optimizer, into.optimizer);
@@ -135,7 +150,8 @@ TEST(ShardedOptimizer, CheckpointsFromShardsIntoOtherShards) {
       optimizer->set_steps(steps);
       std::vector<double> norms;
       for (int step = 2; step < 4; ++step) one_step(model, *optimizer, step, world.rank(), ranks, norms);
-      for (std::size_t i = 0; i < wanted.size(); ++i) EXPECT_NEAR(norms[i], wanted[i], 1e-9 * wanted[i]) << ranks << " ranks";
+      for (std::size_t i = 0; i < wanted.size(); ++i)
+        EXPECT_NEAR(norms[i], wanted[i], 1e-9 * wanted[i]) << ranks << " ranks";
     });
 }
 

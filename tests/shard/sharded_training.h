@@ -30,11 +30,11 @@ inline Model same_model() {
 }
 
 struct Share {
-  int rank = 0, ranks = 1;                     // of the batch
+  int rank = 0, ranks = 1;  // of the batch
   int microbatches = 1;
   int steps = 3;
   std::function<void(int step, int micro)> before_micro;
-  std::function<void(int step)> before_step;   // of the optimizer
+  std::function<void(int step)> before_step;  // of the optimizer
   std::function<at::Tensor(const at::Tensor&)> place = [](const at::Tensor& tensor) { return tensor; };
 };
 
@@ -51,7 +51,9 @@ inline Training train_share(Model model, const Share& share) {
       const at::Tensor tokens = mine.chunk(share.microbatches)[static_cast<std::size_t>(micro)];
       const at::Tensor inputs = share.place(tokens), targets = share.place(tokens.roll(1, 1).contiguous());
       const at::Tensor logits = model->forward(inputs);
-      const at::Tensor loss = nn::functional::cross_entropy(logits.reshape({-1, kVocabulary}), targets.reshape({-1})) / share.microbatches;
+      const at::Tensor loss =
+          nn::functional::cross_entropy(logits.reshape({-1, kVocabulary}), targets.reshape({-1})) /
+          share.microbatches;
       loss.backward();
       loss_sum += (is_dtensor(loss) ? full_tensor(loss.detach()) : loss).item<double>();
     }
@@ -60,7 +62,8 @@ inline Training train_share(Model model, const Share& share) {
     result.losses.push_back(loss_sum);
   }
   for (const auto& item : model->named_parameters())
-    result.parameters[item.key()] = is_dtensor(item.value()) ? full_tensor(item.value().detach()) : item.value().detach().clone();
+    result.parameters[item.key()] =
+        is_dtensor(item.value()) ? full_tensor(item.value().detach()) : item.value().detach().clone();
   return result;
 }
 

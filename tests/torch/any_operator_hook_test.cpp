@@ -48,7 +48,9 @@ std::vector<std::string> take() {
   return std::exchange(seen().names, {});
 }
 
-bool contains(const std::vector<std::string>& names, const std::string& name) { return std::find(names.begin(), names.end(), name) != names.end(); }
+bool contains(const std::vector<std::string>& names, const std::string& name) {
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
 
 class AnyOperatorHook : public ::testing::Test {
  protected:
@@ -60,13 +62,18 @@ class AnyOperatorHook : public ::testing::Test {
 
 // Must be the first test of the program: no hook is set yet.
 TEST(AnyOperatorHookFirst, MarkingWithoutAHookIsRefused) {
-  EXPECT_TRUE(has_text(message_of<StateError>([] { mark_for_any_hook(at::ones({2})); }), "set_any_operator_hook first"));
+  EXPECT_TRUE(has_text(message_of<StateError>([] { mark_for_any_hook(at::ones({2})); }),
+                       "set_any_operator_hook first"));
   EXPECT_THROW(mark_for_any_hook(at::Tensor()), TypeError);
 }
 
 TEST_F(AnyOperatorHook, OneForTheProcess) {
   set_any_operator_hook(&note);  // the same again
-  EXPECT_TRUE(has_text(message_of<StateError>([] { set_any_operator_hook([](const c10::OperatorHandle& op, Stack* stack) { op.callBoxed(stack); }); }), "a process can have only one"));
+  EXPECT_TRUE(has_text(message_of<StateError>([] {
+                         set_any_operator_hook(
+                             [](const c10::OperatorHandle& op, Stack* stack) { op.callBoxed(stack); });
+                       }),
+                       "a process can have only one"));
 }
 
 TEST_F(AnyOperatorHook, SeesEveryOperatorOnMarkedTensorsAndNoOther) {
@@ -140,7 +147,8 @@ TEST_F(AnyOperatorHook, ComesBeforeTheHooksOfWrappers) {
   take();
   const at::Tensor product = at::mm(boxed, boxed);
   EXPECT_TRUE(at::equal(payload_as<Boxed>(product)->inner, inner.mm(inner)));
-  EXPECT_EQ(*order, std::vector<std::string>{"aten::mm"}) << "the hook for every operator was called before that of the wrapper";
+  EXPECT_EQ(*order, std::vector<std::string>{"aten::mm"})
+      << "the hook for every operator was called before that of the wrapper";
 }
 
 }  // namespace any_operator_hook_test

@@ -1,8 +1,8 @@
 // CPU memory counters.
 #include "penstock/torch/compat/cpu_memory.h"
 
-#include <gtest/gtest.h>
 #include <c10/core/CPUAllocator.h>
+#include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include <cstdint>

@@ -22,7 +22,7 @@ TEST_P(DeferredZoo, EqualsBuildingForReal) {
     made = GetParam().make();
   }
   for (const at::Tensor& parameter : made.module->parameters()) EXPECT_TRUE(is_fake(parameter));
-  torch::manual_seed(11);  // the seed that the zoo uses
+  torch::manual_seed(11);                     // the seed that the zoo uses
   std::vector<at::Tensor> all = made.inputs;  // drawn from the same generator
   for (const at::Tensor& parameter : made.module->parameters()) all.push_back(parameter);
   for (const at::Tensor& buffer : made.module->buffers()) all.push_back(buffer);
@@ -52,7 +52,8 @@ TEST_P(DeferredZoo, EqualsBuildingForReal) {
   EXPECT_TRUE(!a.defined() || at::equal(a, b));
 }
 
-INSTANTIATE_TEST_SUITE_P(Zoo, DeferredZoo, ::testing::ValuesIn(zoo::all()), [](const auto& info) { return info.param.name; });
+INSTANTIATE_TEST_SUITE_P(Zoo, DeferredZoo, ::testing::ValuesIn(zoo::all()),
+                         [](const auto& info) { return info.param.name; });
 
 struct Tied : nn::Module {
   Tied() {
@@ -90,7 +91,8 @@ TEST(DeferredInit, OneLayerOfAHugeModel) {
   deferred.materialize(*model[2]);
   EXPECT_FALSE(is_fake(model->parameters().back()));
   EXPECT_TRUE(is_fake(model->parameters().front()));
-  EXPECT_LE(model->parameters()[4].abs().max().item<float>(), 1.0f / std::sqrt(8.0f)) << "initialized as nn::Linear does";
+  EXPECT_LE(model->parameters()[4].abs().max().item<float>(), 1.0f / std::sqrt(8.0f))
+      << "initialized as nn::Linear does";
   EXPECT_GT(model->parameters()[4].abs().max().item<float>(), 0.0f);
 }
 
@@ -151,7 +153,8 @@ TEST(DeferredInit, WhatCanBeReplayed) {
     of_written = written * 2;
     of_real = real * 2;
   }
-  const std::vector<at::Tensor> found = deferred.replayable({table, part, drawn, of_foreign, filled_by_foreign, of_written, of_real, foreign, real});
+  const std::vector<at::Tensor> found = deferred.replayable(
+      {table, part, drawn, of_foreign, filled_by_foreign, of_written, of_real, foreign, real});
   ASSERT_EQ(found.size(), 3U);
   EXPECT_TRUE(found[0].is_same(table) && found[1].is_same(part) && found[2].is_same(of_real));
   deferred.materialize(found);

@@ -29,7 +29,9 @@ std::vector<at::Tensor> tensors() {
 }
 
 TEST(DenseLayout, IsWhatLibTorchCallsDense) {
-  for (const at::Tensor& t : tensors()) EXPECT_EQ(is_dense(t.sizes(), t.strides()), t.numel() == 0 || t.is_non_overlapping_and_dense()) << t.sizes() << t.strides();
+  for (const at::Tensor& t : tensors())
+    EXPECT_EQ(is_dense(t.sizes(), t.strides()), t.numel() == 0 || t.is_non_overlapping_and_dense())
+        << t.sizes() << t.strides();
 }
 
 TEST(DenseLayout, StridesAreThoseOfAClone) {
@@ -72,7 +74,8 @@ TEST(DenseLayout, PendingConjugationsAreResolved) {
 }
 
 TEST(DenseLayout, RecordsOfTheSameMemoryCompareEqual) {
-  const TensorRecord one({2, 1, 3}, {3, 3, 1}, at::kFloat), other({2, 1, 3}, {3, 1, 1}, at::kFloat), turned({2, 1, 3}, {1, 1, 2}, at::kFloat);
+  const TensorRecord one({2, 1, 3}, {3, 3, 1}, at::kFloat), other({2, 1, 3}, {3, 1, 1}, at::kFloat),
+      turned({2, 1, 3}, {1, 1, 2}, at::kFloat);
   EXPECT_EQ(comparable_meta(one), comparable_meta(other));
   EXPECT_NE(comparable_meta(one), comparable_meta(turned));
   const TensorRecord gaps({2, 3}, {12, 2}, at::kFloat, true);
@@ -81,7 +84,9 @@ TEST(DenseLayout, RecordsOfTheSameMemoryCompareEqual) {
   const TensorRecord none({0, 3}, {1, 7}, at::kFloat);
   EXPECT_EQ(comparable_meta(none), TensorMeta(TensorRecord::contiguous({0, 3}, at::kFloat)));
   const TensorMeta whole = DistributedRecord(gaps, {4, 3}, {3, 1}, {Shard{0}}, {{"tp"}, {}});
-  EXPECT_EQ(dense_meta(whole), TensorMeta(DistributedRecord(TensorRecord::contiguous({2, 3}, at::kFloat, true), {4, 3}, {3, 1}, {Shard{0}}, {{"tp"}, {}})));
+  EXPECT_EQ(dense_meta(whole),
+            TensorMeta(DistributedRecord(TensorRecord::contiguous({2, 3}, at::kFloat, true), {4, 3}, {3, 1},
+                                         {Shard{0}}, {{"tp"}, {}})));
 }
 
 }  // namespace dense_layout_test

@@ -3,13 +3,13 @@
 #include <gtest/gtest.h>
 
 #include <iostream>
-#include <sstream>
 #include <mutex>
 #include <set>
+#include <sstream>
 
+#include "penstock/base/describe.h"
 #include "penstock/fake.h"
 #include "penstock/tensor_subclass.h"
-#include "penstock/base/describe.h"
 #include "tests/has_text.h"
 #include "tests/torch/operator_zoo.h"
 
@@ -39,8 +39,9 @@ std::string describe(const at::Tensor& tensor, const Tensors& before) {
   if (!tensor.defined()) return "undefined";
   const WrapperGeometry geometry = geometry_of(tensor);
   std::ostringstream out;
-  out << geometry.dtype << at::IntArrayRef(geometry.sizes) << " strides " << at::IntArrayRef(geometry.strides) << " offset " << geometry.storage_offset
-      << " on " << geometry.device << (tensor.requires_grad() ? " grad" : "") << (tensor.is_view() ? " view" : "") << " shares";
+  out << geometry.dtype << at::IntArrayRef(geometry.sizes) << " strides " << at::IntArrayRef(geometry.strides)
+      << " offset " << geometry.storage_offset << " on " << geometry.device
+      << (tensor.requires_grad() ? " grad" : "") << (tensor.is_view() ? " view" : "") << " shares";
   for (std::size_t i = 0; i < before.size(); ++i)
     if (before[i].defined() && tensor.is_alias_of(before[i])) out << " " << i;
   return out.str();
@@ -48,7 +49,8 @@ std::string describe(const at::Tensor& tensor, const Tensors& before) {
 
 enum class Gradient { Dense, Expanded };
 
-std::vector<std::string> run_call(const zoo::OperatorCall& call, Tensors inputs, Gradient gradient, bool fake) {
+std::vector<std::string> run_call(const zoo::OperatorCall& call, Tensors inputs, Gradient gradient,
+                                  bool fake) {
   std::vector<std::string> facts;
   if (call.differentiable)
     for (at::Tensor& input : inputs)
@@ -63,24 +65,29 @@ std::vector<std::string> run_call(const zoo::OperatorCall& call, Tensors inputs,
     all.push_back(output);
   }
   if (!call.differentiable) {  // in place: the inputs may have changed
-    for (std::size_t i = 0; i < inputs.size(); ++i) facts.push_back("input " + std::to_string(i) + ": " + describe(inputs[i], {}));
+    for (std::size_t i = 0; i < inputs.size(); ++i)
+      facts.push_back("input " + std::to_string(i) + ": " + describe(inputs[i], {}));
     return facts;
   }
   Tensors roots, grads;
   for (const at::Tensor& output : outputs)
     if (output.defined() && output.requires_grad()) {
       roots.push_back(output);
-      grads.push_back(gradient == Gradient::Dense ? at::ones(output.sizes(), output.options().requires_grad(false))
-                                                  : at::ones({}, output.options().requires_grad(false)).expand(output.sizes()));
+      grads.push_back(gradient == Gradient::Dense
+                          ? at::ones(output.sizes(), output.options().requires_grad(false))
+                          : at::ones({}, output.options().requires_grad(false)).expand(output.sizes()));
     }
   // One by one, so that differences are not hidden in a sum.
   for (std::size_t i = 0; i < roots.size(); ++i) {
     Tensors leaves;
     for (const at::Tensor& input : inputs)
       if (input.requires_grad()) leaves.push_back(input);
-    const Tensors found = torch::autograd::grad({roots[i]}, leaves, {grads[i]}, /*retain_graph=*/true, false, /*allow_unused=*/true);
+    const Tensors found = torch::autograd::grad({roots[i]}, leaves, {grads[i]}, /*retain_graph=*/true, false,
+                                                /*allow_unused=*/true);
     for (std::size_t j = 0; j < found.size(); ++j)
-      if (found[j].defined()) facts.push_back("gradient of root " + std::to_string(i) + " for input " + std::to_string(j) + ": " + describe(found[j], {}));
+      if (found[j].defined())
+        facts.push_back("gradient of root " + std::to_string(i) + " for input " + std::to_string(j) + ": " +
+                        describe(found[j], {}));
   }
   return facts;
 }
@@ -116,7 +123,8 @@ TEST_P(FakeOperator, EqualsTheRealOneExceptForValues) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, FakeOperator, ::testing::ValuesIn(zoo::operator_calls()), [](const auto& info) { return info.param.name; });
+INSTANTIATE_TEST_SUITE_P(All, FakeOperator, ::testing::ValuesIn(zoo::operator_calls()),
+                         [](const auto& info) { return info.param.name; });
 
 TEST(FakeOperators, ManyOperatorsRunInShapeOnly) {
   Counter counter;
@@ -152,7 +160,8 @@ void optimizer_steps(const Options& options, std::size_t state_tensors) {
     torch::manual_seed(2);
     Model model;
     if (fake)
-      for (const at::Tensor& parameter : model.parameters()) replace_data(parameter, to_fake(parameter.detach()));
+      for (const at::Tensor& parameter : model.parameters())
+        replace_data(parameter, to_fake(parameter.detach()));
     Optimizer optimizer(model.parameters(), options);
     for (int step = 0; step < 2; ++step) {
       optimizer.zero_grad();
@@ -170,10 +179,17 @@ void optimizer_steps(const Options& options, std::size_t state_tensors) {
   expect_same(run(false), run(true));
 }
 
-TEST(FakeOptimizer, Sgd) { optimizer_steps<torch::optim::SGD>(torch::optim::SGDOptions(0.1).momentum(0.9).nesterov(true).weight_decay(0.01), 6); }
-TEST(FakeOptimizer, Adam) { optimizer_steps<torch::optim::Adam>(torch::optim::AdamOptions(0.1).amsgrad(true), 6); }
+TEST(FakeOptimizer, Sgd) {
+  optimizer_steps<torch::optim::SGD>(
+      torch::optim::SGDOptions(0.1).momentum(0.9).nesterov(true).weight_decay(0.01), 6);
+}
+TEST(FakeOptimizer, Adam) {
+  optimizer_steps<torch::optim::Adam>(torch::optim::AdamOptions(0.1).amsgrad(true), 6);
+}
 TEST(FakeOptimizer, AdamW) { optimizer_steps<torch::optim::AdamW>(torch::optim::AdamWOptions(0.1), 6); }
-TEST(FakeOptimizer, RmsProp) { optimizer_steps<torch::optim::RMSprop>(torch::optim::RMSpropOptions(0.1).momentum(0.9), 6); }
+TEST(FakeOptimizer, RmsProp) {
+  optimizer_steps<torch::optim::RMSprop>(torch::optim::RMSpropOptions(0.1).momentum(0.9), 6);
+}
 TEST(FakeOptimizer, Adagrad) { optimizer_steps<torch::optim::Adagrad>(torch::optim::AdagradOptions(0.1), 6); }
 
 TEST(FakeOptimizer, ClippingGradients) {
@@ -189,8 +205,21 @@ TEST(FakeOptimizer, ClippingGradients) {
 TEST(FakeOptimizer, FusedAdamW) {
   if (!zoo::has_operator("aten::_fused_adamw_", "")) GTEST_SKIP() << "this LibTorch has no fused AdamW";
   const auto list = [] { return c10::List<at::Tensor>({make_fake({3, 4}), make_fake({4})}); };
-  std::vector<c10::IValue> stack = {list(), list(), list(), list(), c10::List<at::Tensor>(), c10::List<at::Tensor>({make_fake({}), make_fake({})}),
-                                    0.1, 0.9, 0.99, 0.01, 1e-8, false, false, c10::IValue(), c10::IValue()};
+  std::vector<c10::IValue> stack = {list(),
+                                    list(),
+                                    list(),
+                                    list(),
+                                    c10::List<at::Tensor>(),
+                                    c10::List<at::Tensor>({make_fake({}), make_fake({})}),
+                                    0.1,
+                                    0.9,
+                                    0.99,
+                                    0.01,
+                                    1e-8,
+                                    false,
+                                    false,
+                                    c10::IValue(),
+                                    c10::IValue()};
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_fused_adamw_", "");
   if (op.schema().arguments().size() != stack.size()) GTEST_SKIP() << "its arguments differ in this LibTorch";
   op.callBoxed(&stack);
@@ -212,17 +241,22 @@ bool cuda_can_require_grad() {
 TEST(FakeCuda, ATransformerBlockForwardAndBackward) {
   if (!cuda_can_require_grad()) return;
   const auto cuda = at::device(at::kCUDA).dtype(at::kBFloat16);
-  const at::Tensor x = make_fake({2, 5, 16}, cuda.requires_grad(true)), weight = make_fake({48, 16}, cuda.requires_grad(true)),
+  const at::Tensor x = make_fake({2, 5, 16}, cuda.requires_grad(true)),
+                   weight = make_fake({48, 16}, cuda.requires_grad(true)),
                    gain = make_fake({16}, cuda.requires_grad(true));
   const at::Tensor normed = at::layer_norm(x, {16}, gain, gain);
   const auto parts = at::linear(normed, weight).view({2, 5, 3, 4, 4}).permute({2, 0, 3, 1, 4}).unbind(0);
   at::Tensor attended;
   if (zoo::has_operator("aten::scaled_dot_product_attention", ""))
-    attended = zoo::call_by_name("aten::scaled_dot_product_attention", "", {parts[0], parts[1], parts[2], c10::IValue(), 0.0, true, c10::IValue(), false});
+    attended =
+        zoo::call_by_name("aten::scaled_dot_product_attention", "",
+                          {parts[0], parts[1], parts[2], c10::IValue(), 0.0, true, c10::IValue(), false});
   else
     attended = std::get<0>([&] {
       std::vector<c10::IValue> stack = {parts[0], parts[1], parts[2], c10::IValue(), 0.0, false, true};
-      c10::Dispatcher::singleton().findSchemaOrThrow("aten::_scaled_dot_product_attention", "").callBoxed(&stack);
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("aten::_scaled_dot_product_attention", "")
+          .callBoxed(&stack);
       return std::tuple(stack[0].toTensor());
     }());
   EXPECT_EQ(attended.sizes(), at::IntArrayRef({2, 4, 5, 4}));
@@ -246,7 +280,8 @@ TEST(FakeCuda, StatisticsAreKeptInFloat) {
 TEST(FakeCuda, RecurrentCells) {
   if (!cuda_can_require_grad()) return;
   const auto cuda = at::device(at::kCUDA).requires_grad(true);
-  const at::Tensor x = make_fake({2, 4}, cuda), h = make_fake({2, 3}, cuda), w = make_fake({12, 4}, cuda), u = make_fake({12, 3}, cuda);
+  const at::Tensor x = make_fake({2, 4}, cuda), h = make_fake({2, 3}, cuda), w = make_fake({12, 4}, cuda),
+                   u = make_fake({12, 3}, cuda);
   const auto [hidden, cell] = at::lstm_cell(x, {h, h}, w, u);
   (hidden.sum() + cell.sum()).backward();
   EXPECT_EQ(w.grad().sizes(), w.sizes());
@@ -266,7 +301,8 @@ TEST(FakeOperators, MasksAreRefusedWithARemedy) {
 }
 
 TEST(FakeOperators, AWrongNumberOfArgumentsIsRefused) {
-  EXPECT_THROW(register_shape_function("aten::_fft_c2c", [](const at::Tensor& self) { return self; }), TypeError);
+  EXPECT_THROW(register_shape_function("aten::_fft_c2c", [](const at::Tensor& self) { return self; }),
+               TypeError);
 }
 
 TEST(FakeOperators, ShapesThatDoNotFitAreErrors) {

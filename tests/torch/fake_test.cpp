@@ -4,19 +4,19 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <gtest/gtest.h>
 
+#include "penstock/tensor_subclass.h"
 #include "penstock/torch/fake/fake_parts.h"
 #include "penstock/torch/fake/fake_watch.h"
-#include "penstock/tensor_subclass.h"
 #include "tests/has_text.h"
+#include "tests/throws.h"
 #include "tests/torch/module_zoo.h"
 #include "tests/torch/sample_wrappers.h"
-#include "tests/throws.h"
 
 namespace penstock {
 namespace fake_test {
 
-using test::message_of;
 using test::has_text;
+using test::message_of;
 using zoo::Tensors;
 
 // Everything about a tensor except its values.
@@ -29,8 +29,9 @@ struct Facts {
 
 std::ostream& operator<<(std::ostream& out, const Facts& facts) {
   if (!facts.defined) return out << "undefined";
-  return out << facts.geometry.dtype << at::IntArrayRef(facts.geometry.sizes) << " strides " << at::IntArrayRef(facts.geometry.strides)
-             << " offset " << facts.geometry.storage_offset << " on " << facts.geometry.device << (facts.requires_grad ? " grad" : "")
+  return out << facts.geometry.dtype << at::IntArrayRef(facts.geometry.sizes) << " strides "
+             << at::IntArrayRef(facts.geometry.strides) << " offset " << facts.geometry.storage_offset
+             << " on " << facts.geometry.device << (facts.requires_grad ? " grad" : "")
              << (facts.is_leaf ? " leaf" : "") << (facts.is_view ? " view" : "");
 }
 
@@ -59,7 +60,8 @@ Outcome run_case(zoo::Case& made, Tensors inputs, bool expect_fake) {
   for (const at::Tensor& output : outputs) note(output, outcome.outputs);
   for (const at::Tensor& input : inputs) note(input.grad(), outcome.input_grads);
   if (made.module)
-    for (const at::Tensor& parameter : made.module->parameters()) note(parameter.grad(), outcome.parameter_grads);
+    for (const at::Tensor& parameter : made.module->parameters())
+      note(parameter.grad(), outcome.parameter_grads);
   return outcome;
 }
 
@@ -81,7 +83,8 @@ TEST_P(FakeZoo, FakeParametersAndInputs) {
   const Outcome expected = real_run();
   zoo::Case made = GetParam().make();
   if (made.module) {
-    for (const at::Tensor& parameter : made.module->parameters()) replace_data(parameter, to_fake(parameter.detach()));
+    for (const at::Tensor& parameter : made.module->parameters())
+      replace_data(parameter, to_fake(parameter.detach()));
     for (const at::Tensor& buffer : made.module->buffers()) replace_data(buffer, to_fake(buffer));
   }
   Tensors inputs;
@@ -112,7 +115,8 @@ TEST_P(FakeZoo, RealModuleUnderTheModeIsUnchanged) {
   compare(made.module->buffers(), untouched.module->buffers());
 }
 
-INSTANTIATE_TEST_SUITE_P(Zoo, FakeZoo, ::testing::ValuesIn(zoo::all()), [](const auto& info) { return info.param.name; });
+INSTANTIATE_TEST_SUITE_P(Zoo, FakeZoo, ::testing::ValuesIn(zoo::all()),
+                         [](const auto& info) { return info.param.name; });
 
 TEST(Fake, AHugeLayerTakesNoMemory) {
   FakeMode mode;
@@ -191,7 +195,9 @@ TEST(Fake, DataDependenceIsRefused) {
            [&] { x.masked_select(x > 0); },
            [&] { x.index({x > 0}); },
            [&] { at::_unique2(x); },
-           [&] { if ((x.sum() > 0).is_nonzero()) return; },
+           [&] {
+             if ((x.sum() > 0).is_nonzero()) return;
+           },
            [&] { at::equal(x, x * 1); },
            [&] { torch::repeat_interleave(torch::ones({2}), make_fake({2}, at::kLong)); },
        }) {
@@ -282,13 +288,17 @@ TEST(Fake, ACustomOperator) {
   });
   EXPECT_TRUE(has_shape_function("faketest::blur"));
   EXPECT_EQ(call(blur, {make_fake({4, 4}), 1}).sizes(), at::IntArrayRef({3, 3}));
-  EXPECT_THROW(register_shape_function("faketest::blur", [](const at::Tensor& image, std::int64_t) { return image; }), StateError);
+  EXPECT_THROW(
+      register_shape_function("faketest::blur", [](const at::Tensor& image, std::int64_t) { return image; }),
+      StateError);
 }
 
-// ------------------------------------------------------------------------------------------------------ leaves and leftovers of trial runs
+// ------------------------------------------------------------------------------------------------------
+// leaves and leftovers of trial runs
 
 TEST(FakeLeaves, AreFakeForAWhile) {
-  const at::Tensor leaf = torch::ones({2, 3}, torch::requires_grad()), computed = leaf * 2, saved = (leaf * leaf).sum();
+  const at::Tensor leaf = torch::ones({2, 3}, torch::requires_grad()), computed = leaf * 2,
+                   saved = (leaf * leaf).sum();
   const auto version = leaf._version();
   {
     const FakeLeaves outer({leaf, computed});
@@ -331,7 +341,8 @@ TEST(FakeWatch, KnowsWhatIsStillHeld) {
   EXPECT_TRUE(found[0].is_same(kept) && found[1].is_same(view));
   mark_leftover(kept, "somebody kept it");
   const std::string message = message_of<StateError>([&] { at::ones({2, 2}) + kept; });
-  EXPECT_TRUE(has_text(message, "aten::add.Tensor: an argument: got a fake tensor [2, 2] without values: somebody kept it"));
+  EXPECT_TRUE(has_text(
+      message, "aten::add.Tensor: an argument: got a fake tensor [2, 2] without values: somebody kept it"));
   // It can still be used in shape-only runs.
   FakeMode mode;
   const ModeGuard guard(mode);

@@ -22,23 +22,31 @@ struct Case {
 std::vector<Case> cases() {
   std::vector<Case> all{{at::kCPU, at::kFloat}, {at::kCPU, at::kDouble}, {at::kCPU, at::kBFloat16}};
   if (torch::cuda::is_available())
-    for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble}) all.push_back({at::Device(at::kCUDA, 0), dtype});
+    for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble})
+      all.push_back({at::Device(at::kCUDA, 0), dtype});
   return all;
 }
 
 // Results are computed in float32 and rounded once.
-double tolerance(at::ScalarType dtype) { return dtype == at::kBFloat16 ? 1.0 / 128 : dtype == at::kHalf ? 1.0 / 1024 : dtype == at::kFloat ? 2e-6 : 1e-12; }
+double tolerance(at::ScalarType dtype) {
+  return dtype == at::kBFloat16 ? 1.0 / 128
+         : dtype == at::kHalf   ? 1.0 / 1024
+         : dtype == at::kFloat  ? 2e-6
+                                : 1e-12;
+}
 
 at::Tensor made(std::vector<std::int64_t> shape, const Case& each, int seed) {
   torch::manual_seed(seed);
   return at::randn(shape, at::kDouble).mul(2).to(each.dtype).to(each.device);
 }
 
-void expect_near(const at::Tensor& value, const at::Tensor& wanted, double tolerance, const std::string& what) {
+void expect_near(const at::Tensor& value, const at::Tensor& wanted, double tolerance,
+                 const std::string& what) {
   ASSERT_TRUE(value.defined()) << what;
   ASSERT_EQ(value.sizes(), wanted.sizes()) << what;
   EXPECT_TRUE(at::allclose(value.to(at::kDouble).cpu(), wanted.to(at::kDouble).cpu(), tolerance, tolerance))
-      << what << ": differ by " << (value.to(at::kDouble).cpu() - wanted.to(at::kDouble).cpu()).abs().max().item<double>();
+      << what << ": differ by "
+      << (value.to(at::kDouble).cpu() - wanted.to(at::kDouble).cpu()).abs().max().item<double>();
 }
 
 std::string name_of(const Case& each) { return each.device.str() + " " + c10::toString(each.dtype); }
@@ -50,8 +58,10 @@ TEST(FusedMath, CrossEntropySum) {
       torch::manual_seed(5);
       at::Tensor targets = at::randint(0, classes, {9}, at::kLong);
       targets[3] = -100;
-      at::Tensor logits = made({9, classes}, each, 1).set_requires_grad(true), exact = logits.detach().to(at::kDouble).cpu().set_requires_grad(true);
-      const at::Tensor loss = cross_entropy_sum(logits, targets.to(each.device), -100), wanted = at::cross_entropy_loss(exact, targets, {}, at::Reduction::Sum, -100);
+      at::Tensor logits = made({9, classes}, each, 1).set_requires_grad(true),
+                 exact = logits.detach().to(at::kDouble).cpu().set_requires_grad(true);
+      const at::Tensor loss = cross_entropy_sum(logits, targets.to(each.device), -100),
+                       wanted = at::cross_entropy_loss(exact, targets, {}, at::Reduction::Sum, -100);
       EXPECT_EQ(loss.scalar_type(), each.dtype == at::kDouble ? at::kDouble : at::kFloat) << what;
       expect_near(loss, wanted, each.dtype == at::kDouble ? 1e-12 : 1e-5, what);
       (loss * 0.25).backward();
@@ -82,20 +92,28 @@ TEST(FusedMath, RotatePairs) {
       const std::string what = name_of(each) + " " + std::to_string(pairs);
       const at::Tensor angles = at::arange(5 * pairs, at::kDouble).view({5, 1, pairs});
       const at::Tensor turns = at::polar(at::ones_like(angles), angles);
-      const at::Tensor own = turns.to(each.dtype == at::kDouble ? at::kComplexDouble : at::kComplexFloat).to(each.device);
+      const at::Tensor own =
+          turns.to(each.dtype == at::kDouble ? at::kComplexDouble : at::kComplexFloat).to(each.device);
       // Also unaligned and non-contiguous inputs.
       for (const int form : {0, 1, 2}) {
         at::Tensor leaf = made({2, 5, 3, 2 * pairs + (form == 0 ? 0 : 1)}, each, 2).set_requires_grad(true);
         at::Tensor exact = leaf.detach().to(at::kDouble).cpu().set_requires_grad(true);
-        const auto part = [&](const at::Tensor& x) { return form == 0 ? x : form == 1 ? x.flatten().narrow(0, 1, 30 * 2 * pairs).view({2, 5, 3, 2 * pairs}) : x.narrow(3, 1, 2 * pairs).contiguous(); };
+        const auto part = [&](const at::Tensor& x) {
+          return form == 0   ? x
+                 : form == 1 ? x.flatten().narrow(0, 1, 30 * 2 * pairs).view({2, 5, 3, 2 * pairs})
+                             : x.narrow(3, 1, 2 * pairs).contiguous();
+        };
         const at::Tensor y = rotate_pairs(part(leaf), own);
-        const at::Tensor wanted = at::view_as_real(at::view_as_complex(part(exact).clone().view({2, 5, 3, pairs, 2})) * turns).view({2, 5, 3, 2 * pairs});
+        const at::Tensor wanted =
+            at::view_as_real(at::view_as_complex(part(exact).clone().view({2, 5, 3, pairs, 2})) * turns)
+                .view({2, 5, 3, 2 * pairs});
         EXPECT_EQ(y.scalar_type(), each.dtype) << what;
         expect_near(y, wanted, each.dtype == at::kFloat ? 1e-5 : tolerance(each.dtype), what);
         const at::Tensor weights = made({2, 5, 3, 2 * pairs}, each, 3);
         y.backward(weights);
         wanted.backward(weights.to(at::kDouble).cpu());
-        expect_near(leaf.grad(), exact.grad(), each.dtype == at::kFloat ? 1e-5 : 2 * tolerance(each.dtype), what);
+        expect_near(leaf.grad(), exact.grad(), each.dtype == at::kFloat ? 1e-5 : 2 * tolerance(each.dtype),
+                    what);
       }
     }
 }
@@ -104,8 +122,10 @@ TEST(FusedMath, SiluProduct) {
   for (const Case& each : cases())
     for (const std::int64_t count : {1, 15, 4096, 100003}) {
       const std::string what = name_of(each) + " " + std::to_string(count);
-      at::Tensor gate = made({count}, each, 1).set_requires_grad(true), up = made({count}, each, 2).set_requires_grad(true);
-      at::Tensor exact_gate = gate.detach().to(at::kDouble).cpu().set_requires_grad(true), exact_up = up.detach().to(at::kDouble).cpu().set_requires_grad(true);
+      at::Tensor gate = made({count}, each, 1).set_requires_grad(true),
+                 up = made({count}, each, 2).set_requires_grad(true);
+      at::Tensor exact_gate = gate.detach().to(at::kDouble).cpu().set_requires_grad(true),
+                 exact_up = up.detach().to(at::kDouble).cpu().set_requires_grad(true);
       const at::Tensor y = silu_product(gate, up), wanted = at::silu(exact_gate) * exact_up;
       const double near = 4 * tolerance(each.dtype);
       expect_near(y, wanted, near, what);
@@ -132,7 +152,8 @@ TEST(FusedMath, ModesSeeOperators) {
     const ModeGuard guard(count);
     silu_product(x, x);
     const bool fused = each.device.is_cuda() && each.dtype != at::kDouble;
-    const std::vector<std::string> expected = fused ? std::vector<std::string>{"penstock::silu_product"} : std::vector<std::string>{"aten::silu", "aten::mul"};
+    const std::vector<std::string> expected = fused ? std::vector<std::string>{"penstock::silu_product"}
+                                                    : std::vector<std::string>{"aten::silu", "aten::mul"};
     EXPECT_EQ(count.names, expected) << name_of(each);
   }
 }

@@ -99,7 +99,8 @@ TEST(EndOfBackward, ComesAfterEverythingElse) {
   struct Ends final : GradientSink {
     void take(std::size_t slot, at::Tensor) override {
       order.push_back("take");
-      if (slot == 0) at_end_of_backward([this] { order.push_back(in_backward() ? "end, in backward" : "end"); });
+      if (slot == 0)
+        at_end_of_backward([this] { order.push_back(in_backward() ? "end, in backward" : "end"); });
     }
     std::vector<std::string> order;
   } sink;

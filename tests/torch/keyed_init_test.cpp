@@ -34,12 +34,20 @@ TEST(KeyedInit, ScaleAndShards) {
     std::function<void(const at::Tensor&, const GlobalBox&)> fill;
   };
   const std::vector<Case> cases = {
-      {"kaiming uniform", std::sqrt(2 / fan_in), true, [](const at::Tensor& t, const GlobalBox& b) { keyed_kaiming_uniform_(t, test_key(), {}, b); }},
-      {"kaiming normal, out", 0.5 / std::sqrt(fan_out), false, [](const at::Tensor& t, const GlobalBox& b) { keyed_kaiming_normal_(t, test_key(), {.gain = 0.5, .mode = FanMode::Out}, b); }},
-      {"xavier uniform", 3 * std::sqrt(2 / (fan_in + fan_out)), true, [](const at::Tensor& t, const GlobalBox& b) { keyed_xavier_uniform_(t, test_key(), 3, b); }},
-      {"xavier normal", std::sqrt(2 / (fan_in + fan_out)), false, [](const at::Tensor& t, const GlobalBox& b) { keyed_xavier_normal_(t, test_key(), 1, b); }},
-      {"linear weight", 1 / std::sqrt(3 * fan_in), true, [](const at::Tensor& t, const GlobalBox& b) { keyed_linear_weight_(t, test_key(), b); }},
-      {"linear bias", 1 / std::sqrt(3 * 384.0), true, [](const at::Tensor& t, const GlobalBox& b) { keyed_linear_bias_(t, test_key(), 384, b); }},
+      {"kaiming uniform", std::sqrt(2 / fan_in), true,
+       [](const at::Tensor& t, const GlobalBox& b) { keyed_kaiming_uniform_(t, test_key(), {}, b); }},
+      {"kaiming normal, out", 0.5 / std::sqrt(fan_out), false,
+       [](const at::Tensor& t, const GlobalBox& b) {
+         keyed_kaiming_normal_(t, test_key(), {.gain = 0.5, .mode = FanMode::Out}, b);
+       }},
+      {"xavier uniform", 3 * std::sqrt(2 / (fan_in + fan_out)), true,
+       [](const at::Tensor& t, const GlobalBox& b) { keyed_xavier_uniform_(t, test_key(), 3, b); }},
+      {"xavier normal", std::sqrt(2 / (fan_in + fan_out)), false,
+       [](const at::Tensor& t, const GlobalBox& b) { keyed_xavier_normal_(t, test_key(), 1, b); }},
+      {"linear weight", 1 / std::sqrt(3 * fan_in), true,
+       [](const at::Tensor& t, const GlobalBox& b) { keyed_linear_weight_(t, test_key(), b); }},
+      {"linear bias", 1 / std::sqrt(3 * 384.0), true,
+       [](const at::Tensor& t, const GlobalBox& b) { keyed_linear_bias_(t, test_key(), 384, b); }},
   };
   for (const auto& one : cases) {
     at::Tensor whole = at::empty(shape).requires_grad_();  // a parameter: written without a graph
@@ -63,7 +71,8 @@ TEST(KeyedInit, ScaleAndShards) {
 // torch::nn::init with the same fans has the same bounds.
 TEST(KeyedInit, AgreesWithLibTorchOnScale) {
   at::Tensor ours = at::empty({300, 500}), theirs = at::empty({300, 500});
-  keyed_kaiming_uniform_(ours, test_key(), {.gain = torch::nn::init::calculate_gain(torch::kLeakyReLU, std::sqrt(5.0))});
+  keyed_kaiming_uniform_(ours, test_key(),
+                         {.gain = torch::nn::init::calculate_gain(torch::kLeakyReLU, std::sqrt(5.0))});
   torch::nn::init::kaiming_uniform_(theirs, std::sqrt(5.0));
   EXPECT_NEAR(ours.abs().max().item<double>(), theirs.abs().max().item<double>(), 1e-5);
   keyed_xavier_uniform_(ours, test_key());

@@ -8,8 +8,8 @@
 #include <limits>
 #include <thread>
 
-#include "penstock/errors.h"
 #include "penstock/base/philox.h"
+#include "penstock/errors.h"
 #include "tests/has_text.h"
 #include "tests/torch/random_cases.h"
 
@@ -31,7 +31,8 @@ using test::same_bits;
 using test::Sizes;
 using test::test_key;
 
-// --------------------------------------------------------------------------------------------------- same values anywhere
+// --------------------------------------------------------------------------------------------------- same
+// values anywhere
 
 std::int64_t elements(const Sizes& sizes) {
   std::int64_t count = 1;
@@ -43,14 +44,16 @@ TEST(KeyedRandom, ABoxHoldsItsPartOfTheWhole) {
   for (const auto& function : fill_cases())
     for (const auto dtype : function.dtypes) {
       for (const auto& one : box_cases()) {
-        if (elements(one.global) > 1 << 20) continue;  // the whole tensor would not fit in memory: see the next test
+        if (elements(one.global) > 1 << 20)
+          continue;  // the whole tensor would not fit in memory: see the next test
         at::Tensor whole = at::empty(one.global, dtype);
         function.fill(whole, test_key(), {});
         for (const auto memory : test::kMemories) {
           at::Tensor part = make_tensor(one.sizes, dtype, memory);
           function.fill(part, test_key(), one.box());
           ASSERT_TRUE(same_bits(part, part_of(whole, one.offset, one.sizes)))
-              << function.name << " " << dtype << " global " << whole.sizes() << " part " << part.sizes() << " memory " << static_cast<int>(memory);
+              << function.name << " " << dtype << " global " << whole.sizes() << " part " << part.sizes()
+              << " memory " << static_cast<int>(memory);
         }
       }
     }
@@ -64,7 +67,7 @@ TEST(KeyedRandom, BernoulliIsTheWordOfTheGlobalIndex) {
     at::Tensor part = at::empty(one.sizes, at::kBool);
     keyed_bernoulli_(part, key, 0.5, one.box());
     const at::Tensor flat = part.flatten();
-    for (std::int64_t i = 0; i < flat.numel(); i += flat.numel() > 3000 ? 97 : 1) {
+    for (std::int64_t i = 0; i<flat.numel(); i += flat.numel()> 3000 ? 97 : 1) {
       std::int64_t rest = i, global = 0, stride = 1;
       for (std::size_t d = one.sizes.size(); d-- > 0;) {
         global += (one.offset[d] + rest % one.sizes[d]) * stride;
@@ -78,7 +81,8 @@ TEST(KeyedRandom, BernoulliIsTheWordOfTheGlobalIndex) {
 }
 
 TEST(KeyedRandom, ChannelsLastMemoryHoldsTheSameValues) {
-  at::Tensor plain = at::empty({3, 4, 5, 6}), channels_last = at::empty({3, 4, 5, 6}, at::MemoryFormat::ChannelsLast);
+  at::Tensor plain = at::empty({3, 4, 5, 6}),
+             channels_last = at::empty({3, 4, 5, 6}, at::MemoryFormat::ChannelsLast);
   keyed_normal_(plain, test_key(), 0, 1);
   keyed_normal_(channels_last, test_key(), 0, 1);
   ASSERT_FALSE(channels_last.is_contiguous());
@@ -151,7 +155,9 @@ TEST(KeyedRandom, EveryPartOfTheKeyCounts) {
   std::vector<at::Tensor> all;
   for (const auto& key : keys) keyed_normal_(all.emplace_back(at::empty({2000})), key, 0, 1);
   for (std::size_t i = 0; i < all.size(); ++i)
-    for (std::size_t j = 0; j < i; ++j) EXPECT_LT(std::abs((all[i] * all[j]).mean().item<double>()), 4 / std::sqrt(2000.0)) << i << " and " << j;
+    for (std::size_t j = 0; j < i; ++j)
+      EXPECT_LT(std::abs((all[i] * all[j]).mean().item<double>()), 4 / std::sqrt(2000.0))
+          << i << " and " << j;
 }
 
 // Pinned values. A change here changes every model that was ever started with a seed.
@@ -166,17 +172,21 @@ TEST(KeyedRandom, ValuesNeverChange) {
   using Bits = std::vector<std::int64_t>;
   const auto uniform = first([](const at::Tensor& t) { keyed_uniform_(t, test_key(), 0, 1); }, at::kFloat);
   const auto normal = first([](const at::Tensor& t) { keyed_normal_(t, test_key(), 0, 1); }, at::kFloat);
-  const auto truncated = first([](const at::Tensor& t) { keyed_trunc_normal_(t, test_key(), 0, 1, -2, 2); }, at::kFloat);
-  const auto wide = first([](const at::Tensor& t) { keyed_normal_(t, test_key(), 0, 1, {}, Precision::Double); }, at::kDouble);
+  const auto truncated =
+      first([](const at::Tensor& t) { keyed_trunc_normal_(t, test_key(), 0, 1, -2, 2); }, at::kFloat);
+  const auto wide = first(
+      [](const at::Tensor& t) { keyed_normal_(t, test_key(), 0, 1, {}, Precision::Double); }, at::kDouble);
   EXPECT_EQ(uniform, (Bits{1063482514, 1062526603, 1059576422, 1056820198, 1063715539, 1060204762}));
   EXPECT_EQ(normal, (Bits{1067186767, 1064685351, 1053632360, -1137655714, 1067830140, 1057044083}));
   EXPECT_EQ(truncated, (Bits{1066446079, 1063706832, 1052989230, -1138182788, 1066994222, 1056289230}));
-  EXPECT_EQ(wide, (Bits{4608166799538195242, 4600889831713403641, 4608512208162509689, 4602729791236829199, -4612574195073335116, -4619124740605080563}));
+  EXPECT_EQ(wide, (Bits{4608166799538195242, 4600889831713403641, 4608512208162509689, 4602729791236829199,
+                        -4612574195073335116, -4619124740605080563}));
 }
 
 TEST(KeyedRandom, LayersByName) {
   EXPECT_EQ(layer_from_name(""), static_cast<std::int64_t>(0xcbf29ce484222325u));
-  EXPECT_EQ(layer_from_name("a"), static_cast<std::int64_t>(0xaf63dc4c8601ec8cu));  // published value of FNV-1a
+  EXPECT_EQ(layer_from_name("a"),
+            static_cast<std::int64_t>(0xaf63dc4c8601ec8cu));  // published value of FNV-1a
   EXPECT_NE(layer_from_name("blocks.1.weight"), layer_from_name("blocks.2.weight"));
 }
 
@@ -188,12 +198,15 @@ RC_GTEST_PROP(KeyedRandomProperty, BoxesPutTogetherAreTheWhole, ()) {
   for (int d = 0; d < dims; ++d) shape.push_back(*rc::gen::inRange(1, dims < 3 ? 60 : 9));
   const auto& function = fill_cases()[*rc::gen::inRange<std::size_t>(0, fill_cases().size())];
   const auto dtype = function.dtypes[*rc::gen::inRange<std::size_t>(0, function.dtypes.size())];
-  const RandomKey key{.seed = *rc::gen::arbitrary<std::uint64_t>(), .step = *rc::gen::arbitrary<std::int64_t>(), .layer = *rc::gen::arbitrary<std::int64_t>()};
+  const RandomKey key{.seed = *rc::gen::arbitrary<std::uint64_t>(),
+                      .step = *rc::gen::arbitrary<std::int64_t>(),
+                      .layer = *rc::gen::arbitrary<std::int64_t>()};
   at::Tensor whole = at::empty(shape, dtype), joined = at::empty(shape, dtype);
   function.fill(whole, key, {});
   std::vector<Sizes> cuts;  // for each dim, where its pieces start
   for (const auto size : shape) {
-    Sizes starts = {0, *rc::gen::inRange<std::int64_t>(0, size), *rc::gen::inRange<std::int64_t>(0, size), size};
+    Sizes starts = {0, *rc::gen::inRange<std::int64_t>(0, size), *rc::gen::inRange<std::int64_t>(0, size),
+                    size};
     std::sort(starts.begin(), starts.end());
     cuts.push_back(starts);
   }
@@ -205,7 +218,9 @@ RC_GTEST_PROP(KeyedRandomProperty, BoxesPutTogetherAreTheWhole, ()) {
       offset.push_back(starts[at]);
       sizes.push_back(starts[at + 1] - starts[at]);
     }
-    at::Tensor part = make_tensor(sizes, dtype, *rc::gen::elementOf(std::vector<test::Memory>(std::begin(test::kMemories), std::end(test::kMemories))));
+    at::Tensor part = make_tensor(sizes, dtype,
+                                  *rc::gen::elementOf(std::vector<test::Memory>(std::begin(test::kMemories),
+                                                                                std::end(test::kMemories))));
     function.fill(part, key, {shape, offset});
     part_of(joined, offset, sizes).copy_(part);
   }
@@ -213,7 +228,8 @@ RC_GTEST_PROP(KeyedRandomProperty, BoxesPutTogetherAreTheWhole, ()) {
 }
 #endif
 
-// -------------------------------------------------------------------------------------------------------- distributions
+// --------------------------------------------------------------------------------------------------------
+// distributions
 
 // The Kolmogorov distance between a sample and a distribution function, times the root of the size: above
 // 1.95 once in a thousand samples of the correct distribution. Seeds are fixed, so a failure is a defect, not
@@ -225,7 +241,8 @@ double kolmogorov(const at::Tensor& sample, const std::function<double(double)>&
   double distance = 0;
   for (std::int64_t i = 0; i < sorted.numel(); ++i) {
     const double expected = distribution(values[i]);
-    distance = std::max({distance, std::abs(expected - static_cast<double>(i) / n), std::abs(expected - static_cast<double>(i + 1) / n)});
+    distance = std::max({distance, std::abs(expected - static_cast<double>(i) / n),
+                         std::abs(expected - static_cast<double>(i + 1) / n)});
   }
   return distance * std::sqrt(n);
 }
@@ -248,7 +265,8 @@ TEST(Distribution, Uniform) {
 
 TEST(Distribution, UniformNeverReachesItsUpperBound) {
   at::Tensor x = at::empty({1 << 20});
-  for (const auto& [low, high] : std::vector<std::pair<double, double>>{{0, 1}, {1, 1 + 0x1p-22}, {-1, -1 + 0x1p-23}, {1e6, 1e6 + 1}, {-1e-30, 1e-30}}) {
+  for (const auto& [low, high] : std::vector<std::pair<double, double>>{
+           {0, 1}, {1, 1 + 0x1p-22}, {-1, -1 + 0x1p-23}, {1e6, 1e6 + 1}, {-1e-30, 1e-30}}) {
     keyed_uniform_(x, test_key(), low, high);
     EXPECT_GE(x.min().item<double>(), static_cast<double>(static_cast<float>(low))) << low;
     EXPECT_LT(x.max().item<double>(), static_cast<double>(static_cast<float>(high))) << high;
@@ -269,17 +287,23 @@ TEST(Distribution, Normal) {
     EXPECT_NEAR(z.pow(4).mean().item<double>(), 3, 5 * 9.798 / 512);
     // Neighbours within a Philox block and across blocks are uncorrelated.
     for (const std::int64_t lag : {1, 2, 3, 4, 5, 128})
-      EXPECT_NEAR((z.narrow(0, 0, kSample - lag) * z.narrow(0, lag, kSample - lag)).mean().item<double>(), 0, 5.0 / 512) << "lag " << lag;
+      EXPECT_NEAR((z.narrow(0, 0, kSample - lag) * z.narrow(0, lag, kSample - lag)).mean().item<double>(), 0,
+                  5.0 / 512)
+          << "lag " << lag;
   }
 }
 
 TEST(Distribution, TruncatedNormal) {
   for (const auto precision : {Precision::Single, Precision::Double})
-    for (const auto& [low, high] : std::vector<std::pair<double, double>>{{-2, 2}, {0.5, 3}, {-1, 30}, {-3.5, -2.5}, {-std::numeric_limits<double>::infinity(), 0}}) {
+    for (const auto& [low, high] : std::vector<std::pair<double, double>>{
+             {-2, 2}, {0.5, 3}, {-1, 30}, {-3.5, -2.5}, {-std::numeric_limits<double>::infinity(), 0}}) {
       at::Tensor x = at::empty({kSample}, at::kDouble);
       keyed_trunc_normal_(x, test_key(), 1, 2, 1 + 2 * low, 1 + 2 * high, {}, precision);
       const double from = normal_distribution(low), to = normal_distribution(high);
-      EXPECT_LT(kolmogorov(x, [&](double v) { return (normal_distribution((v - 1) / 2) - from) / (to - from); }), 1.95) << low << " " << high;
+      EXPECT_LT(
+          kolmogorov(x, [&](double v) { return (normal_distribution((v - 1) / 2) - from) / (to - from); }),
+          1.95)
+          << low << " " << high;
       EXPECT_GE(x.min().item<double>(), 1 + 2 * low);
       EXPECT_LE(x.max().item<double>(), 1 + 2 * high);
     }
@@ -304,7 +328,8 @@ TEST(Distribution, Bernoulli) {
   EXPECT_EQ(x.sum().item<std::int64_t>(), kSample);
 }
 
-// -------------------------------------------------------------------------------------------------------------- dropout
+// --------------------------------------------------------------------------------------------------------------
+// dropout
 
 TEST(KeyedDropoutFunction, KeepsAndScales) {
   for (const auto dtype : test::floating_dtypes())
@@ -323,7 +348,8 @@ TEST(KeyedDropoutFunction, TheMaskIsThatOfEveryDtypeAndLayout) {
   const at::Tensor x = at::ones({24, 30});
   const at::Tensor keep = keyed_keep_mask(x, 0.3, test_key());
   for (const auto dtype : test::floating_dtypes())
-    for (const auto& one : std::vector<test::BoxCase>{{{24, 30}, {0, 0}, {24, 30}}, {{24, 30}, {6, 0}, {6, 30}}, {{24, 30}, {5, 7}, {11, 13}}})
+    for (const auto& one : std::vector<test::BoxCase>{
+             {{24, 30}, {0, 0}, {24, 30}}, {{24, 30}, {6, 0}, {6, 30}}, {{24, 30}, {5, 7}, {11, 13}}})
       for (const auto memory : test::kMemories) {
         const at::Tensor part = make_tensor(one.sizes, dtype, memory).fill_(1);
         const at::Tensor y = keyed_dropout(part, 0.3, test_key(), one.box());
@@ -333,12 +359,14 @@ TEST(KeyedDropoutFunction, TheMaskIsThatOfEveryDtypeAndLayout) {
 
 TEST(KeyedDropoutFunction, ReadsExpandedInputs) {
   const at::Tensor row = at::arange(1, 8, at::kFloat);
-  EXPECT_TRUE(same_bits(keyed_dropout(row.expand({5, 7}), 0.4, test_key()), keyed_dropout(row.expand({5, 7}).contiguous(), 0.4, test_key())));
+  EXPECT_TRUE(same_bits(keyed_dropout(row.expand({5, 7}), 0.4, test_key()),
+                        keyed_dropout(row.expand({5, 7}).contiguous(), 0.4, test_key())));
 }
 
 TEST(KeyedDropoutFunction, DropsWhatIsNotANumber) {
   const at::Tensor keep = keyed_keep_mask(at::ones({100}), 0.5, test_key());
-  const at::Tensor y = keyed_dropout(at::full({100}, std::numeric_limits<double>::quiet_NaN(), at::kFloat), 0.5, test_key());
+  const at::Tensor y =
+      keyed_dropout(at::full({100}, std::numeric_limits<double>::quiet_NaN(), at::kFloat), 0.5, test_key());
   EXPECT_TRUE(at::equal(y.isnan(), keep));
   EXPECT_TRUE(at::equal(y == 0, keep.logical_not()));
 }
@@ -370,23 +398,29 @@ TEST(KeyedDropoutFunction, SecondDerivative) {
   EXPECT_TRUE(at::allclose(second, 2 * scale));
 }
 
-// ---------------------------------------------------------------------------------------- as operators of the dispatcher
+// ---------------------------------------------------------------------------------------- as operators of
+// the dispatcher
 
 using Call = at::Tensor(const at::Tensor&, at::IntArrayRef, at::IntArrayRef, at::IntArrayRef, double);
 
 TEST(RandomOperators, ByName) {
-  auto bernoulli = c10::Dispatcher::singleton().findSchemaOrThrow("penstock::keyed_bernoulli", "").typed<Call>();
+  auto bernoulli =
+      c10::Dispatcher::singleton().findSchemaOrThrow("penstock::keyed_bernoulli", "").typed<Call>();
   at::Tensor expected = at::empty({7, 3});
   keyed_bernoulli_(expected, test_key(), 0.4);
   EXPECT_TRUE(same_bits(bernoulli.call(at::ones({7, 3}), test_key().to_ints(), {}, {}, 0.4), expected));
-  EXPECT_TRUE(has_text(c10::toString(c10::Dispatcher::singleton().findSchemaOrThrow("penstock::keyed_uniform_", "").schema()),
-                       "keyed_uniform_(Tensor(a!) self, int[] key, int[] global_shape, int[] offset, float low, float high, bool in_double=False) -> "));
+  EXPECT_TRUE(has_text(
+      c10::toString(c10::Dispatcher::singleton().findSchemaOrThrow("penstock::keyed_uniform_", "").schema()),
+      "keyed_uniform_(Tensor(a!) self, int[] key, int[] global_shape, int[] offset, float low, float high, "
+      "bool in_double=False) -> "));
 }
 
 TEST(RandomOperators, BoxedCallsReturnTheTensorThatWasFilled) {
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("penstock::keyed_normal_", "");
   const at::Tensor tensor = at::zeros({5});
-  torch::jit::Stack stack = {tensor, test_key().to_ints(), std::vector<std::int64_t>(), std::vector<std::int64_t>(), 0.0, 1.0, false};
+  torch::jit::Stack stack = {
+      tensor, test_key().to_ints(), std::vector<std::int64_t>(), std::vector<std::int64_t>(), 0.0, 1.0,
+      false};
   op.callBoxed(&stack);
   ASSERT_EQ(stack.size(), 1u);
   EXPECT_TRUE(stack[0].toTensor().is_same(tensor));
@@ -394,7 +428,8 @@ TEST(RandomOperators, BoxedCallsReturnTheTensorThatWasFilled) {
 }
 
 TEST(RandomOperators, ShapeOnly) {
-  const at::Tensor meta = at::empty({4, 6}, at::TensorOptions(at::kMeta).dtype(at::kBFloat16)).requires_grad_();
+  const at::Tensor meta =
+      at::empty({4, 6}, at::TensorOptions(at::kMeta).dtype(at::kBFloat16)).requires_grad_();
   const at::Tensor y = keyed_dropout(meta, 0.5, test_key());
   EXPECT_TRUE(y.is_meta());
   EXPECT_EQ(y.sizes(), meta.sizes());
@@ -402,7 +437,8 @@ TEST(RandomOperators, ShapeOnly) {
   const at::Tensor plain = at::empty({4, 6}, at::kMeta);
   keyed_normal_(plain, test_key(), 0, 1);
   keyed_trunc_normal_(plain, test_key(), 0, 1, -2, 2, {{8, 6}, {4, 0}});
-  EXPECT_THROW(keyed_uniform_(plain, test_key(), 0, 1, {{8, 6}, {5, 0}}), ValueError);  // arguments are checked as in a real call
+  EXPECT_THROW(keyed_uniform_(plain, test_key(), 0, 1, {{8, 6}, {5, 0}}),
+               ValueError);  // arguments are checked as in a real call
 }
 
 TEST(RandomOperators, AutogradKnowsOfTheWrite) {
@@ -431,8 +467,10 @@ TEST(RandomOperators, AutogradKnowsOfTheWrite) {
 }
 
 TEST(RandomOperators, FunctionalSiblingsCarryNoGradient) {
-  auto bernoulli = c10::Dispatcher::singleton().findSchemaOrThrow("penstock::keyed_bernoulli", "").typed<Call>();
-  EXPECT_FALSE(bernoulli.call(at::ones({3}).requires_grad_(), test_key().to_ints(), {}, {}, 0.5).requires_grad());
+  auto bernoulli =
+      c10::Dispatcher::singleton().findSchemaOrThrow("penstock::keyed_bernoulli", "").typed<Call>();
+  EXPECT_FALSE(
+      bernoulli.call(at::ones({3}).requires_grad_(), test_key().to_ints(), {}, {}, 0.5).requires_grad());
 }
 
 TEST(RandomOperators, InferenceMode) {
@@ -445,7 +483,8 @@ TEST(RandomOperators, InferenceMode) {
   EXPECT_EQ(keyed_dropout(x, 0.5, test_key()).sizes(), x.sizes());
 }
 
-// --------------------------------------------------------------------------------------------------------------- errors
+// ---------------------------------------------------------------------------------------------------------------
+// errors
 
 template <class Error, class Function>
 void expect_error(Function&& function, const std::string& part) {
@@ -460,28 +499,43 @@ void expect_error(Function&& function, const std::string& part) {
 TEST(RandomErrors, SayWhatToChange) {
   at::Tensor x = at::empty({4, 6});
   const auto key = test_key();
-  expect_error<ValueError>([&] { keyed_uniform_(x, key, 0, 1, {{8, 6}, {5, 0}}); }, "box in dim 0: got offset 5 and size 4, expected a part of the global size 8");
+  expect_error<ValueError>(
+      [&] {
+        keyed_uniform_(x, key, 0, 1, {{8, 6}, {5, 0}});
+      },
+      "box in dim 0: got offset 5 and size 4, expected a part of the global size 8");
   expect_error<ValueError>([&] { keyed_uniform_(x, key, 0, 1, {{8, 6}, {-1, 0}}); }, "offset -1");
   expect_error<ValueError>([&] { keyed_uniform_(x, key, 0, 1, {{8, 6}, {}}); }, "2 numbers each");
   expect_error<ValueError>([&] { keyed_uniform_(x, key, 0, 1, {{24}, {0}}); }, "2 numbers each");
-  expect_error<ValueError>([&] { keyed_uniform_(x, key, 0, 1, {{1LL << 40, 1LL << 40}, {0, 0}}); }, "fewer than 2^63 elements");
+  expect_error<ValueError>(
+      [&] {
+        keyed_uniform_(x, key, 0, 1, {{1LL << 40, 1LL << 40}, {0, 0}});
+      },
+      "fewer than 2^63 elements");
   expect_error<ValueError>([&] { keyed_uniform_(x, key, 1, 0); }, "[1, 0)");
   expect_error<ValueError>([&] { keyed_uniform_(x, key, -3e38, 3e38); }, "Precision::Double");
   expect_error<ValueError>([&] { keyed_normal_(x, key, 0, -1); }, "standard deviation");
   expect_error<ValueError>([&] { keyed_normal_(x, key, std::nan(""), 1); }, "mean");
   expect_error<ValueError>([&] { keyed_trunc_normal_(x, key, 0, 1, 2, 2); }, "lower bound first");
   expect_error<ValueError>([&] { keyed_trunc_normal_(x, key, 0, 1, 5, 6); }, "2^16 of the 2^32 quantiles");
-  expect_error<ValueError>([&] { keyed_trunc_normal_(x, key, 0, 1, -60, -50); }, "2^16 of the 2^32 quantiles");
+  expect_error<ValueError>([&] { keyed_trunc_normal_(x, key, 0, 1, -60, -50); },
+                           "2^16 of the 2^32 quantiles");
   expect_error<ValueError>([&] { keyed_trunc_normal_(x, key, 0, 1, 50, 60); }, "2^16 of the 2^32 quantiles");
   expect_error<ValueError>([&] { keyed_trunc_normal_(x, key, 0, 0, -1, 1); }, "above 0");
   expect_error<ValueError>([&] { keyed_bernoulli_(x, key, 1.5); }, "from 0 to 1");
   expect_error<ValueError>([&] { keyed_dropout(x, std::nan(""), key); }, "from 0 to 1");
-  expect_error<TypeError>([&] { keyed_uniform_(at::empty({3}, at::kLong), key, 0, 1); }, "float32, float64, bfloat16 or float16");
+  expect_error<TypeError>([&] { keyed_uniform_(at::empty({3}, at::kLong), key, 0, 1); },
+                          "float32, float64, bfloat16 or float16");
   expect_error<TypeError>([&] { keyed_normal_(x, key, 0, 1, {}, Precision::Double); }, "double precision");
   expect_error<TypeError>([&] { keyed_dropout(at::ones({3}, at::kBool), 0.5, key); }, "dtype");
-  EXPECT_THROW(keyed_uniform_(at::empty({1}).expand({5}), key, 0, 1), c10::Error);  // one memory location for five values
+  EXPECT_THROW(keyed_uniform_(at::empty({1}).expand({5}), key, 0, 1),
+               c10::Error);  // one memory location for five values
   auto dropout = c10::Dispatcher::singleton().findSchemaOrThrow("penstock::keyed_dropout", "").typed<Call>();
-  expect_error<ValueError>([&] { dropout.call(x, {1, 2}, {}, {}, 0.5); }, "five integers: seed, step, microbatch, layer, purpose");
+  expect_error<ValueError>(
+      [&] {
+        dropout.call(x, {1, 2}, {}, {}, 0.5);
+      },
+      "five integers: seed, step, microbatch, layer, purpose");
 }
 
 }  // namespace keyed_random_test

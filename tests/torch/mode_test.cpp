@@ -34,7 +34,8 @@ TEST(ModeStack, SeesFactoriesForwardAndBackward) {
     const at::Tensor x = torch::ones({2, 3}).set_requires_grad(true);
     torch::linear(x, torch::zeros({4, 3})).sum().backward();
   }
-  EXPECT_EQ(counter.calls["aten::ones"] + counter.calls["aten::fill_"] + counter.calls["aten::empty"] > 0, true);
+  EXPECT_EQ(counter.calls["aten::ones"] + counter.calls["aten::fill_"] + counter.calls["aten::empty"] > 0,
+            true);
   EXPECT_GE(counter.calls["aten::mm"], 2) << "one forward, at least one backward";
   EXPECT_EQ(counter.calls.count("aten::linear"), 0u) << "composite operators arrive as their parts";
   const auto seen = counter.order.size();

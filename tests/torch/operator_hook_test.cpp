@@ -56,10 +56,14 @@ TEST(OperatorHook, ErrorsSayWhatIsWrong) {
     const NoHooksGuard off;
     op.callBoxed(stack);
   };
-  EXPECT_TRUE(has_text(message_of<ValueError>([&] { register_operator_hook("aten::no_such_operator", nothing); }), "aten::no_such_operator, expected one that exists"));
-  EXPECT_THROW(register_operator_hook("aten::add", nothing), ValueError) << "it has no overload without a name";
+  EXPECT_TRUE(
+      has_text(message_of<ValueError>([&] { register_operator_hook("aten::no_such_operator", nothing); }),
+               "aten::no_such_operator, expected one that exists"));
+  EXPECT_THROW(register_operator_hook("aten::add", nothing), ValueError)
+      << "it has no overload without a name";
   register_operator_hook("aten::sub.Tensor", nothing);
-  EXPECT_TRUE(has_text(message_of<StateError>([&] { register_operator_hook("aten::sub.Tensor", nothing); }), "aten::sub.Tensor already has a hook"));
+  EXPECT_TRUE(has_text(message_of<StateError>([&] { register_operator_hook("aten::sub.Tensor", nothing); }),
+                       "aten::sub.Tensor already has a hook"));
   EXPECT_TRUE(has_text(message_of<TypeError>([&] { mark_hooked(torch::ones({2})); }), "expected a wrapper"));
   EXPECT_THROW(mark_hooked(at::Tensor()), TypeError);
 }

@@ -24,7 +24,8 @@ inline void PrintTo(const OperatorCall& call, std::ostream* out) { *out << call.
 const std::vector<OperatorCall>& operator_calls();
 
 // Operators that not every supported LibTorch has: called by schema name, so that older versions compile.
-at::Tensor call_by_name(const std::string& name, const std::string& overload, std::vector<c10::IValue> arguments);
+at::Tensor call_by_name(const std::string& name, const std::string& overload,
+                        std::vector<c10::IValue> arguments);
 bool has_operator(const std::string& name, const std::string& overload);
 
 }  // namespace penstock::zoo

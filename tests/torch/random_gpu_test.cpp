@@ -8,8 +8,8 @@
 #include <thread>
 
 #include "penstock/errors.h"
-#include "penstock/torch/compat/cuda_kernel.h"
 #include "penstock/random.h"
+#include "penstock/torch/compat/cuda_kernel.h"
 #include "tests/has_text.h"
 #include "tests/torch/random_cases.h"
 
@@ -33,8 +33,9 @@ TEST(RandomGpu, EveryFunctionDtypeBoxAndMemory) {
         for (const auto memory : test::kMemories) {
           at::Tensor part = make_tensor(one.sizes, at::TensorOptions(at::kCUDA).dtype(dtype), memory);
           function.fill(part, test_key(), one.box());
-          ASSERT_TRUE(same_bits(part, expected)) << function.name << " " << dtype << " global " << at::IntArrayRef(one.global) << " part " << part.sizes() << " memory "
-                                                 << static_cast<int>(memory);
+          ASSERT_TRUE(same_bits(part, expected))
+              << function.name << " " << dtype << " global " << at::IntArrayRef(one.global) << " part "
+              << part.sizes() << " memory " << static_cast<int>(memory);
         }
       }
 }
@@ -43,7 +44,8 @@ TEST(RandomGpu, EveryFunctionDtypeBoxAndMemory) {
 TEST(RandomGpu, MillionsOfValues) {
   for (const auto& function : fill_cases())
     for (const auto dtype : function.dtypes) {
-      at::Tensor host = at::empty({(1 << 23) + 3}, dtype), device = at::empty({(1 << 23) + 3}, at::TensorOptions(at::kCUDA).dtype(dtype));
+      at::Tensor host = at::empty({(1 << 23) + 3}, dtype),
+                 device = at::empty({(1 << 23) + 3}, at::TensorOptions(at::kCUDA).dtype(dtype));
       const RandomKey key{.seed = 2024, .step = 11};
       function.fill(host, key, {});
       function.fill(device, key, {});
@@ -62,24 +64,32 @@ TEST(RandomGpu, Dropout) {
         const GlobalBox box{{74, 5, 31}, {37, 0, 1}};
         x.requires_grad_();
         on_device.requires_grad_();
-        const at::Tensor y = keyed_dropout(x, p, test_key(), box), z = keyed_dropout(on_device, p, test_key(), box);
+        const at::Tensor y = keyed_dropout(x, p, test_key(), box),
+                         z = keyed_dropout(on_device, p, test_key(), box);
         EXPECT_TRUE(same_bits(z, y)) << dtype << " " << p;
         EXPECT_EQ(z.strides(), y.strides());
         const at::Tensor gradient = at::arange(37 * 5 * 29, dtype).view({29, 5, 37}).permute({2, 1, 0});
         y.backward(gradient);
         z.backward(gradient.to(at::kCUDA));
         EXPECT_TRUE(same_bits(on_device.grad(), x.grad())) << dtype << " " << p;
-        EXPECT_TRUE(same_bits(keyed_keep_mask(on_device, p, test_key(), box), keyed_keep_mask(x, p, test_key(), box)));
+        EXPECT_TRUE(same_bits(keyed_keep_mask(on_device, p, test_key(), box),
+                              keyed_keep_mask(x, p, test_key(), box)));
       }
 }
 
 TEST(RandomGpu, DropoutOfExtremes) {
   const double infinity = std::numeric_limits<double>::infinity();
   for (const auto dtype : test::floating_dtypes()) {
-    const at::Tensor x = at::tensor({0.0, -0.0, infinity, -infinity, 1e-45, 6e-8, 65504.0, 3e38, -1e-40, 5e-324}, at::kDouble).to(dtype).repeat({50});
-    EXPECT_TRUE(same_bits(keyed_dropout(x.to(at::kCUDA), 0.3, test_key()), keyed_dropout(x, 0.3, test_key()))) << dtype;
+    const at::Tensor x =
+        at::tensor({0.0, -0.0, infinity, -infinity, 1e-45, 6e-8, 65504.0, 3e38, -1e-40, 5e-324}, at::kDouble)
+            .to(dtype)
+            .repeat({50});
+    EXPECT_TRUE(same_bits(keyed_dropout(x.to(at::kCUDA), 0.3, test_key()), keyed_dropout(x, 0.3, test_key())))
+        << dtype;
     const at::Tensor nan = at::full({100}, std::nan(""), dtype);
-    EXPECT_TRUE(at::equal(keyed_dropout(nan.to(at::kCUDA), 0.3, test_key()).isnan().cpu(), keyed_dropout(nan, 0.3, test_key()).isnan())) << dtype;
+    EXPECT_TRUE(at::equal(keyed_dropout(nan.to(at::kCUDA), 0.3, test_key()).isnan().cpu(),
+                          keyed_dropout(nan, 0.3, test_key()).isnan()))
+        << dtype;
   }
 }
 
@@ -121,18 +131,21 @@ TEST(RandomGpu, FromManyThreads) {
 }
 
 TEST(CudaKernelText, CompilesAndLaunches) {
-  CudaKernel kernel({.name = "scale",
-                     .text = "#include \"by.h\"\nextern \"C\" __global__ void scale(float* x, float by, int n) {\n"
-                             "  const int i = blockIdx.x * blockDim.x + threadIdx.x;\n  if (i < n) x[i] = times(x[i], by) + OFFSET;\n}\n",
-                     .headers = {{"by.h", "__device__ float times(float a, float b) { return a * b; }\n"}},
-                     .macros = {{"OFFSET", "0.5f"}}});
+  CudaKernel kernel(
+      {.name = "scale",
+       .text = "#include \"by.h\"\nextern \"C\" __global__ void scale(float* x, float by, int n) {\n"
+               "  const int i = blockIdx.x * blockDim.x + threadIdx.x;\n  if (i < n) x[i] = times(x[i], by) "
+               "+ OFFSET;\n}\n",
+       .headers = {{"by.h", "__device__ float times(float a, float b) { return a * b; }\n"}},
+       .macros = {{"OFFSET", "0.5f"}}});
   at::Tensor x = at::arange(1000.0, at::TensorOptions(at::kCUDA).dtype(at::kFloat));
   kernel.launch(x.device().index(), 4, 256, x.data_ptr<float>(), 3.0f, 1000);
   EXPECT_TRUE(at::equal(x.cpu(), at::arange(1000.0, at::kFloat) * 3 + 0.5));
 }
 
 TEST(CudaKernelText, ErrorsCarryTheCompilersLog) {
-  CudaKernel kernel({.name = "broken", .text = "extern \"C\" __global__ void broken(float* x) { *x = no_such_thing; }\n"});
+  CudaKernel kernel(
+      {.name = "broken", .text = "extern \"C\" __global__ void broken(float* x) { *x = no_such_thing; }\n"});
   try {
     kernel.launch(0, 1, 1, static_cast<float*>(nullptr));
     ADD_FAILURE() << "broken text was compiled";

@@ -29,17 +29,26 @@ std::vector<Case> all_cases() {
       {"uniform", Kind::Uniform, floats, false, uniform_constants(-0.3, 1.7, false)},
       {"normal", Kind::Normal, floats, false, normal_constants(0.1, 0.7, false)},
       {"trunc normal", Kind::TruncNormal, floats, false, trunc_normal_constants(0.1, 0.7, -1.3, 0.9, false)},
-      {"bernoulli", Kind::Bernoulli, {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf, at::kBool}, false, bernoulli_constants(0.37)},
+      {"bernoulli",
+       Kind::Bernoulli,
+       {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf, at::kBool},
+       false,
+       bernoulli_constants(0.37)},
       {"dropout", Kind::Dropout, below_double, false, dropout_constants(0.37, false)},
       {"dropout of float64", Kind::Dropout, {at::kDouble}, false, dropout_constants(0.37, true)},
       {"uniform in double", Kind::Uniform, {at::kDouble}, true, uniform_constants(-0.3, 1.7, true)},
       {"normal in double", Kind::Normal, {at::kDouble}, true, normal_constants(0.1, 0.7, true)},
-      {"trunc normal in double", Kind::TruncNormal, {at::kDouble}, true, trunc_normal_constants(0.1, 0.7, -1.3, 0.9, true)},
+      {"trunc normal in double",
+       Kind::TruncNormal,
+       {at::kDouble},
+       true,
+       trunc_normal_constants(0.1, 0.7, -1.3, 0.9, true)},
   };
 }
 
 // Element by element, straight from the definition: no walk, no blocks, no vectors.
-at::Tensor by_definition(const Case& one, const test::BoxCase& box, const at::Tensor& in, const philox::Stream& stream) {
+at::Tensor by_definition(const Case& one, const test::BoxCase& box, const at::Tensor& in,
+                         const philox::Stream& stream) {
   at::Tensor out = at::zeros(box.sizes, in.options());
   const at::Tensor from = in.contiguous();
   RandomJob job;
@@ -60,7 +69,8 @@ at::Tensor by_definition(const Case& one, const test::BoxCase& box, const at::Te
         stride *= box.global[d];
       }
       const philox::Block block = philox::numbers(stream, static_cast<u64>(global) / kPerBlock<Word>);
-      write_element<kind>(word_of<Word>(block, static_cast<int>(global % kPerBlock<Word>)), constants, static_cast<Element*>(out.data_ptr())[i],
+      write_element<kind>(word_of<Word>(block, static_cast<int>(global % kPerBlock<Word>)), constants,
+                          static_cast<Element*>(out.data_ptr())[i],
                           static_cast<const Element*>(from.data_ptr()) + i);
     }
   });
@@ -73,7 +83,8 @@ void run_as_device(const RandomJob& job, i64 threads) {
   with_types(job, [&]<Kind kind, class Real, class Word, class Element>() {
     ran = true;
     for (i64 thread = 0; thread < threads; ++thread)
-      walk_blocks<kind>(job.walk, job.stream, std::get<Constants<Real, Word>>(job.constants), static_cast<Element*>(job.out), static_cast<const Element*>(job.in), thread, threads);
+      walk_blocks<kind>(job.walk, job.stream, std::get<Constants<Real, Word>>(job.constants),
+                        static_cast<Element*>(job.out), static_cast<const Element*>(job.in), thread, threads);
   });
   ASSERT_TRUE(ran);
 }
@@ -90,20 +101,27 @@ TEST(RandomKernel, DeviceThreadsAndVectorsComputeTheDefinition) {
         const at::Tensor expected = by_definition(one, box, given, stream);
         for (const auto memory : test::kMemories) {
           const DrawArguments draw_arguments{"test", key, box.global, box.offset};
-          const at::Tensor in = one.kind == Kind::Dropout ? make_tensor(box.sizes, dtype, memory).copy_(given) : at::Tensor();
+          const at::Tensor in =
+              one.kind == Kind::Dropout ? make_tensor(box.sizes, dtype, memory).copy_(given) : at::Tensor();
           // Output in another memory format than the input.
-          const auto out_memory = static_cast<test::Memory>((static_cast<int>(memory) + (one.kind == Kind::Dropout && runs % 2 == 0 ? 1 : 0)) % 4);
+          const auto out_memory = static_cast<test::Memory>(
+              (static_cast<int>(memory) + (one.kind == Kind::Dropout && runs % 2 == 0 ? 1 : 0)) % 4);
           const auto run = [&](const char* how, const std::function<void(const RandomJob&)>& go) {
             at::Tensor out = make_tensor(box.sizes, dtype, out_memory).fill_(dtype == at::kBool ? 1 : 99);
             go(make_job(draw_arguments, one.kind, one.constants, out, in));
-            EXPECT_TRUE(same_bits(out, expected)) << one.name << " " << dtype << " global " << at::IntArrayRef(box.global) << " part " << at::IntArrayRef(box.sizes)
-                                                  << " memory " << static_cast<int>(memory) << ", " << how;
+            EXPECT_TRUE(same_bits(out, expected))
+                << one.name << " " << dtype << " global " << at::IntArrayRef(box.global) << " part "
+                << at::IntArrayRef(box.sizes) << " memory " << static_cast<int>(memory) << ", " << how;
             ++runs;
           };
           run("device, few threads", [](const RandomJob& job) { run_as_device(job, 3); });
           run("device, many threads", [](const RandomJob& job) { run_as_device(job, 1000); });
           for (const auto path : {CpuPath::Portable, CpuPath::Avx2, CpuPath::Avx512})
-            if (supported(path)) run(path == CpuPath::Portable ? "portable" : path == CpuPath::Avx2 ? "AVX2" : "AVX-512", [path](const RandomJob& job) { run_on_cpu(job, path); });
+            if (supported(path))
+              run(path == CpuPath::Portable ? "portable"
+                  : path == CpuPath::Avx2   ? "AVX2"
+                                            : "AVX-512",
+                  [path](const RandomJob& job) { run_on_cpu(job, path); });
           if (::testing::Test::HasFailure()) return;
         }
       }
@@ -129,7 +147,8 @@ TEST(RandomKernel, RowsOfAWalk) {
 TEST(RandomKernel, DimsThatContinueEachOtherAreOne) {
   const auto key = test::test_key().to_ints();
   const auto walk = [&](const at::Tensor& tensor, const test::Sizes& global, const test::Sizes& offset) {
-    return make_job({"test", key, global, offset}, Kind::Uniform, uniform_constants(0, 1, false), tensor).walk;
+    return make_job({"test", key, global, offset}, Kind::Uniform, uniform_constants(0, 1, false), tensor)
+        .walk;
   };
   const BoxWalk whole = walk(at::empty({4, 6, 8}), {}, {});
   EXPECT_EQ(whole.dims, 1);

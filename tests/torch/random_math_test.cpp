@@ -14,7 +14,8 @@
 namespace penstock::random {
 namespace random_math_test {
 
-// The exact quantile, from an approximation of it: Newton's method on the distribution function. `tail` is the probability below
+// The exact quantile, from an approximation of it: Newton's method on the distribution function. `tail` is
+// the probability below
 // -|z|, `centre` is 1/2 - tail; near the centre the latter is the accurate one.
 long double exact_size(long double tail, long double centre, long double size) {
   for (int i = 0; i < 3; ++i) {
@@ -36,16 +37,17 @@ TEST(NormalQuantile, SingleIsWithinItsBound) {
     const long double tail = (count + 0.5L) * 0x1p-32L, centre = ((0x7fffffffu - count) + 0.5L) * 0x1p-32L;
     const float value = normal_quantile(word);
     ASSERT_EQ(value < 0, word < 0x80000000u) << word;
-    const long double exact = exact_size(tail, centre, static_cast<long double>(normal_quantile((u64{count} << 32) + 0x7fffffffu)) * -1);
+    const long double exact = exact_size(
+        tail, centre, static_cast<long double>(normal_quantile((u64{count} << 32) + 0x7fffffffu)) * -1);
     worst = std::max(worst, std::abs((std::abs(value) - exact) / exact));
   };
   for (u64 word = 0; word < 0x100000000ull; word += 65521) check(static_cast<u32>(word));
   for (u32 word = 0; word < 2000; ++word) {
-    check(word);                 // lower end
-    check(~word);                // upper end
-    check(0x7fffffffu - word);   // below the median
-    check(0x80000000u + word);   // above it
-    check(0x13333333u + word);   // where the two quotients meet: 0.075
+    check(word);                // lower end
+    check(~word);               // upper end
+    check(0x7fffffffu - word);  // below the median
+    check(0x80000000u + word);  // above it
+    check(0x13333333u + word);  // where the two quotients meet: 0.075
   }
   EXPECT_LT(worst, 4.4e-7L);
   EXPECT_GT(worst, 1e-8L);  // the limit of float32; a smaller value means that nothing was compared
@@ -56,7 +58,8 @@ TEST(NormalQuantile, DoubleIsWithinItsBound) {
   long double worst = 0;
   for (int i = 0; i < 30000; ++i) {
     const u64 count = (generator() >> 1) >> (i % 3 == 0 ? generator() % 63 : 0);
-    const long double tail = (count + 0.5L) * 0x1p-64L, centre = ((0x7fffffffffffffffull - count) + 0.5L) * 0x1p-64L;
+    const long double tail = (count + 0.5L) * 0x1p-64L,
+                      centre = ((0x7fffffffffffffffull - count) + 0.5L) * 0x1p-64L;
     const double value = -normal_quantile(count);
     EXPECT_EQ(normal_quantile(~count), value);
     const long double exact = exact_size(tail, centre, value);
@@ -79,9 +82,11 @@ TEST(NormalQuantile, EndsAndSymmetry) {
 TEST(NaturalLog, IsAccurate) {
   std::mt19937_64 generator(2);
   for (int i = 0; i < 20000; ++i) {
-    const float x = std::bit_cast<float>(static_cast<u32>(0x2f000000u + generator() % (0x3f000000u - 0x2f000000u)));  // 2^-33 to 1/2
+    const float x = std::bit_cast<float>(
+        static_cast<u32>(0x2f000000u + generator() % (0x3f000000u - 0x2f000000u)));  // 2^-33 to 1/2
     EXPECT_NEAR(natural_log(x) / std::log(static_cast<double>(x)), 1, 1.5e-7);
-    const double y = std::bit_cast<double>(0x3be0000000000000ull + generator() % (0x3fe0000000000000ull - 0x3be0000000000000ull));
+    const double y = std::bit_cast<double>(0x3be0000000000000ull +
+                                           generator() % (0x3fe0000000000000ull - 0x3be0000000000000ull));
     EXPECT_NEAR(static_cast<double>(natural_log(y) / std::log(static_cast<long double>(y))), 1, 3e-16);
   }
 }
@@ -113,14 +118,18 @@ TEST(Rounding, SixteenBitFormats) {
   for (u64 bits = 0; bits < 0x100000000ull; bits += 4093) check(static_cast<u32>(bits));
   // Around every value that can be represented: exact, and just off the midpoints on both sides.
   for (u32 upper = 0; upper < 0x10000; upper += 7)
-    for (const u32 lower : {0x0000u, 0x0fffu, 0x1000u, 0x1001u, 0x2fffu, 0x3000u, 0x3001u, 0x7fffu, 0x8000u, 0x8001u, 0xffffu}) check((upper << 16) | lower);
+    for (const u32 lower :
+         {0x0000u, 0x0fffu, 0x1000u, 0x1001u, 0x2fffu, 0x3000u, 0x3001u, 0x7fffu, 0x8000u, 0x8001u, 0xffffu})
+      check((upper << 16) | lower);
 }
 
 TEST(Rounding, EveryHalfIsReadBack) {
   for (u32 bits = 0; bits < 0x10000; ++bits) {
     const auto raw = static_cast<unsigned short>(bits);
-    const float half = load(Float16Bits{raw}), expected = static_cast<float>(c10::Half(raw, c10::Half::from_bits()));
-    const float brain = load(BFloat16Bits{raw}), expected_brain = static_cast<float>(c10::BFloat16(raw, c10::BFloat16::from_bits()));
+    const float half = load(Float16Bits{raw}),
+                expected = static_cast<float>(c10::Half(raw, c10::Half::from_bits()));
+    const float brain = load(BFloat16Bits{raw}),
+                expected_brain = static_cast<float>(c10::BFloat16(raw, c10::BFloat16::from_bits()));
     if (std::isnan(expected)) {
       ASSERT_TRUE(std::isnan(half));
     } else {

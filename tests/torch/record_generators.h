@@ -9,8 +9,8 @@
 #include <rapidcheck.h>
 #endif
 
-#include "penstock/torch/compat/dtype.h"
 #include "penstock/pipeline/contract/stage_meta.h"
+#include "penstock/torch/compat/dtype.h"
 #include "penstock/torch/tree/tensor_meta.h"
 
 namespace penstock::test {

@@ -18,9 +18,13 @@ class Boxed final : public Payload {
   void dispatch(const c10::OperatorHandle& op, Stack* stack) override {
     WrapperCall<Boxed> call(op, stack);
     const Stack results = call.run([](const Boxed& boxed) { return boxed.inner; });
-    call.finish(results, [](const at::Tensor& inner, ResultPlace, const at::Tensor* viewed) { return make(inner, viewed); });
+    call.finish(results, [](const at::Tensor& inner, ResultPlace, const at::Tensor* viewed) {
+      return make(inner, viewed);
+    });
   }
-  std::vector<std::pair<std::string, at::Tensor>> inner_tensors() const override { return {{"inner", inner}}; }
+  std::vector<std::pair<std::string, at::Tensor>> inner_tensors() const override {
+    return {{"inner", inner}};
+  }
 
   at::Tensor inner;
 };
@@ -35,7 +39,9 @@ class Two final : public Payload {
   }
 
   std::string_view kind() const override { return kKind; }
-  int priority() const override { return 1; }  // if a Two of Boxed tensors and a Boxed meet in one call, the Two handles it
+  int priority() const override {
+    return 1;
+  }  // if a Two of Boxed tensors and a Boxed meet in one call, the Two handles it
   void dispatch(const c10::OperatorHandle& op, Stack* stack) override {
     WrapperCall<Two> call(op, stack);
     const Stack first = call.run([](const Two& two) { return two.a; });
@@ -44,7 +50,9 @@ class Two final : public Payload {
       return make(inner, tensor_at(second, place), viewed);
     });
   }
-  std::vector<std::pair<std::string, at::Tensor>> inner_tensors() const override { return {{"a", a}, {"b", b}}; }
+  std::vector<std::pair<std::string, at::Tensor>> inner_tensors() const override {
+    return {{"a", a}, {"b", b}};
+  }
   c10::IValue context() const override { return c10::IValue("two"); }
 
   at::Tensor a, b;

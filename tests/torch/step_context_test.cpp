@@ -8,8 +8,8 @@
 #include <future>
 #include <thread>
 
-#include "penstock/errors.h"
 #include "penstock/dropout.h"
+#include "penstock/errors.h"
 #include "tests/has_text.h"
 #include "tests/torch/random_cases.h"
 
@@ -30,7 +30,8 @@ StepContext at_step(std::int64_t step, std::optional<std::int64_t> microbatch = 
 
 std::int64_t step_here() { return StepContext::current()->running ? StepContext::current()->step : -1; }
 
-// ------------------------------------------------------------------------------------------------------------- scopes
+// -------------------------------------------------------------------------------------------------------------
+// scopes
 
 TEST(StepContextScope, OutsideOfAnyStep) {
   const auto context = StepContext::current();
@@ -120,7 +121,8 @@ TEST(StepContextScope, AnotherUserOfTheSameDebugInfoKindIsDetected) {
   EXPECT_THROW(StepContext::current(), StateError);
 }
 
-// ------------------------------------------------------------------------------------------------------------- threads
+// -------------------------------------------------------------------------------------------------------------
+// threads
 
 TEST(StepContextThreads, ThreadsDoNotSeeEachOther) {
   const StepGuard guard(at_step(1));
@@ -190,14 +192,17 @@ TEST(StepContextThreads, HooksOfBackwardSeeTheContextOfTheCaller) {
   EXPECT_EQ(seen, (std::vector<std::int64_t>{2, 3}));
 }
 
-// A backward that calls backward, deeper than autograd recurses on one thread: the rest runs on threads of its pool.
+// A backward that calls backward, deeper than autograd recurses on one thread: the rest runs on threads of
+// its pool.
 struct NestedBackward : torch::autograd::Function<NestedBackward> {
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, std::int64_t depth, std::int64_t seen) {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
+                            std::int64_t depth, std::int64_t seen) {
     context->saved_data["depth"] = depth;
     context->saved_data["seen"] = seen;
     return x.clone();
   }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, torch::autograd::variable_list gradients) {
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
     struct Seen {
       std::set<std::thread::id>* threads;
       std::vector<std::int64_t>* steps;
@@ -229,11 +234,13 @@ TEST(StepContextThreads, CarriedToAutogradsOwnThreads) {
   EXPECT_GT(threads.size(), 1u) << "nothing ran on another thread, so this test is vacuous";
 }
 
-// ------------------------------------------------------------------------------------------------------------ keys, boxes
+// ------------------------------------------------------------------------------------------------------------
+// keys, boxes
 
 TEST(StepContextKeys, DependOnStepMicrobatchAndLayer) {
   const RandomKey key = at_step(7, 3).key(12, purpose::kDropout);
-  EXPECT_EQ(key, (RandomKey{.seed = 42, .step = 7, .microbatch = 3, .layer = 12, .purpose = purpose::kDropout}));
+  EXPECT_EQ(key,
+            (RandomKey{.seed = 42, .step = 7, .microbatch = 3, .layer = 12, .purpose = purpose::kDropout}));
   EXPECT_EQ(at_step(7).key(12, purpose::kNoise).microbatch, -1);
   StepContext trial = at_step(7, 3);
   trial.trial = true;
@@ -259,7 +266,8 @@ TEST(StepContextKeys, RowsOfTheMicrobatch) {
   EXPECT_THROW(context.box_of({}), ValueError);
 }
 
-// ----------------------------------------------------------------------------------------------------------- the module
+// -----------------------------------------------------------------------------------------------------------
+// the module
 
 TEST(KeyedDropoutModule, MaskOfTheStep) {
   KeyedDropout drop(KeyedDropoutOptions(0.3, "blocks.0.drop"));
@@ -274,7 +282,10 @@ TEST(KeyedDropoutModule, MaskOfTheStep) {
   KeyedDropout other(KeyedDropoutOptions(0.3, "blocks.1.drop"));
   const StepGuard guard(at_step(1, 2));
   EXPECT_FALSE(same_bits(other->forward(x), masked(1, 2)));
-  EXPECT_TRUE(same_bits(drop->forward(x), keyed_dropout(x, 0.3, StepContext::current()->key(layer_from_name("blocks.0.drop"), purpose::kDropout))));
+  EXPECT_TRUE(same_bits(
+      drop->forward(x),
+      keyed_dropout(x, 0.3,
+                    StepContext::current()->key(layer_from_name("blocks.0.drop"), purpose::kDropout))));
 }
 
 TEST(KeyedDropoutModule, UsesWithinOneForwardAreDistinguished) {
@@ -312,8 +323,11 @@ TEST(KeyedDropoutModule, DataParallelRanksHoldPartsOfOneMask) {
     EXPECT_TRUE(same_bits(drop->forward(whole_input.narrow(0, 4 * rank, 4)), whole.narrow(0, 4 * rank, 4)));
     // The same with rows and tokens flattened, and for a column of a tensor-parallel split with an explicit
     // box.
-    EXPECT_TRUE(same_bits(drop->forward(whole_input.narrow(0, 4 * rank, 4).reshape({40, 8})), whole.narrow(0, 4 * rank, 4).reshape({40, 8})));
-    EXPECT_TRUE(same_bits(drop->forward(whole_input.narrow(0, 4 * rank, 4).narrow(2, 2, 4), {{12, 10, 8}, {4 * rank, 0, 2}}), whole.narrow(0, 4 * rank, 4).narrow(2, 2, 4)));
+    EXPECT_TRUE(same_bits(drop->forward(whole_input.narrow(0, 4 * rank, 4).reshape({40, 8})),
+                          whole.narrow(0, 4 * rank, 4).reshape({40, 8})));
+    EXPECT_TRUE(same_bits(
+        drop->forward(whole_input.narrow(0, 4 * rank, 4).narrow(2, 2, 4), {{12, 10, 8}, {4 * rank, 0, 2}}),
+        whole.narrow(0, 4 * rank, 4).narrow(2, 2, 4)));
   }
 }
 
@@ -333,12 +347,14 @@ TEST(KeyedDropoutModule, InASequentialAndCloned) {
 // gradients.
 struct Recomputed : torch::autograd::Function<Recomputed> {
   using Body = std::function<at::Tensor(const at::Tensor&)>;
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, std::int64_t body) {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
+                            std::int64_t body) {
     context->save_for_backward({x});
     context->saved_data["body"] = body;
     return (*reinterpret_cast<Body*>(body))(x);
   }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, torch::autograd::variable_list gradients) {
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
     const at::AutoGradMode record(true);
     at::Tensor x = context->get_saved_variables()[0].detach().requires_grad_();
     (*reinterpret_cast<Body*>(context->saved_data["body"].toInt()))(x).backward(gradients[0]);

@@ -42,7 +42,9 @@ Outcome run_case(zoo::Case& made, Tensors inputs) {
   return outcome;
 }
 
-bool same_bits(const at::Tensor& a, const at::Tensor& b) { return a.defined() == b.defined() && (!a.defined() || at::equal(a, b)); }
+bool same_bits(const at::Tensor& a, const at::Tensor& b) {
+  return a.defined() == b.defined() && (!a.defined() || at::equal(a, b));
+}
 
 class GpuZoo : public ::testing::TestWithParam<zoo::Entry> {};
 
@@ -50,8 +52,10 @@ TEST_P(GpuZoo, BoxedEqualsPlain) {
   zoo::Case first = on_gpu(GetParam()), second = on_gpu(GetParam()), boxed = on_gpu(GetParam());
   const Outcome expected = run_case(first, first.inputs), again = run_case(second, second.inputs);
   if (boxed.module) {
-    for (const at::Tensor& parameter : boxed.module->parameters()) replace_data(parameter, Boxed::make(parameter.detach()));
-    for (const at::Tensor& buffer : boxed.module->buffers()) replace_data(buffer, Boxed::make(buffer.detach()));
+    for (const at::Tensor& parameter : boxed.module->parameters())
+      replace_data(parameter, Boxed::make(parameter.detach()));
+    for (const at::Tensor& buffer : boxed.module->buffers())
+      replace_data(buffer, Boxed::make(buffer.detach()));
   }
   Tensors inputs;
   for (const at::Tensor& input : boxed.inputs) inputs.push_back(Boxed::make(input));
@@ -65,13 +69,15 @@ TEST_P(GpuZoo, BoxedEqualsPlain) {
     EXPECT_TRUE(payload->inner.is_cuda());
     // Kernels that add in order of arrival differ from run to run even without wrappers.
     const bool exact = same_bits(expected.values[i], again.values[i]);
-    EXPECT_TRUE(exact ? same_bits(expected.values[i], payload->inner) : at::allclose(expected.values[i], payload->inner, 1e-4, 1e-5))
+    EXPECT_TRUE(exact ? same_bits(expected.values[i], payload->inner)
+                      : at::allclose(expected.values[i], payload->inner, 1e-4, 1e-5))
         << i << (exact ? ", bit for bit" : "");
   }
 }
 
 TEST_P(GpuZoo, FakeSaysWhatTheGpuReturns) {
-  if (GetParam().name == "LSTM" || GetParam().name == "GRU") return;  // cuDNN's recurrent kernels have no shape function
+  if (GetParam().name == "LSTM" || GetParam().name == "GRU")
+    return;  // cuDNN's recurrent kernels have no shape function
   zoo::Case real = on_gpu(GetParam()), shape = on_gpu(GetParam());
   const Outcome expected = run_case(real, real.inputs);
   FakeMode mode;
@@ -89,7 +95,8 @@ TEST_P(GpuZoo, FakeSaysWhatTheGpuReturns) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Zoo, GpuZoo, ::testing::ValuesIn(zoo::all()), [](const auto& info) { return info.param.name; });
+INSTANTIATE_TEST_SUITE_P(Zoo, GpuZoo, ::testing::ValuesIn(zoo::all()),
+                         [](const auto& info) { return info.param.name; });
 
 TEST(GpuMode, SeesBackwardOnTheWorkerThread) {
   struct Threads final : Mode {

@@ -10,17 +10,17 @@
 #include "penstock/errors.h"
 #include "penstock/torch/compat/version.h"
 #include "tests/has_text.h"
+#include "tests/throws.h"
 #include "tests/torch/module_zoo.h"
 #include "tests/torch/sample_wrappers.h"
-#include "tests/throws.h"
 
 namespace penstock {
 namespace wrapper_test {
 
-using test::message_of;
 using sample::Boxed;
 using sample::Two;
 using test::has_text;
+using test::message_of;
 using zoo::Tensors;
 
 struct Outcome {
@@ -38,7 +38,8 @@ Outcome run_case(zoo::Case& made, Tensors inputs) {
   if (loss.defined()) loss.backward();
   for (const at::Tensor& input : inputs) run.input_grads.push_back(input.grad());
   if (made.module) {
-    for (const at::Tensor& parameter : made.module->parameters()) run.parameter_grads.push_back(parameter.grad());
+    for (const at::Tensor& parameter : made.module->parameters())
+      run.parameter_grads.push_back(parameter.grad());
     for (const at::Tensor& buffer : made.module->buffers()) run.buffers.push_back(buffer);
   }
   return run;
@@ -48,21 +49,26 @@ Outcome run_case(zoo::Case& made, Tensors inputs) {
 template <class Wrap>
 void wrap_module(zoo::Case& made, Wrap&& wrap) {
   if (!made.module) return;
-  for (const at::Tensor& parameter : made.module->parameters()) replace_data(parameter, wrap(parameter.detach()));
+  for (const at::Tensor& parameter : made.module->parameters())
+    replace_data(parameter, wrap(parameter.detach()));
   for (const at::Tensor& buffer : made.module->buffers()) replace_data(buffer, wrap(buffer.detach()));
 }
 
 ::testing::AssertionResult same_bits(const at::Tensor& expected, const at::Tensor& actual) {
-  if (expected.defined() != actual.defined()) return ::testing::AssertionFailure() << "one of them is undefined";
+  if (expected.defined() != actual.defined())
+    return ::testing::AssertionFailure() << "one of them is undefined";
   if (!expected.defined()) return ::testing::AssertionSuccess();
   if (is_wrapper(actual)) return ::testing::AssertionFailure() << "still a wrapper";
   const at::NoGradGuard no_grad;
-  if (expected.sizes() != actual.sizes() || expected.strides() != actual.strides() || expected.scalar_type() != actual.scalar_type())
-    return ::testing::AssertionFailure() << "expected " << expected.toString() << expected.sizes() << expected.strides() << ", got "
-                                         << actual.toString() << actual.sizes() << actual.strides();
+  if (expected.sizes() != actual.sizes() || expected.strides() != actual.strides() ||
+      expected.scalar_type() != actual.scalar_type())
+    return ::testing::AssertionFailure()
+           << "expected " << expected.toString() << expected.sizes() << expected.strides() << ", got "
+           << actual.toString() << actual.sizes() << actual.strides();
   const auto a = expected.detach().contiguous(), b = actual.detach().contiguous();
   if (std::memcmp(a.data_ptr(), b.data_ptr(), a.nbytes()) != 0)
-    return ::testing::AssertionFailure() << "values differ by up to " << (expected - actual).abs().max().item();
+    return ::testing::AssertionFailure()
+           << "values differ by up to " << (expected - actual).abs().max().item();
   return ::testing::AssertionSuccess();
 }
 
@@ -104,7 +110,8 @@ TEST_P(ZooTest, TwoHoldsTwoIndependentRuns) {
 
   wrap_module(both, [](const at::Tensor& tensor) { return Two::make(tensor, tensor.clone()); });
   Tensors inputs;
-  for (std::size_t i = 0; i < both.inputs.size(); ++i) inputs.push_back(Two::make(both.inputs[i], second.inputs[i].detach()));
+  for (std::size_t i = 0; i < both.inputs.size(); ++i)
+    inputs.push_back(Two::make(both.inputs[i], second.inputs[i].detach()));
   const Outcome actual = run_case(both, inputs);
 
   const auto compare = [](const Tensors& a, const Tensors& b, const Tensors& actual, const char* what) {
@@ -147,9 +154,11 @@ TEST_P(ZooTest, WrappersNest) {
   zoo::Case first = GetParam().make(), nested = GetParam().make();
   if (first.random) return;
   const Outcome expected = run_case(first, first.inputs);
-  wrap_module(nested, [](const at::Tensor& tensor) { return Two::make(Boxed::make(tensor), tensor.clone()); });
+  wrap_module(nested,
+              [](const at::Tensor& tensor) { return Two::make(Boxed::make(tensor), tensor.clone()); });
   Tensors inputs;
-  for (const at::Tensor& input : nested.inputs) inputs.push_back(Two::make(Boxed::make(input), input.clone()));
+  for (const at::Tensor& input : nested.inputs)
+    inputs.push_back(Two::make(Boxed::make(input), input.clone()));
   const Outcome actual = run_case(nested, inputs);
   for (std::size_t i = 0; i < expected.input_grads.size(); ++i) {
     if (!expected.input_grads[i].defined()) continue;
@@ -162,11 +171,14 @@ TEST_P(ZooTest, WrappersNest) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Zoo, ZooTest, ::testing::ValuesIn(zoo::all()), [](const auto& info) { return info.param.name; });
+INSTANTIATE_TEST_SUITE_P(Zoo, ZooTest, ::testing::ValuesIn(zoo::all()),
+                         [](const auto& info) { return info.param.name; });
 
 // ---- single behaviours ----
 
-at::Tensor boxed_leaf(at::IntArrayRef sizes) { return Boxed::make(torch::randn(sizes)).set_requires_grad(true); }
+at::Tensor boxed_leaf(at::IntArrayRef sizes) {
+  return Boxed::make(torch::randn(sizes)).set_requires_grad(true);
+}
 
 const at::Tensor& inner(const at::Tensor& tensor) { return payload_as<Boxed>(tensor)->inner; }
 
@@ -285,7 +297,8 @@ void train_both(Options options) {
     torch::manual_seed(3);
     torch::nn::Sequential model(torch::nn::Linear(4, 8), torch::nn::Tanh(), torch::nn::Linear(8, 1));
     if (wrap)
-      for (const at::Tensor& parameter : model->parameters()) replace_data(parameter, Boxed::make(parameter.detach()));
+      for (const at::Tensor& parameter : model->parameters())
+        replace_data(parameter, Boxed::make(parameter.detach()));
     Optimizer optimizer(model->parameters(), options);
     const at::Tensor x = torch::randn({16, 4}), target = torch::randn({16, 1});
     for (int step = 0; step < 5; ++step) {
@@ -294,17 +307,22 @@ void train_both(Options options) {
       optimizer.step();
     }
     Tensors values;
-    for (const at::Tensor& parameter : model->parameters()) values.push_back(wrap ? inner(parameter) : parameter.detach());
+    for (const at::Tensor& parameter : model->parameters())
+      values.push_back(wrap ? inner(parameter) : parameter.detach());
     return values;
   };
   const Tensors expected = train(false), actual = train(true);
   for (std::size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(same_bits(expected[i], actual[i])) << i;
 }
 
-TEST(Wrapper, Sgd) { train_both<torch::optim::SGD>(torch::optim::SGDOptions(0.1).momentum(0.9).weight_decay(0.01)); }
+TEST(Wrapper, Sgd) {
+  train_both<torch::optim::SGD>(torch::optim::SGDOptions(0.1).momentum(0.9).weight_decay(0.01));
+}
 TEST(Wrapper, AdamW) { train_both<torch::optim::AdamW>(torch::optim::AdamWOptions(0.01)); }
 TEST(Wrapper, Adam) { train_both<torch::optim::Adam>(torch::optim::AdamOptions(0.01).amsgrad(true)); }
-TEST(Wrapper, RmsProp) { train_both<torch::optim::RMSprop>(torch::optim::RMSpropOptions(0.01).momentum(0.5)); }
+TEST(Wrapper, RmsProp) {
+  train_both<torch::optim::RMSprop>(torch::optim::RMSpropOptions(0.01).momentum(0.5));
+}
 
 void set_autocast(bool on) {
 #if PENSTOCK_TORCH_AT_LEAST(2, 4)
@@ -381,15 +399,22 @@ struct Faulty final : Payload {
   void dispatch(const c10::OperatorHandle& op, Stack* stack) override {
     const std::size_t arguments = op.schema().arguments().size();
     switch (fault) {
-      case Fault::Forgets: return;
-      case Fault::TooMany: stack->emplace_back(1); return;
-      case Fault::TooFew: torch::jit::drop(*stack, arguments); return;
+      case Fault::Forgets:
+        return;
+      case Fault::TooMany:
+        stack->emplace_back(1);
+        return;
+      case Fault::TooFew:
+        torch::jit::drop(*stack, arguments);
+        return;
       case Fault::WrongType:
         torch::jit::drop(*stack, arguments);
         stack->emplace_back("text");
         return;
-      case Fault::Throws: throw ValueError("on purpose");
-      case Fault::Refuses: refuse(op);
+      case Fault::Throws:
+        throw ValueError("on purpose");
+      case Fault::Refuses:
+        refuse(op);
     }
   }
   static at::Tensor make(Fault fault) {
@@ -399,7 +424,8 @@ struct Faulty final : Payload {
 
 TEST(FaultyHandler, EveryMistakeNamesOperatorAndSubclass) {
   using Fault = Faulty::Fault;
-  for (const Fault fault : {Fault::Forgets, Fault::TooMany, Fault::TooFew, Fault::WrongType, Fault::Refuses}) {
+  for (const Fault fault :
+       {Fault::Forgets, Fault::TooMany, Fault::TooFew, Fault::WrongType, Fault::Refuses}) {
     const std::string message = message_of<TypeError>([&] { Faulty::make(fault).relu(); });
     EXPECT_TRUE(has_text(message, "Faulty")) << message;
     EXPECT_TRUE(has_text(message, "aten::relu")) << message;

@@ -15,8 +15,8 @@
 #endif
 
 #include "penstock/errors.h"
-#include "penstock/train_config.h"
 #include "penstock/train/config/config_fields.h"
+#include "penstock/train_config.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 #include "tests/train/scratch_folder.h"
@@ -42,7 +42,9 @@ TEST(Fields, AreCompleteAndNamedOnce) {
   for (const ConfigField& field : config_fields()) {
     EXPECT_TRUE(names.insert(field.name()).second) << field.name();
     EXPECT_TRUE(sections.contains(std::string(field.section))) << field.name();
-    EXPECT_TRUE(places.insert(std::visit([](auto* p) -> const void* { return p; }, field.place(config))).second) << field.name();
+    EXPECT_TRUE(
+        places.insert(std::visit([](auto* p) -> const void* { return p; }, field.place(config))).second)
+        << field.name();
     EXPECT_GT(field.help.size(), 8U) << field.name();
     EXPECT_FALSE(field.help.ends_with(".")) << field.name();
     // Every default is allowed.
@@ -86,7 +88,8 @@ TEST(Config, DefaultsAreComplete) {
 // Parameters as the model counts them.
 std::int64_t parameters(const ModelConfig& m) {
   const std::int64_t head = m.width / m.heads;
-  const std::int64_t block = 2 * m.width * m.width + 2 * m.width * head * m.key_value_heads + 3 * m.width * m.feed_width + 2 * m.width;
+  const std::int64_t block = 2 * m.width * m.width + 2 * m.width * head * m.key_value_heads +
+                             3 * m.width * m.feed_width + 2 * m.width;
   return m.layers * block + m.vocabulary * m.width * (m.tie_head ? 1 : 2) + m.width;
 }
 
@@ -105,8 +108,26 @@ TEST(Config, PresetsHaveTheirSizes) {
 }
 
 TEST(Config, ArgumentsOfEveryForm) {
-  const ResolvedConfig resolved = with({"--model.preset=small", "--layers", "10", "--lr", "5e-4", "--skip-bad-files", "--data", "src", "include",
-                                        "--betas", "0.8,0.9", "--trace_steps", "1", "2", "--tie_head", "false", "--optimizer", "AdamW", "--decay", "LINEAR"});
+  const ResolvedConfig resolved = with({"--model.preset=small",
+                                        "--layers",
+                                        "10",
+                                        "--lr",
+                                        "5e-4",
+                                        "--skip-bad-files",
+                                        "--data",
+                                        "src",
+                                        "include",
+                                        "--betas",
+                                        "0.8,0.9",
+                                        "--trace_steps",
+                                        "1",
+                                        "2",
+                                        "--tie_head",
+                                        "false",
+                                        "--optimizer",
+                                        "AdamW",
+                                        "--decay",
+                                        "LINEAR"});
   const TrainConfig& config = resolved.config;
   EXPECT_EQ(config.model.width, 512);
   EXPECT_EQ(config.model.layers, 10);
@@ -164,7 +185,9 @@ TEST(Config, InconsistentValuesNameTheRemedy) {
   const std::vector<Bad> cases = {
       {{"--ranks", "3"}, {"layout.ranks = 3 (--ranks)", "2 * 1 * 1 = 2", "set layout.ranks to 2"}},
       {{"--ranks", "8"}, {"set layout.dp to 4"}},
-      {{"--width", "200"}, {"model.width = 200 (--width) is not a multiple of model.heads = 6 (default)", "set model.width to 204"}},
+      {{"--width", "200"},
+       {"model.width = 200 (--width) is not a multiple of model.heads = 6 (default)",
+        "set model.width to 204"}},
       {{"--width", "6"}, {"even width", "set model.width to 12"}},
       {{"--key_value_heads", "4"}, {"model.heads = 6", "model.key_value_heads = 4"}},
       {{"--tp", "4"}, {"model.heads = 6", "layout.tp = 4"}},
@@ -172,14 +195,16 @@ TEST(Config, InconsistentValuesNameTheRemedy) {
       {{"--pp", "70000"}, {"from 1 to 65536"}},
       {{"--pp", "60000", "--dp", "60000"}, {"at most 65536"}},
       {{"--schedule", "1F2B"}, {"layout.schedule", "1F1B"}},
-      {{"--schedule", "ZBVZeroBubble", "--virtual-stages", "1"}, {"needs 2 stages on each rank", "layout.virtual_stages to 2"}},
+      {{"--schedule", "ZBVZeroBubble", "--virtual-stages", "1"},
+       {"needs 2 stages on each rank", "layout.virtual_stages to 2"}},
       {{"--schedule", "1F1B", "--microbatches", "1"}, {"layout.microbatches = 1 (--microbatches)", "1F1B"}},
       {{"--schedule", "DualPipe", "--microbatches", "5"}, {"layout.microbatches = 5"}},
       {{"--schedule", "no/such.csv"}, {"no/such.csv", "a file that can be read"}},
       {{"--global_batch", "20"}, {"training.global_batch = 20", "1 * 8 * 2 = 16", "16 or 32"}},
       {{"--global_batch", "4"}, {"set training.global_batch to 16"}},
       {{"--global_batch", "32", "--accumulation", "3"}, {"needs 2 runs", "training.accumulation = 3"}},
-      {{"--dp", "65536", "--pp", "1", "--microbatches", "1048576", "--microbatch_size", "1048576"}, {"at most 2^40"}},
+      {{"--dp", "65536", "--pp", "1", "--microbatches", "1048576", "--microbatch_size", "1048576"},
+       {"at most 2^40"}},
       {{"--warmup_steps", "500"}, {"training.warmup_steps = 500", "training.steps = 120"}},
       {{"--loss_scale", "128"}, {"fp16"}},
       {{"--transport", "nccl", "--device", "cpu"}, {"layout.transport", "auto"}},
@@ -191,7 +216,8 @@ TEST(Config, InconsistentValuesNameTheRemedy) {
       {{"--pattern", "AA|"}, {"a stage without blocks"}},
       {{"--pattern", "A|A|A"}, {"has 3 stages", "make 2"}},
       {{"--pattern", "AA|A", "--layers", "4"}, {"has 3 blocks"}},
-      {{"--preset", "small", "--context", "64", "--ranks", "7", "--global_batch", "3"}, {"2 problems in the configuration", "layout.ranks", "training.global_batch"}},
+      {{"--preset", "small", "--context", "64", "--ranks", "7", "--global_batch", "3"},
+       {"2 problems in the configuration", "layout.ranks", "training.global_batch"}},
   };
   for (const Bad& item : cases) {
     const std::string message = message_of<ConfigError>([&] { (void)with(item.arguments); });
@@ -205,10 +231,12 @@ TEST(Config, WhatIsDerived) {
   EXPECT_EQ(with({"--dp", "2", "--tp", "2"}).config.layout.ranks, 8);
   EXPECT_EQ(with({"--schedule", "zbv"}).config.layout.virtual_stages, 2);
   EXPECT_EQ(with({"--schedule", "zbv"}).config.layout.schedule, "ZBVZeroBubble");
-  EXPECT_EQ(with({"--schedule", "dualpipe", "--layers", "2"}).config.layout.virtual_stages, 2);  // two copies of two parts
+  EXPECT_EQ(with({"--schedule", "dualpipe", "--layers", "2"}).config.layout.virtual_stages,
+            2);  // two copies of two parts
   EXPECT_EQ(with({"--key_value_heads", "0"}).config.model.key_value_heads, 6);
   EXPECT_EQ(with({"--feed_width", "0"}).config.model.feed_width, 512);
-  EXPECT_EQ(with({"--feed_width", "0", "--width", "196", "--heads", "2"}).config.model.feed_width, 544);  // 523, rounded up
+  EXPECT_EQ(with({"--feed_width", "0", "--width", "196", "--heads", "2"}).config.model.feed_width,
+            544);  // 523, rounded up
   EXPECT_EQ(with({"--pattern", "AAA|AA"}).config.model.layers, 5);
   EXPECT_EQ(with({"--steps", "5"}).config.training.warmup_steps, 0);
 }
@@ -219,12 +247,18 @@ TEST(Config, ASchedulesOwnFile) {
   const TrainConfig config = with({"--schedule", path, "--microbatches", "2"}).config;
   EXPECT_EQ(config.layout.virtual_stages, 1);
   EXPECT_EQ(config.layout.schedule, path);
-  const auto message = [&](const Arguments& arguments) { return message_of<ConfigError>([&] { (void)with(arguments); }); };
+  const auto message = [&](const Arguments& arguments) {
+    return message_of<ConfigError>([&] { (void)with(arguments); });
+  };
   EXPECT_TRUE(has_text(message({"--schedule", path}), "set layout.microbatches to 2"));
-  EXPECT_TRUE(has_text(message({"--schedule", path, "--microbatches", "2", "--pp", "1"}), "set layout.pp to 2"));
-  EXPECT_TRUE(has_text(message({"--schedule", path, "--microbatches", "2", "--virtual_stages", "2"}), "has 1 stage on each rank"));
+  EXPECT_TRUE(
+      has_text(message({"--schedule", path, "--microbatches", "2", "--pp", "1"}), "set layout.pp to 2"));
+  EXPECT_TRUE(has_text(message({"--schedule", path, "--microbatches", "2", "--virtual_stages", "2"}),
+                       "has 1 stage on each rank"));
   EXPECT_TRUE(has_text(message({"--schedule", folder.write("bad.csv", "0F0,0Q1\n").string()}), "bad.csv"));
-  EXPECT_TRUE(has_text(message({"--schedule", folder.write("order.csv", "0B0,0F0\n").string(), "--pp", "1", "--microbatches", "1"}), "order.csv"));
+  EXPECT_TRUE(has_text(message({"--schedule", folder.write("order.csv", "0B0,0F0\n").string(), "--pp", "1",
+                                "--microbatches", "1"}),
+                       "order.csv"));
 }
 
 // Every numeric key, from the command line and from a file, rejects non-finite values and trailing text.
@@ -232,19 +266,26 @@ TEST(Fields, NumbersAreFiniteWithoutTrailingText) {
   std::size_t numbers = 0;
   for (const ConfigField& field : config_fields()) {
     const FieldData value = field.get(TrainConfig{});
-    const bool list = std::holds_alternative<std::vector<double>>(value) || std::holds_alternative<std::vector<std::int64_t>>(value);
-    if (!list && !std::holds_alternative<std::int64_t>(value) && !std::holds_alternative<double>(value)) continue;
+    const bool list = std::holds_alternative<std::vector<double>>(value) ||
+                      std::holds_alternative<std::vector<std::int64_t>>(value);
+    if (!list && !std::holds_alternative<std::int64_t>(value) && !std::holds_alternative<double>(value))
+      continue;
     ++numbers;
     for (const char* bad : {"nan", "-nan", "inf", "-inf", "1e999", "3x", " 3", "+3", "0x3", ""}) {
       if (list && *bad == '\0') continue;  // a valid empty list
-      const std::string message = message_of<ConfigError>([&] { (void)with({"--" + field.name() + "=" + (list && field.count == 2 ? "0.5," : "") + bad}); });
+      const std::string message = message_of<ConfigError>(
+          [&] { (void)with({"--" + field.name() + "=" + (list && field.count == 2 ? "0.5," : "") + bad}); });
       EXPECT_TRUE(has_text(message, field.name())) << bad;
       EXPECT_TRUE(has_text(message, "expected")) << bad;
     }
 #ifdef PENSTOCK_HAVE_TOML
     for (const char* bad : {"nan", "inf", "-inf", "1e30000"}) {
       const std::string text = list ? std::string("[") + (field.count == 2 ? "0.5, " : "") + bad + "]" : bad;
-      const std::string message = message_of<ConfigError>([&] { (void)parse_config("[" + std::string(field.section) + "]\n" + std::string(field.key) + " = " + text + "\n", "train.toml"); });
+      const std::string message = message_of<ConfigError>([&] {
+        (void)parse_config(
+            "[" + std::string(field.section) + "]\n" + std::string(field.key) + " = " + text + "\n",
+            "train.toml");
+      });
       EXPECT_TRUE(has_text(message, "train.toml:2")) << field.name() << " = " << bad;
     }
 #endif
@@ -253,49 +294,77 @@ TEST(Fields, NumbersAreFiniteWithoutTrailingText) {
 }
 
 TEST(Fields, NamesOfOtherTrainersSuggestOurKeys) {
-  const auto message = [](const std::string& flag) { return message_of<ConfigError>([&] { (void)with({flag, "3"}); }); };
+  const auto message = [](const std::string& flag) {
+    return message_of<ConfigError>([&] { (void)with({flag, "3"}); });
+  };
   EXPECT_TRUE(has_text(message("--learning_rate"), "did you mean training.lr?"));
   EXPECT_TRUE(has_text(message("--learning-rate"), "did you mean training.lr?"));
   EXPECT_TRUE(has_text(message("--training.learning_rate"), "did you mean training.lr?"));
-  EXPECT_TRUE(has_text(message("--batch_size"), "did you mean training.global_batch (samples per step) or layout.microbatch_size (samples per microbatch)?"));
+  EXPECT_TRUE(has_text(message("--batch_size"),
+                       "did you mean training.global_batch (samples per step) or layout.microbatch_size "
+                       "(samples per microbatch)?"));
   EXPECT_TRUE(has_text(message("--block_size"), "did you mean model.context?"));
   EXPECT_TRUE(has_text(message("--n_layer"), "did you mean model.layers?"));
   EXPECT_TRUE(has_text(message("--max_iters"), "did you mean training.steps?"));
   EXPECT_TRUE(has_text(message("--microbatchs"), "did you mean microbatches?"));
   EXPECT_TRUE(has_text(message("--quux"), "penstock train --help lists all keys"));
   // All suggested keys exist.
-  for (const char* name : {"learning_rate", "batch_size", "block_size", "vocab_size", "n_head", "d_model", "grad_clip", "warmup_iters", "out_dir", "save_every", "fsdp", "dtype", "resume_from"}) {
+  for (const char* name :
+       {"learning_rate", "batch_size", "block_size", "vocab_size", "n_head", "d_model", "grad_clip",
+        "warmup_iters", "out_dir", "save_every", "fsdp", "dtype", "resume_from"}) {
     const std::string key = key_for_synonym(name);
     EXPECT_EQ(find_field(key.substr(0, key.find(' ')), "test").name(), key.substr(0, key.find(' ')));
   }
 }
 
 TEST(Config, BinaryArgumentsAreNotEchoedRaw) {
-  for (const Arguments& arguments : {Arguments{"\x1b[31m"}, {"--\x1b[31m", "1"}, {"--lr", "\x1b[31m\x01"}, {"--decay", "\xff\xfe\x1b"}, {"--preset", "\x1b]0;x\x07"}, {"--lr", std::string(100000, 'x')}}) {
+  for (const Arguments& arguments : {Arguments{"\x1b[31m"},
+                                     {"--\x1b[31m", "1"},
+                                     {"--lr", "\x1b[31m\x01"},
+                                     {"--decay", "\xff\xfe\x1b"},
+                                     {"--preset", "\x1b]0;x\x07"},
+                                     {"--lr", std::string(100000, 'x')}}) {
     const std::string message = message_of<ConfigError>([&] { (void)with(arguments); });
-    EXPECT_TRUE(std::none_of(message.begin(), message.end(), [](char c) { return static_cast<unsigned char>(c) < 0x20 || static_cast<unsigned char>(c) >= 0x7f; })) << message;
+    EXPECT_TRUE(std::none_of(message.begin(), message.end(), [](char c) {
+      return static_cast<unsigned char>(c) < 0x20 || static_cast<unsigned char>(c) >= 0x7f;
+    })) << message;
     EXPECT_LT(message.size(), 600u);
   }
 }
 
 TEST(Config, RemediesDoNotRepeatAValue) {
-  EXPECT_TRUE(has_text(message_of<ConfigError>([] { (void)with({"--shard", "2"}); }), "set layout.dp to 2, or layout.shard to 1") );
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] {
+                         (void)with({"--shard", "2"});
+                       }),
+                       "set layout.dp to 2, or layout.shard to 1"));
   EXPECT_EQ(message_of<ConfigError>([] { (void)with({"--shard", "2"}); }).find("1 or 1"), std::string::npos);
-  EXPECT_TRUE(has_text(message_of<ConfigError>([] { (void)with({"--dp", "3", "--shard", "2"}); }), "layout.shard to 1 or 3"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] {
+                         (void)with({"--dp", "3", "--shard", "2"});
+                       }),
+                       "layout.shard to 1 or 3"));
 }
 
 TEST(Config, InterleavedSchedulesHaveTwoStagesARank) {
   const auto stages = [](const Arguments& arguments) { return with(arguments).config.layout.virtual_stages; };
-  for (const char* kind : {"Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "VHalf", "VMin", "DualPipe"}) EXPECT_EQ(stages({"--schedule", kind}), 2) << kind;
+  for (const char* kind : {"Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble",
+                           "DualPipeV", "VHalf", "VMin", "DualPipe"})
+    EXPECT_EQ(stages({"--schedule", kind}), 2) << kind;
   for (const char* kind : {"GPipe", "1F1B", "ZB2P"}) EXPECT_EQ(stages({"--schedule", kind}), 1) << kind;
   EXPECT_EQ(stages({"--schedule", "Interleaved1F1B", "--layers", "12", "--virtual_stages", "3"}), 3);
   EXPECT_EQ(with({"--schedule", "Interleaved1F1B"}).origins.at("layout.virtual_stages"), "derived");
-  EXPECT_TRUE(has_text(message_of<ConfigError>([] { (void)with({"--schedule", "Interleaved1F1B", "--pp", "4"}); }), "lower layout.pp or layout.virtual_stages"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] {
+                         (void)with({"--schedule", "Interleaved1F1B", "--pp", "4"});
+                       }),
+                       "lower layout.pp or layout.virtual_stages"));
 }
 
 TEST(Config, KeysWithoutEffectAreRefusedOnTheCommandLine) {
-  const auto message = [](const Arguments& arguments) { return message_of<ConfigError>([&] { (void)with(arguments); }); };
-  EXPECT_TRUE(has_text(message({"--momentum", "0.5"}), "training.momentum = 0.5 (--momentum) has no effect with training.optimizer = \"adamw\" (default); leave it out"));
+  const auto message = [](const Arguments& arguments) {
+    return message_of<ConfigError>([&] { (void)with(arguments); });
+  };
+  EXPECT_TRUE(has_text(message({"--momentum", "0.5"}),
+                       "training.momentum = 0.5 (--momentum) has no effect with training.optimizer = "
+                       "\"adamw\" (default); leave it out"));
   EXPECT_TRUE(has_text(message({"--optimizer", "sgd", "--betas", "0.9,0.99"}), "training.betas"));
   EXPECT_TRUE(has_text(message({"--optimizer", "sgd", "--epsilon", "1e-6"}), "training.epsilon"));
   EXPECT_TRUE(has_text(message({"--decay", "constant", "--min_lr_ratio", "0.5"}), "training.min_lr_ratio"));
@@ -304,9 +373,11 @@ TEST(Config, KeysWithoutEffectAreRefusedOnTheCommandLine) {
   EXPECT_TRUE(has_text(message({"--pattern", "AA|AA", "--partition", "count"}), "layout.partition"));
   EXPECT_TRUE(has_text(message({"--sample_prompt="}), "output.sample_prompt = \"\""));
   EXPECT_NO_THROW((void)with({"--optimizer", "sgd", "--momentum", "0.5"}));
-  EXPECT_NO_THROW((void)with({"--validate_every", "0", "--validate_batches", "3"})) << "switched off, not mistaken";
+  EXPECT_NO_THROW((void)with({"--validate_every", "0", "--validate_batches", "3"}))
+      << "switched off, not mistaken";
 #ifdef PENSTOCK_HAVE_TOML
-  EXPECT_NO_THROW((void)parse_config("[training]\nmomentum = 0.5\n", "run/config.toml")) << "the file of a run has all keys";
+  EXPECT_NO_THROW((void)parse_config("[training]\nmomentum = 0.5\n", "run/config.toml"))
+      << "the file of a run has all keys";
 #endif
 }
 
@@ -314,8 +385,9 @@ TEST(Fields, AKeyOfSeveralSectionsNeedsItsSection) {
   std::vector<ConfigField> fields(config_fields().begin(), config_fields().begin() + 2);
   fields.push_back(fields[1]);
   fields.back().section = "other";
-  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)find_field("vocabulary", "--vocabulary", fields); }),
-                       "one of model.vocabulary, other.vocabulary"));
+  EXPECT_TRUE(
+      has_text(message_of<ConfigError>([&] { (void)find_field("vocabulary", "--vocabulary", fields); }),
+               "one of model.vocabulary, other.vocabulary"));
   EXPECT_EQ(find_field("other.vocabulary", "", fields).section, "other");
 }
 
@@ -326,8 +398,10 @@ TEST(Page, IsUpToDate) {
   if (std::getenv("PENSTOCK_UPDATE_DOCS") != nullptr) std::ofstream(path) << configuration_page();
   std::ifstream file(path);
   const std::string text{std::istreambuf_iterator<char>(file), {}};
-  EXPECT_TRUE(text == configuration_page()) << path << " is out of date: run PENSTOCK_UPDATE_DOCS=1 ./test -R train_config_test and commit it";
-  for (const ConfigField& field : config_fields()) EXPECT_TRUE(has_text(text, "`" + std::string(field.key) + "`"));
+  EXPECT_TRUE(text == configuration_page())
+      << path << " is out of date: run PENSTOCK_UPDATE_DOCS=1 ./test -R train_config_test and commit it";
+  for (const ConfigField& field : config_fields())
+    EXPECT_TRUE(has_text(text, "`" + std::string(field.key) + "`"));
 }
 
 #ifdef PENSTOCK_HAVE_TOML
@@ -351,14 +425,24 @@ TEST(ConfigFile, ValuesAndTheirPlaces) {
 }
 
 TEST(ConfigFile, ADecimalPointIsShown) {
-  EXPECT_TRUE(has_text(message_of<ConfigError>([] { (void)parse_config("[training]\nsteps = 3.0\n", "train.toml"); }), "training.steps: got 3.0, expected a whole number"));
-  EXPECT_TRUE(has_text(message_of<ConfigError>([] { (void)parse_config("[layout]\npp = 2e0\n", "train.toml"); }), "layout.pp: got 2.0, expected a whole number"));
+  EXPECT_TRUE(
+      has_text(message_of<ConfigError>([] { (void)parse_config("[training]\nsteps = 3.0\n", "train.toml"); }),
+               "training.steps: got 3.0, expected a whole number"));
+  EXPECT_TRUE(
+      has_text(message_of<ConfigError>([] { (void)parse_config("[layout]\npp = 2e0\n", "train.toml"); }),
+               "layout.pp: got 2.0, expected a whole number"));
 }
 
 TEST(ConfigFile, BinaryFilesAreNotEchoedRaw) {
-  for (const std::string text : {"\x7f" "ELF\x02\x01\x01", "[model]\nwidth = \"\x1b[31m\"\n", "\x1b[31m = 3\n", "[\"\\u001b[31m\"]\nx = 1\n", "[model]\n\"\\u001b\" = 1\n", "[model]\npreset = \"\\u001b[31m\"\n"}) {
+  for (const std::string text :
+       {"\x7f"
+        "ELF\x02\x01\x01",
+        "[model]\nwidth = \"\x1b[31m\"\n", "\x1b[31m = 3\n", "[\"\\u001b[31m\"]\nx = 1\n",
+        "[model]\n\"\\u001b\" = 1\n", "[model]\npreset = \"\\u001b[31m\"\n"}) {
     const std::string message = message_of<ConfigError>([&] { (void)parse_config(text, "train.toml"); });
-    EXPECT_TRUE(std::none_of(message.begin(), message.end(), [](char c) { return (static_cast<unsigned char>(c) < 0x20 && c != '\n') || c == 0x7f; })) << message;
+    EXPECT_TRUE(std::none_of(message.begin(), message.end(), [](char c) {
+      return (static_cast<unsigned char>(c) < 0x20 && c != '\n') || c == 0x7f;
+    })) << message;
   }
 }
 
@@ -387,7 +471,8 @@ TEST(ConfigFile, BadFiles) {
       {"[layout]\nranks = 3\n", {"layout.ranks = 3 (train.toml:2)"}},
   };
   for (const auto& [text, says] : cases) {
-    const std::string message = message_of<ConfigError>([&text = text] { (void)parse_config(text, "train.toml"); });
+    const std::string message =
+        message_of<ConfigError>([&text = text] { (void)parse_config(text, "train.toml"); });
     for (const std::string& part : says) EXPECT_TRUE(has_text(message, part)) << text;
   }
 }
@@ -396,16 +481,22 @@ TEST(ConfigFile, FilesOnDisk) {
   const ScratchFolder folder;
   const auto path = folder.write("train.toml", "[layout]\npp = 1\n");
   EXPECT_EQ(load_config({.file = path, .arguments = {}}).config.layout.pp, 1);
-  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)load_config({.file = folder / "no.toml", .arguments = {}}); }), "no.toml"));
-  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)load_config({.file = folder.path(), .arguments = {}}); }), "directory"));
+  EXPECT_TRUE(has_text(
+      message_of<ConfigError>([&] { (void)load_config({.file = folder / "no.toml", .arguments = {}}); }),
+      "no.toml"));
+  EXPECT_TRUE(
+      has_text(message_of<ConfigError>([&] { (void)load_config({.file = folder.path(), .arguments = {}}); }),
+               "directory"));
 }
 
 TEST(ConfigFile, WhatIsWrittenReadsBackTheSame) {
   for (const std::string& preset : preset_names()) {
-    const ResolvedConfig resolved = with({"--preset", preset, "--dp", "2", "--sample_prompt", "a \"b\" \\ \n\t\x01 \xC3\xA4", "--data", "x y"});
+    const ResolvedConfig resolved = with({"--preset", preset, "--dp", "2", "--sample_prompt",
+                                          "a \"b\" \\ \n\t\x01 \xC3\xA4", "--data", "x y"});
     const std::string text = to_toml(resolved);
     EXPECT_EQ(parse_config(text, "config.toml").config, resolved.config) << text;
-    for (const ConfigField& field : config_fields()) EXPECT_TRUE(has_text(text, "# " + std::string(field.help)));
+    for (const ConfigField& field : config_fields())
+      EXPECT_TRUE(has_text(text, "# " + std::string(field.help)));
     EXPECT_TRUE(has_text(text, "dp = 2  # --dp\n"));
   }
 }
@@ -420,7 +511,8 @@ RC_GTEST_PROP(ConfigProperty, TomlRoundTrip, ()) {
   };
   const auto number = [](int low, int high) { return std::to_string(*rc::gen::inRange(low, high)); };
   const auto any = [] {  // an arbitrary positive double, as text that reads back the same
-    return to_toml(FieldData(static_cast<double>(*rc::gen::inRange<std::int64_t>(1, std::int64_t{1} << 53)) * 0x1p-53));
+    return to_toml(
+        FieldData(static_cast<double>(*rc::gen::inRange<std::int64_t>(1, std::int64_t{1} << 53)) * 0x1p-53));
   };
   maybe("preset", *rc::gen::elementOf(preset_names()));
   maybe("dp", number(1, 9));
@@ -472,15 +564,29 @@ TEST(Config, NamedSourcesHaveNoCap) {
     EXPECT_EQ(resolved.config.data.cap_bytes, 0) << preset;
     EXPECT_EQ(resolved.origins.at("data.cap_bytes"), "derived") << preset;
   }
-  EXPECT_EQ(parse_config("", "t", {"--data", "input.txt", "--cap_bytes", "1000"}).config.data.cap_bytes, 1000);
+  EXPECT_EQ(parse_config("", "t", {"--data", "input.txt", "--cap_bytes", "1000"}).config.data.cap_bytes,
+            1000);
 }
 
 TEST(Config, FormatsOfData) {
-  EXPECT_EQ(parse_config("", "t", {"--data", "train.bin", "--data.format", "UINT16"}).config.data.format, "uint16");
-  EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_config("", "t", {"--data.format", "uint16"}); }), "needs files"));
-  EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_config("", "t", {"--shards", "x", "--data.format", "uint16"}); }), "leave data.format out"));
-  EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_config("", "t", {"--shards", "x", "--end_of_document", "1"}); }), "leave data.end_of_document out"));
-  EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_config("", "t", {"--data", "x", "--data.format", "uint61"}); }), "did you mean uint16?"));
+  EXPECT_EQ(parse_config("", "t", {"--data", "train.bin", "--data.format", "UINT16"}).config.data.format,
+            "uint16");
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] {
+                         parse_config("", "t", {"--data.format", "uint16"});
+                       }),
+                       "needs files"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] {
+                         parse_config("", "t", {"--shards", "x", "--data.format", "uint16"});
+                       }),
+                       "leave data.format out"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] {
+                         parse_config("", "t", {"--shards", "x", "--end_of_document", "1"});
+                       }),
+                       "leave data.end_of_document out"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] {
+                         parse_config("", "t", {"--data", "x", "--data.format", "uint61"});
+                       }),
+                       "did you mean uint16?"));
 }
 
 }  // namespace config_test

@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "penstock/errors.h"
-#include "penstock/world.h"
 #include "penstock/train/job/configured_data.h"
 #include "penstock/trainer.h"
+#include "penstock/world.h"
 #include "tests/has_text.h"
 #include "tests/train/scratch_folder.h"
 #include "tests/train/token_file_bytes.h"
@@ -42,8 +42,40 @@ struct Seen final : Observer {
 };
 
 TrainConfig config_with(const std::vector<std::string>& more) {
-  std::vector<std::string> arguments{"--model.width", "16", "--layers", "2", "--heads", "2", "--key_value_heads", "2", "--feed_width", "32", "--context", "16", "--pp", "1", "--microbatches", "4", "--microbatch_size", "2", "--steps", "6",
-                                     "--validate_every", "3", "--validate_batches", "1", "--checkpoint.every", "3", "--keep", "5", "--trace_steps", "1000", "--layout.device", "cpu", "--warmup_steps", "1"};
+  std::vector<std::string> arguments{"--model.width",
+                                     "16",
+                                     "--layers",
+                                     "2",
+                                     "--heads",
+                                     "2",
+                                     "--key_value_heads",
+                                     "2",
+                                     "--feed_width",
+                                     "32",
+                                     "--context",
+                                     "16",
+                                     "--pp",
+                                     "1",
+                                     "--microbatches",
+                                     "4",
+                                     "--microbatch_size",
+                                     "2",
+                                     "--steps",
+                                     "6",
+                                     "--validate_every",
+                                     "3",
+                                     "--validate_batches",
+                                     "1",
+                                     "--checkpoint.every",
+                                     "3",
+                                     "--keep",
+                                     "5",
+                                     "--trace_steps",
+                                     "1000",
+                                     "--layout.device",
+                                     "cpu",
+                                     "--warmup_steps",
+                                     "1"};
   arguments.insert(arguments.end(), more.begin(), more.end());
   return parse_config("", "test", arguments).config;
 }
@@ -77,7 +109,8 @@ std::string some_text(std::size_t size) {
 
 std::vector<std::uint32_t> some_tokens(std::size_t count, std::uint32_t below, std::uint32_t end) {
   std::vector<std::uint32_t> tokens;
-  for (std::size_t i = 0; i < count; ++i) tokens.push_back(i % 37 == 0 ? end : static_cast<std::uint32_t>(i * 7919 % 97 * 3 % below));
+  for (std::size_t i = 0; i < count; ++i)
+    tokens.push_back(i % 37 == 0 ? end : static_cast<std::uint32_t>(i * 7919 % 97 * 3 % below));
   return tokens;
 }
 
@@ -93,7 +126,8 @@ TEST(DataRun, TokenFilesOfLlmC) {
   std::filesystem::create_directories(folder / "gpt2");
   write_bytes(folder / "gpt2/a_000001.bin", gpt2_file(some_tokens(3000, 50256, 50256)));
   write_bytes(folder / "gpt2/a_000002.bin", gpt2_file(some_tokens(2000, 50256, 50256)));
-  const std::vector<std::string> more{"--model.vocabulary", "50257", "--data", (folder / "gpt2/*.bin").string()};
+  const std::vector<std::string> more{"--model.vocabulary", "50257", "--data",
+                                      (folder / "gpt2/*.bin").string()};
   expect_same_after_restart(folder, more);
   EXPECT_FALSE(std::filesystem::exists(folder / "whole/data"));  // they are read in place
 }
@@ -114,11 +148,16 @@ TEST(DataRun, WhatIsRefusedSaysWhatToDo) {
   };
   EXPECT_TRUE(has_text(refusal({"--data", (folder / "train.bin").string()}), "data.format = \"uint16\""));
   // GPT-2 tokens in a model for bytes.
-  EXPECT_TRUE(has_text(refusal({"--data", (folder / "train.bin").string(), "--data.format", "uint16"}), "train.bin: token 0: got 50256, expected a number below the vocabulary of 257"));
-  EXPECT_TRUE(has_text(refusal({"--data", (folder / "gpt2.bin").string()}), "model.vocabulary: got 257, expected at least the 50257 of the data"));
-  EXPECT_TRUE(has_text(refusal({"--data", (folder / "gpt2.bin").string(), "--cap_bytes", "1000"}), "data.cap_bytes"));
-  EXPECT_TRUE(has_text(refusal({"--data", (folder / "input.txt").string(), "--end_of_document", "10"}), "data.end_of_document"));
-  EXPECT_TRUE(has_text(refusal({"--data", (folder / "input.txt").string()}), "raise data.validation_fraction to 0.057"));
+  EXPECT_TRUE(has_text(refusal({"--data", (folder / "train.bin").string(), "--data.format", "uint16"}),
+                       "train.bin: token 0: got 50256, expected a number below the vocabulary of 257"));
+  EXPECT_TRUE(has_text(refusal({"--data", (folder / "gpt2.bin").string()}),
+                       "model.vocabulary: got 257, expected at least the 50257 of the data"));
+  EXPECT_TRUE(
+      has_text(refusal({"--data", (folder / "gpt2.bin").string(), "--cap_bytes", "1000"}), "data.cap_bytes"));
+  EXPECT_TRUE(has_text(refusal({"--data", (folder / "input.txt").string(), "--end_of_document", "10"}),
+                       "data.end_of_document"));
+  EXPECT_TRUE(has_text(refusal({"--data", (folder / "input.txt").string()}),
+                       "raise data.validation_fraction to 0.057"));
 }
 
 // Work that the other ranks wait for may take longer than their timeouts.
@@ -135,7 +174,8 @@ TEST(LongWork, DoesNotTimeOutTheOtherRanks) {
   // All ranks get its error.
   const std::string message = error_of([] {
     comm::run_ranks(2, 60s, [](comm::World& world) {
-      run_on_first_rank(world, "work", 10ms, [](const std::atomic<bool>&) { throw ConfigError("no such text"); });
+      run_on_first_rank(world, "work", 10ms,
+                        [](const std::atomic<bool>&) { throw ConfigError("no such text"); });
       ADD_FAILURE() << "rank " << world.rank() << " continues";
     });
   });

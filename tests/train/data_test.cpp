@@ -17,8 +17,8 @@
 #include <rapidcheck/gtest.h>
 #endif
 
-#include "penstock/errors.h"
 #include "penstock/base/checksum.h"
+#include "penstock/errors.h"
 #include "penstock/train/data/byte_tokenizer.h"
 #include "penstock/train/data/make_shards.h"
 #include "penstock/train/data/source_files.h"
@@ -62,8 +62,11 @@ TEST(ByteTokenizer, BytesAndBack) {
   std::vector<std::int64_t> wide(tokens.begin(), tokens.end());
   wide.push_back(byte_tokenizer::kEndOfDocument);
   EXPECT_EQ(byte_tokenizer::decode(wide), all);
-  EXPECT_EQ(byte_tokenizer::decode(std::vector<std::int64_t>{65, 300, 66}), "A\xEF\xBF\xBD" "B");
-  EXPECT_TRUE(has_text(message_of<ValueError>([] { (void)byte_tokenizer::decode(std::vector<std::int64_t>{-100}); }), "-100"));
+  EXPECT_EQ(byte_tokenizer::decode(std::vector<std::int64_t>{65, 300, 66}),
+            "A\xEF\xBF\xBD"
+            "B");
+  EXPECT_TRUE(has_text(
+      message_of<ValueError>([] { (void)byte_tokenizer::decode(std::vector<std::int64_t>{-100}); }), "-100"));
 }
 
 using Documents = std::vector<std::vector<std::uint32_t>>;
@@ -86,9 +89,9 @@ TEST(TokenShard, ReadsWhatWasWritten) {
   const ScratchFolder folder;
   for (const std::uint64_t vocabulary : {256ULL, 257ULL, 65536ULL, 65537ULL, 4294967296ULL}) {
     const auto eod = static_cast<std::uint32_t>(vocabulary - 1);
-    const auto shard = TokenShard::open(
-        write_shard(folder / "a.tokens", {{1, 2, 3}, {}, {eod - 1, 0}},
-                    {.vocabulary = vocabulary, .end_of_document = eod, .block_bytes = 64}));
+    const auto shard =
+        TokenShard::open(write_shard(folder / "a.tokens", {{1, 2, 3}, {}, {eod - 1, 0}},
+                                     {.vocabulary = vocabulary, .end_of_document = eod, .block_bytes = 64}));
     EXPECT_EQ(shard->header().token_bytes, vocabulary <= 256 ? 1U : vocabulary <= 65536 ? 2U : 4U);
     EXPECT_EQ(all_tokens(*shard), (std::vector<std::int64_t>{1, 2, 3, eod, eod, eod - 1, 0, eod}));
     ASSERT_EQ(shard->documents(), 3U);
@@ -104,7 +107,8 @@ TEST(TokenShard, ReadsWhatWasWritten) {
 
 TEST(TokenShard, RefusesWhatIsOutside) {
   const ScratchFolder folder;
-  const auto shard = TokenShard::open(write_shard(folder / "a.tokens", {{1, 2, 3}}, {.vocabulary = 257, .end_of_document = 256}));
+  const auto shard = TokenShard::open(
+      write_shard(folder / "a.tokens", {{1, 2, 3}}, {.vocabulary = 257, .end_of_document = 256}));
   std::vector<std::int64_t> out(3);
   EXPECT_THROW(shard->read(2, out), ValueError);
   EXPECT_THROW(shard->read(~std::uint64_t{0}, out), ValueError);
@@ -127,7 +131,8 @@ TEST(TokenShard, EveryChangedByteIsFound) {
 
 TEST(TokenShard, EveryOtherLengthIsFound) {
   const ScratchFolder folder;
-  const auto path = write_shard(folder / "a.tokens", {{1, 2, 3}, {9}}, {.vocabulary = 257, .end_of_document = 256});
+  const auto path =
+      write_shard(folder / "a.tokens", {{1, 2, 3}, {9}}, {.vocabulary = 257, .end_of_document = 256});
   const auto good = read_bytes(path);
   for (std::size_t size = 0; size < good.size(); ++size) {
     write_bytes(folder / "cut.tokens", {good.begin(), good.begin() + static_cast<std::ptrdiff_t>(size)});
@@ -158,7 +163,8 @@ TEST(TokenShard, DamageIsFoundWhenItIsReadAndNamesThePlace) {
 // Headers with valid checksums whose fields contradict the file or each other.
 TEST(TokenShard, InconsistentHeadersAreRefused) {
   const ScratchFolder folder;
-  const auto path = write_shard(folder / "a.tokens", {{1, 2, 3}, {9}}, {.vocabulary = 257, .end_of_document = 256});
+  const auto path =
+      write_shard(folder / "a.tokens", {{1, 2, 3}, {9}}, {.vocabulary = 257, .end_of_document = 256});
   const auto good = read_bytes(path);
   const TokenShardHeader header = decode_shard_header(good, "a");
   const std::uint64_t huge = ~std::uint64_t{0};
@@ -191,12 +197,16 @@ TEST(TokenShard, InconsistentHeadersAreRefused) {
 TEST(TokenShardWriter, WhatItRefuses) {
   const ScratchFolder folder;
   EXPECT_THROW(TokenShardWriter(folder / "a.tokens", {.vocabulary = 0}), ValueError);
-  EXPECT_THROW(TokenShardWriter(folder / "a.tokens", {.vocabulary = 257, .end_of_document = 257}), ValueError);
-  EXPECT_THROW(TokenShardWriter(folder / "a.tokens", {.vocabulary = 257, .end_of_document = 256, .token_bytes = 1}), ValueError);
+  EXPECT_THROW(TokenShardWriter(folder / "a.tokens", {.vocabulary = 257, .end_of_document = 257}),
+               ValueError);
+  EXPECT_THROW(
+      TokenShardWriter(folder / "a.tokens", {.vocabulary = 257, .end_of_document = 256, .token_bytes = 1}),
+      ValueError);
   EXPECT_TRUE(has_text(message_of<ConfigError>([&] {
-                TokenShardWriter(folder / "none" / "a.tokens", {.vocabulary = 257, .end_of_document = 256});
-              }),
-              "No such file"));
+                         TokenShardWriter(folder / "none" / "a.tokens",
+                                          {.vocabulary = 257, .end_of_document = 256});
+                       }),
+                       "No such file"));
   TokenShardWriter writer(folder / "a.tokens", {.vocabulary = 257, .end_of_document = 256});
   EXPECT_THROW(writer.add_document(std::vector<std::uint32_t>{257}, 0), ValueError);
   EXPECT_THROW(writer.add_document(std::vector<std::uint32_t>{256}, 0), ValueError);
@@ -219,8 +229,9 @@ TEST(TokenShardWriter, NothingIsSeenBeforeTheEnd) {
 
 TEST(TokenShard, ThreadsReadTheSame) {
   const ScratchFolder folder;
-  const auto shard = TokenShard::open(write_shard(folder / "a.tokens", {std::vector<std::uint32_t>(5000, 7)},
-                                                  {.vocabulary = 257, .end_of_document = 256, .block_bytes = 64}));
+  const auto shard =
+      TokenShard::open(write_shard(folder / "a.tokens", {std::vector<std::uint32_t>(5000, 7)},
+                                   {.vocabulary = 257, .end_of_document = 256, .block_bytes = 64}));
   std::vector<std::thread> threads;
   for (int i = 0; i < 4; ++i) threads.emplace_back([&] { shard->verify(); });
   for (auto& thread : threads) thread.join();
@@ -248,21 +259,34 @@ TEST(TokenDataset, JoinsShardsAndSplitsByKey) {
   EXPECT_EQ(training->tokens(), 7U);
   EXPECT_EQ(validation->tokens(), 3U);
   EXPECT_EQ(validation->tokens_of_all_splits(), 10U);
-  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder.path(), DataSplit::Training, 1); }), "lower data.validation_fraction"));
-  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder.path(), DataSplit::Validation, 0.01); }), "raise data.validation_fraction"));
-  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder.path(), DataSplit::Validation, 0); }), "raise data.validation_fraction"));
+  EXPECT_TRUE(has_text(
+      message_of<ConfigError>([&] { (void)TokenDataset::open(folder.path(), DataSplit::Training, 1); }),
+      "lower data.validation_fraction"));
+  EXPECT_TRUE(has_text(
+      message_of<ConfigError>([&] { (void)TokenDataset::open(folder.path(), DataSplit::Validation, 0.01); }),
+      "raise data.validation_fraction"));
+  EXPECT_TRUE(has_text(
+      message_of<ConfigError>([&] { (void)TokenDataset::open(folder.path(), DataSplit::Validation, 0); }),
+      "raise data.validation_fraction"));
   EXPECT_NE(dataset->fingerprint(), validation->fingerprint());
-  EXPECT_NE(TokenDataset::open(folder.path(), DataSplit::Validation, 0.4)->fingerprint(), validation->fingerprint());
+  EXPECT_NE(TokenDataset::open(folder.path(), DataSplit::Validation, 0.4)->fingerprint(),
+            validation->fingerprint());
   EXPECT_EQ(dataset->fingerprint(), TokenDataset::open(folder.path(), DataSplit::All, 0)->fingerprint());
 }
 
 TEST(TokenDataset, RefusesFoldersWithoutShards) {
   const ScratchFolder folder;
-  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder.path(), DataSplit::All, 0); }), "penstock data make"));
-  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder / "no", DataSplit::All, 0); }), "No such file"));
+  EXPECT_TRUE(
+      has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder.path(), DataSplit::All, 0); }),
+               "penstock data make"));
+  EXPECT_TRUE(
+      has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder / "no", DataSplit::All, 0); }),
+               "No such file"));
   write_shard(folder / "a.tokens", {{1}}, {.vocabulary = 257, .end_of_document = 256});
   write_shard(folder / "b.tokens", {{1}}, {.vocabulary = 300, .end_of_document = 256});
-  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder.path(), DataSplit::All, 0); }), "b.tokens: vocabulary"));
+  EXPECT_TRUE(
+      has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder.path(), DataSplit::All, 0); }),
+               "b.tokens: vocabulary"));
 }
 
 TEST(DataSplit, IsMonotoneInTheFraction) {
@@ -276,7 +300,8 @@ TEST(DataSplit, IsMonotoneInTheFraction) {
   EXPECT_THROW((void)is_validation(0, std::nan("")), ValueError);
 }
 
-// Sources ------------------------------------------------------------------------------------------------------------
+// Sources
+// ------------------------------------------------------------------------------------------------------------
 
 std::vector<std::string> names(const SourceList& list) {
   std::vector<std::string> result;
@@ -295,7 +320,8 @@ TEST(Sources, FoundSortedFilteredAndOnce) {
   fs::create_symlink(folder / "src/b.h", folder / "src/z.h");
   SourceOptions options;
   options.paths = {folder / "src", folder / "src/a"};
-  EXPECT_EQ(names(find_sources(options)), (std::vector<std::string>{"a/x.cpp", "a/y.H", "b.h", "plain", "readme.md"}));
+  EXPECT_EQ(names(find_sources(options)),
+            (std::vector<std::string>{"a/x.cpp", "a/y.H", "b.h", "plain", "readme.md"}));
   options.extensions = {"h", ""};
   const SourceList list = find_sources(options);
   EXPECT_EQ(names(list), (std::vector<std::string>{"a/y.H", "b.h", "plain"}));
@@ -310,12 +336,15 @@ TEST(Sources, BadFilesAreErrorsWithTheirNamesUnlessSkipped) {
     const char* name;
     const char* why;
   };
-  for (const Case& item : {Case{"empty.h", "an empty file"}, Case{"gone.h", "No such file"}, Case{"pipe.h", "not a regular file"}}) {
+  for (const Case& item : {Case{"empty.h", "an empty file"}, Case{"gone.h", "No such file"},
+                           Case{"pipe.h", "not a regular file"}}) {
     const ScratchFolder folder;
     folder.write("good.h", "g");
     if (item.name == std::string("empty.h")) folder.write("empty.h", "");
     if (item.name == std::string("gone.h")) fs::create_symlink("/nowhere/at/all", folder / "gone.h");
-    if (item.name == std::string("pipe.h")) { ASSERT_EQ(std::system(("mkfifo '" + (folder / "pipe.h").string() + "'").c_str()), 0); }
+    if (item.name == std::string("pipe.h")) {
+      ASSERT_EQ(std::system(("mkfifo '" + (folder / "pipe.h").string() + "'").c_str()), 0);
+    }
     SourceOptions options;
     options.paths = {folder.path()};
     const std::string message = message_of<ConfigError>([&] { (void)find_sources(options); });
@@ -334,7 +363,8 @@ TEST(Sources, AGivenPathMustExist) {
   SourceOptions options;
   options.paths = {"/nowhere/at/all"};
   options.skip_bad_files = true;
-  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)find_sources(options); }), "/nowhere/at/all: source"));
+  EXPECT_TRUE(
+      has_text(message_of<ConfigError>([&] { (void)find_sources(options); }), "/nowhere/at/all: source"));
 }
 
 TEST(Sources, LimitsOfSize) {
@@ -350,7 +380,8 @@ TEST(Sources, LimitsOfSize) {
   EXPECT_EQ(list.bytes, 1000U);
   EXPECT_EQ(list.too_large, 1U);
   EXPECT_EQ(list.beyond_cap, 40U);
-  EXPECT_TRUE(std::is_sorted(list.files.begin(), list.files.end(), [](const auto& a, const auto& b) { return a.relative < b.relative; }));
+  EXPECT_TRUE(std::is_sorted(list.files.begin(), list.files.end(),
+                             [](const auto& a, const auto& b) { return a.relative < b.relative; }));
   EXPECT_EQ(names(find_sources(options)), names(list));
   // If no file fits, one is truncated.
   options.cap_bytes = 10;
@@ -381,7 +412,8 @@ TEST(Sources, GivenSourcesHaveNoLimit) {
   EXPECT_EQ(all, list.bytes);
   EXPECT_LE(largest, std::size_t{1} << 20);
   options.paths = {folder / "*.none"};
-  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)find_sources(options); }), "a pattern that matches nothing"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)find_sources(options); }),
+                       "a pattern that matches nothing"));
 }
 
 TEST(Sources, DefaultSourcesExist) {
@@ -392,7 +424,8 @@ TEST(Sources, DefaultSourcesExist) {
   EXPECT_GT(list.bytes, 900000U);
 }
 
-// Making ---------------------------------------------------------------------------------------------------------------
+// Making
+// ---------------------------------------------------------------------------------------------------------------
 
 TEST(MakeShards, FilesBecomeDocuments) {
   const ScratchFolder folder;
@@ -417,7 +450,8 @@ TEST(MakeShards, FilesBecomeDocuments) {
   EXPECT_EQ(documents.back(), 2);
 
   // Existing shards are replaced only with overwrite; the same files produce the same bytes.
-  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { make_shards(folder / "out", options); }), "--overwrite"));
+  EXPECT_TRUE(
+      has_text(message_of<ConfigError>([&] { make_shards(folder / "out", options); }), "--overwrite"));
   const auto before = read_bytes(folder / "out/shard-00000.tokens");
   options.overwrite = true;
   options.progress = {};
@@ -455,7 +489,8 @@ TEST(MakeShards, ALargeFileIsReadInPieces) {
   folder.write("bad/large.txt", text);
   folder.write("bad/small.txt", "small");
   options.sources.paths = {folder / "bad"};
-  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { make_shards(folder / "none", options); }), "zero byte at " + std::to_string(text.size() - 5)));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { make_shards(folder / "none", options); }),
+                       "zero byte at " + std::to_string(text.size() - 5)));
   EXPECT_FALSE(fs::exists(folder / "none"));
   options.sources.skip_bad_files = true;
   const MakeShardsResult rest = make_shards(folder / "rest", options);
@@ -466,7 +501,8 @@ TEST(MakeShards, ALargeFileIsReadInPieces) {
 TEST(MakeShards, NothingIsStartedWithoutDiskSpace) {
   const ScratchFolder folder;
   check_space_for_shards(folder / "not/there/yet", 1000, 1);
-  const std::string message = message_of<ConfigError>([&] { check_space_for_shards(folder / "not/there/yet", std::uint64_t{1} << 60, 1); });
+  const std::string message = message_of<ConfigError>(
+      [&] { check_space_for_shards(folder / "not/there/yet", std::uint64_t{1} << 60, 1); });
   EXPECT_TRUE(has_text(message, "there/yet: free space for token shards"));
   EXPECT_TRUE(has_text(message, "data.cap_bytes"));
   EXPECT_TRUE(fs::is_empty(folder.path()));
@@ -520,21 +556,27 @@ TEST(MakeShards, TheSplitIsByFileAndDoesNotDependOnOthers) {
   const auto before = texts(*validation);
   for (int i = 0; i < 200; i += 2) fs::remove(folder / ("src/f" + std::to_string(i) + ".h"));
   make_shards(folder / "half", options);
-  for (const std::string& text : texts(*TokenDataset::open(folder / "half", DataSplit::Validation, 0.2))) EXPECT_TRUE(before.contains(text));
-  for (const std::string& text : texts(*TokenDataset::open(folder / "half", DataSplit::Training, 0.2))) EXPECT_FALSE(before.contains(text));
+  for (const std::string& text : texts(*TokenDataset::open(folder / "half", DataSplit::Validation, 0.2)))
+    EXPECT_TRUE(before.contains(text));
+  for (const std::string& text : texts(*TokenDataset::open(folder / "half", DataSplit::Training, 0.2)))
+    EXPECT_FALSE(before.contains(text));
 }
 
 #ifdef PENSTOCK_HAVE_RAPIDCHECK
 RC_GTEST_PROP(TokenShardProperty, RoundTrip, ()) {
   const ScratchFolder folder;
   const auto vocabulary = *rc::gen::element<std::uint64_t>(2, 256, 257, 65537);
-  const auto eod = *rc::gen::inRange<std::uint32_t>(0, static_cast<std::uint32_t>(std::min<std::uint64_t>(vocabulary, 1000)));
-  const auto token = rc::gen::suchThat(rc::gen::inRange<std::uint32_t>(0, static_cast<std::uint32_t>(vocabulary)),
-                                       [eod](std::uint32_t t) { return t != eod; });
-  const auto documents = *rc::gen::nonEmpty(rc::gen::container<Documents>(rc::gen::container<std::vector<std::uint32_t>>(token)));
+  const auto eod = *rc::gen::inRange<std::uint32_t>(
+      0, static_cast<std::uint32_t>(std::min<std::uint64_t>(vocabulary, 1000)));
+  const auto token =
+      rc::gen::suchThat(rc::gen::inRange<std::uint32_t>(0, static_cast<std::uint32_t>(vocabulary)),
+                        [eod](std::uint32_t t) { return t != eod; });
+  const auto documents = *rc::gen::nonEmpty(
+      rc::gen::container<Documents>(rc::gen::container<std::vector<std::uint32_t>>(token)));
   const auto block = *rc::gen::element<std::uint64_t>(64, 128, 4096);
-  const auto shard = TokenShard::open(
-      write_shard(folder / "a.tokens", documents, {.vocabulary = vocabulary, .end_of_document = eod, .block_bytes = block}));
+  const auto shard =
+      TokenShard::open(write_shard(folder / "a.tokens", documents,
+                                   {.vocabulary = vocabulary, .end_of_document = eod, .block_bytes = block}));
   std::vector<std::int64_t> expected;
   for (std::size_t d = 0; d < documents.size(); ++d) {
     RC_ASSERT(shard->document(d).begin == expected.size());

@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "penstock/errors.h"
-#include "penstock/transformer_options.h"
-#include "penstock/train/job/model_stages.h"
 #include "penstock/train/data/token_shard_writer.h"
+#include "penstock/train/job/model_stages.h"
+#include "penstock/transformer_options.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 #include "tests/train/small_training.h"
@@ -34,14 +34,19 @@ TrainConfig with_data(const Layout& layout, const std::vector<std::string>& more
 
 // The same model with other values: (key, value) pairs.
 TrainConfig small_config(const std::vector<std::string>& more) {
-  std::vector<std::string> arguments{"--model.width", "16", "--layers", "4", "--heads", "2", "--key_value_heads", "2", "--feed_width", "32", "--context", "16", "--model.vocabulary", "260", "--schedule", "1F1B", "--pp", "1",
-                                     "--microbatches", "4", "--microbatch_size", "2", "--steps", "20", "--warmup_steps", "2", "--layout.device", "cpu"};
+  std::vector<std::string> arguments{
+      "--model.width",      "16",  "--layers",          "4",    "--heads",   "2",
+      "--key_value_heads",  "2",   "--feed_width",      "32",   "--context", "16",
+      "--model.vocabulary", "260", "--schedule",        "1F1B", "--pp",      "1",
+      "--microbatches",     "4",   "--microbatch_size", "2",    "--steps",   "20",
+      "--warmup_steps",     "2",   "--layout.device",   "cpu"};
   for (std::size_t i = 0; i < more.size(); i += 2) {
     const auto place = std::find(arguments.begin(), arguments.end(), more[i]);
     if (place != arguments.end()) arguments.erase(place, place + 2);
   }
   arguments.insert(arguments.end(), more.begin(), more.end());
-  if (std::find(more.begin(), more.end(), "--data") == more.end()) arguments.insert(arguments.end(), {"--shards", (small_data().folder / "shards").string()});
+  if (std::find(more.begin(), more.end(), "--data") == more.end())
+    arguments.insert(arguments.end(), {"--shards", (small_data().folder / "shards").string()});
   return parse_config("", "test", arguments).config;
 }
 
@@ -66,14 +71,22 @@ TEST(DryRun, OnePipeline) {
   EXPECT_GE(run.memory[0].activations, 2 * 2 * run.measured.block.kept);
   // A tied weight is on both ranks; AdamW has two tensors of a parameter's size.
   const models::TransformerOptions options = transformer_options(run.config.model);
-  EXPECT_EQ(run.memory[0].parameters + run.memory[1].parameters, 4 * (models::parameter_count(options) + options.vocabulary * options.width));
+  EXPECT_EQ(run.memory[0].parameters + run.memory[1].parameters,
+            4 * (models::parameter_count(options) + options.vocabulary * options.width));
   EXPECT_EQ(run.memory[0].optimizer, 2 * run.memory[0].parameters);
   EXPECT_GT(run.measured.block.forward, 0);
   EXPECT_GE(run.step_seconds, 4 * 2 * (run.measured.block.forward + run.measured.block.backward));
 }
 
 TEST(DryRun, ReplicasTensorParallelRanksAndVirtualStages) {
-  const DryRun run = dry_run(with_data({.name = "all", .pp = 2, .virtual_stages = 2, .dp = 2, .tp = 2, .schedule = "ZBVZeroBubble", .accumulation = 2}, {"--tie_head", "false", "--optimizer", "sgd", "--momentum", "0"}));
+  const DryRun run = dry_run(with_data({.name = "all",
+                                        .pp = 2,
+                                        .virtual_stages = 2,
+                                        .dp = 2,
+                                        .tp = 2,
+                                        .schedule = "ZBVZeroBubble",
+                                        .accumulation = 2},
+                                       {"--tie_head", "false", "--optimizer", "sgd", "--momentum", "0"}));
   const std::string text = to_text(run);
   EXPECT_TRUE(has_text(text, "mesh: 8 ranks = pp 2 x dp 2 x tp 2"));
   EXPECT_TRUE(has_text(text, "rank 5: pp 1, dp 0, tp 1; stages 1, 2\n"));
@@ -85,14 +98,17 @@ TEST(DryRun, ReplicasTensorParallelRanksAndVirtualStages) {
   EXPECT_EQ(run.tokens_per_step, 2 * 2 * 4 * 2 * 16);
 }
 
-std::size_t lines_of(const std::string& text) { return static_cast<std::size_t>(std::count(text.begin(), text.end(), '\n')); }
+std::size_t lines_of(const std::string& text) {
+  return static_cast<std::size_t>(std::count(text.begin(), text.end(), '\n'));
+}
 
 TEST(DryRun, FitsOnAScreenInAnyLayout) {
   for (const std::vector<std::string>& more : std::vector<std::vector<std::string>>{
            {},
            {"--layers", "1000"},
            {"--layers", "1000", "--pp", "500", "--schedule", "GPipe"},
-           {"--layers", "1000", "--partition", "count", "--pp", "300", "--microbatches", "2", "--schedule", "GPipe"},
+           {"--layers", "1000", "--partition", "count", "--pp", "300", "--microbatches", "2", "--schedule",
+            "GPipe"},
            {"--layers", "8", "--pp", "8", "--microbatches", "8"},
            {"--layers", "8", "--pp", "8", "--dp", "4", "--microbatches", "64"},
            {"--layers", "64", "--pp", "2", "--virtual_stages", "32", "--schedule", "Interleaved1F1B"},
@@ -108,13 +124,16 @@ TEST(DryRun, FitsOnAScreenInAnyLayout) {
 }
 
 TEST(DryRun, EqualNeighboursAreOneLine) {
-  const std::string text = to_text(dry_run(small_config({"--layers", "24", "--partition", "count", "--pp", "12", "--dp", "2", "--tp", "2", "--microbatches", "1", "--schedule", "GPipe"})));
+  const std::string text =
+      to_text(dry_run(small_config({"--layers", "24", "--partition", "count", "--pp", "12", "--dp", "2",
+                                    "--tp", "2", "--microbatches", "1", "--schedule", "GPipe"})));
   EXPECT_TRUE(has_text(text, "ranks 0-3: pp 0, dp 0-1, tp 0-1; stages 0\n"));
   EXPECT_TRUE(has_text(text, "stage 0: embed, blocks 0-1, "));
   EXPECT_TRUE(has_text(text, "stages 1-10: 2 blocks each, 2-21; each 0.0"));
   EXPECT_TRUE(has_text(text, "stage 11: blocks 22-23, norm, tied head"));
   EXPECT_TRUE(has_text(text, "\n       1-10  "));  // memory
-  const std::string longer = to_text(dry_run(small_config({"--layers", "100", "--pp", "100", "--microbatches", "1", "--schedule", "GPipe"})));
+  const std::string longer = to_text(dry_run(
+      small_config({"--layers", "100", "--pp", "100", "--microbatches", "1", "--schedule", "GPipe"})));
   EXPECT_TRUE(has_text(longer, "more lines; tp fastest"));
   EXPECT_TRUE(has_text(longer, "rank 99: pp 99"));
 }
@@ -135,7 +154,9 @@ TEST(DryRun, ReportsItsProgress) {
     if (told.empty() || told.back() != what) told.push_back(what);
   });
   const std::string all = fmt::format("{}", fmt::join(told, "; "));
-  for (const char* what : {"generating the schedule", "opening the data", "reading the training tokens", "measuring", "simulating", "planning memory"}) EXPECT_TRUE(has_text(all, what));
+  for (const char* what : {"generating the schedule", "opening the data", "reading the training tokens",
+                           "measuring", "simulating", "planning memory"})
+    EXPECT_TRUE(has_text(all, what));
 }
 
 std::string refusal(const TrainConfig& config) {
@@ -158,7 +179,8 @@ TEST(DryRun, TooLittleText) {
   };
   EXPECT_TRUE(has_text(refusal(config("short")), "got 6, expected more than the context of 16"));
   EXPECT_TRUE(has_text(refusal(config(std::string(200, 'a'))), "raise data.validation_fraction to 0.085"));
-  EXPECT_TRUE(has_text(dry_run(config(std::string(200, 'a'), {"--validation_fraction", "0.085"})).data, "184 for training and 17 for validation, cut inside documents, 11 samples per epoch"));
+  EXPECT_TRUE(has_text(dry_run(config(std::string(200, 'a'), {"--validation_fraction", "0.085"})).data,
+                       "184 for training and 17 for validation, cut inside documents, 11 samples per epoch"));
   std::string binary(300, 'a');
   binary[250] = '\0';
   EXPECT_TRUE(has_text(refusal(config(binary)), "zero byte at 250"));
@@ -168,7 +190,8 @@ TEST(DryRun, TooLittleText) {
 TEST(DryRun, DamagedData) {
   const test::ScratchFolder folder;
   {
-    TokenShardWriter writer(folder / "shards.tokens", {.vocabulary = 257, .end_of_document = 256, .block_bytes = 64});
+    TokenShardWriter writer(folder / "shards.tokens",
+                            {.vocabulary = 257, .end_of_document = 256, .block_bytes = 64});
     writer.add_document(std::vector<std::uint32_t>(5000, 7), 1);
     writer.finish();
   }
@@ -185,7 +208,8 @@ TEST(DryRun, DamagedData) {
   tokens[2 * 100'000] = 4;
   tokens[2 * 100'000 + 1] = 1;
   test::write_bytes(folder / "train.bin", tokens);
-  config = small_config({"--data", (folder / "train.bin").string(), "--data.format", "uint16", "--steps", "1000000"});
+  config = small_config(
+      {"--data", (folder / "train.bin").string(), "--data.format", "uint16", "--steps", "1000000"});
   EXPECT_TRUE(has_text(refusal(config), "train.bin: token 100000: got 260"));
 }
 

@@ -12,12 +12,12 @@
 #include <thread>
 #include <vector>
 
-#include "penstock/errors.h"
 #include "penstock/checkpoint/files/folder.h"
-#include "penstock/world.h"
-#include "penstock/train/report/metrics_file.h"
+#include "penstock/errors.h"
 #include "penstock/train/job/trainer_access.h"
+#include "penstock/train/report/metrics_file.h"
 #include "penstock/trainer.h"
+#include "penstock/world.h"
 #include "tests/has_text.h"
 #include "tests/train/folder_state.h"
 #include "tests/train/small_training.h"
@@ -29,8 +29,12 @@ using namespace train;
 using namespace std::chrono_literals;
 
 struct Told final : Observer {
-  void on_step(const StepOutcome& outcome, const StepExtras&) override { events.push_back("step " + std::to_string(outcome.step)); }
-  void on_checkpoint(std::int64_t step, const checkpoint::SaveStall&) override { events.push_back("saved " + std::to_string(step)); }
+  void on_step(const StepOutcome& outcome, const StepExtras&) override {
+    events.push_back("step " + std::to_string(outcome.step));
+  }
+  void on_checkpoint(std::int64_t step, const checkpoint::SaveStall&) override {
+    events.push_back("saved " + std::to_string(step));
+  }
   void on_checkpoint_failed(std::int64_t step, const std::string& error) override {
     events.push_back("failed " + std::to_string(step));
     errors.push_back(error);
@@ -44,7 +48,10 @@ struct Told final : Observer {
 };
 
 TrainConfig config_with(const std::vector<std::string>& more) {
-  std::vector<std::string> all{"--checkpoint.every", "2", "--validate_every", "0", "--trace_steps", "1000", "--data.shards", (small_data().folder / "shards").string(), "--validation_fraction", "0.3"};
+  std::vector<std::string> all{
+      "--checkpoint.every",    "2",    "--validate_every", "0",
+      "--trace_steps",         "1000", "--data.shards",    (small_data().folder / "shards").string(),
+      "--validation_fraction", "0.3"};
   all.insert(all.end(), more.begin(), more.end());
   return config_of({.name = "", .pp = 2}, all);
 }
@@ -54,7 +61,8 @@ struct Result {
   std::vector<RunEnd> ends;
 };
 
-Result run(const ScratchFolder& folder, TrainConfig config, std::int64_t steps, const checkpoint::WriteFault& fault) {
+Result run(const ScratchFolder& folder, TrainConfig config, std::int64_t steps,
+           const checkpoint::WriteFault& fault) {
   config.training.steps = steps;
   config.training.warmup_steps = 0;
   Result result;
@@ -85,7 +93,9 @@ TEST(FailedCheckpoint, AnnouncedOnlyWhenItIsOnTheDisk) {
   config.training.steps = 3;
   std::vector<bool> on_disk;
   struct Looks final : Observer {
-    void on_checkpoint(std::int64_t step, const checkpoint::SaveStall&) override { seen->push_back(std::filesystem::exists(at / checkpoint::step_folder_name(step) / "index.json")); }
+    void on_checkpoint(std::int64_t step, const checkpoint::SaveStall&) override {
+      seen->push_back(std::filesystem::exists(at / checkpoint::step_folder_name(step) / "index.json"));
+    }
     std::vector<bool>* seen = nullptr;
     std::filesystem::path at;
   } looks;
@@ -119,7 +129,10 @@ TEST(FailedCheckpoint, WithAnOlderOneTheRunContinuesAndEndsUnsaved) {
   EXPECT_TRUE(has_text(failed.told.errors.at(0), "No space left on device"));
   EXPECT_EQ(difference(before, state_of(folder / "run/checkpoints", false)), "");
   // The first failure is reported before the next attempt.
-  const auto at = [&](const std::string& event) { return std::find(failed.told.events.begin(), failed.told.events.end(), event) - failed.told.events.begin(); };
+  const auto at = [&](const std::string& event) {
+    return std::find(failed.told.events.begin(), failed.told.events.end(), event) -
+           failed.told.events.begin();
+  };
   EXPECT_LT(at("failed 4"), at("failed 6"));
 }
 
@@ -127,7 +140,10 @@ TEST(FailedCheckpoint, IsTriedAgainAtTheNextOne) {
   const ScratchFolder folder;
   const TrainConfig config = config_with({});
   ASSERT_EQ(run(folder, config, 2, {}).ends.at(0), RunEnd::Finished);
-  const Result result = run(folder, config, 6, [](const std::filesystem::path& path, std::uint64_t, std::uint64_t) { return path.string().find("00000004") != std::string::npos ? ENOSPC : 0; });
+  const Result result =
+      run(folder, config, 6, [](const std::filesystem::path& path, std::uint64_t, std::uint64_t) {
+        return path.string().find("00000004") != std::string::npos ? ENOSPC : 0;
+      });
   EXPECT_EQ(result.ends, (std::vector<RunEnd>{RunEnd::Finished, RunEnd::Finished}));
   EXPECT_EQ(result.told.count("failed 4"), 1);
   EXPECT_EQ(result.told.count("saved 6"), 1);
@@ -139,9 +155,10 @@ TEST(FailedCheckpoint, TheLastOneIsTriedAgainAtTheEnd) {
   std::atomic<int> headers{0};  // rank 0 writes the header of a save's first file once
   TrainConfig config = config_with({});
   config.checkpoint.every = 0;
-  const Result result = run(folder, config, 3, [&](const std::filesystem::path& path, std::uint64_t offset, std::uint64_t) {
-    return offset == 0 && path.filename() == "model.safetensors" && headers++ == 0 ? ENOSPC : 0;
-  });
+  const Result result =
+      run(folder, config, 3, [&](const std::filesystem::path& path, std::uint64_t offset, std::uint64_t) {
+        return offset == 0 && path.filename() == "model.safetensors" && headers++ == 0 ? ENOSPC : 0;
+      });
   EXPECT_EQ(result.ends, (std::vector<RunEnd>{RunEnd::Finished, RunEnd::Finished}));
   EXPECT_EQ(result.told.count("failed 3"), 1);
   EXPECT_EQ(result.told.count("saved 3"), 1);
@@ -159,7 +176,10 @@ TEST(FailedCheckpoint, WithoutAnOlderOneTheRunEndsEarly) {
 // The first checkpoint fails, the immediate retry succeeds: nothing is lost, and the run continues.
 TEST(FailedCheckpoint, ATransientFailureOfTheFirstOneCostsNothing) {
   const ScratchFolder folder;
-  const Result result = run(folder, config_with({}), 9, [](const std::filesystem::path& path, std::uint64_t, std::uint64_t) { return path.string().find("00000002") != std::string::npos ? ENOSPC : 0; });
+  const Result result =
+      run(folder, config_with({}), 9, [](const std::filesystem::path& path, std::uint64_t, std::uint64_t) {
+        return path.string().find("00000002") != std::string::npos ? ENOSPC : 0;
+      });
   EXPECT_EQ(result.ends, (std::vector<RunEnd>{RunEnd::Finished, RunEnd::Finished}));
   EXPECT_EQ(result.told.count("step"), 9);
   EXPECT_EQ(result.told.count("saved 9"), 1);

@@ -19,7 +19,9 @@ inline FolderState state_of(const std::filesystem::path& folder, bool with_times
   const auto add = [&](const std::filesystem::path& path) {
     struct stat info {};
     ::lstat(path.c_str(), &info);
-    std::string text = with_times ? std::to_string(info.st_mtim.tv_sec) + "." + std::to_string(info.st_mtim.tv_nsec) + " " : "";
+    std::string text =
+        with_times ? std::to_string(info.st_mtim.tv_sec) + "." + std::to_string(info.st_mtim.tv_nsec) + " "
+                   : "";
     if (S_ISREG(info.st_mode)) {
       const auto bytes = read_bytes(path);
       text.append(bytes.begin(), bytes.end());
@@ -35,8 +37,10 @@ inline FolderState state_of(const std::filesystem::path& folder, bool with_times
 inline std::string difference(const FolderState& before, const FolderState& after) {
   std::string names;
   for (const auto& [name, text] : before)
-    if (const auto found = after.find(name); found == after.end()) names += "gone: " + name + "\n";
-    else if (found->second != text) names += "changed: " + name + "\n";
+    if (const auto found = after.find(name); found == after.end())
+      names += "gone: " + name + "\n";
+    else if (found->second != text)
+      names += "changed: " + name + "\n";
   for (const auto& [name, text] : after)
     if (!before.contains(name)) names += "new: " + name + "\n";
   return names;

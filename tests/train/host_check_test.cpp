@@ -17,7 +17,9 @@ using test::message_of;
 
 constexpr double kGibibyte = 1024.0 * 1024 * 1024;
 
-TrainConfig config_of(const std::vector<std::string>& arguments) { return load_config({.file = {}, .arguments = arguments}).config; }
+TrainConfig config_of(const std::vector<std::string>& arguments) {
+  return load_config({.file = {}, .arguments = arguments}).config;
+}
 
 TEST(HostCheck, NeedsAreLowerBoundsOfWhatIsPredicted) {
   // Preset small: 24 million parameters; parameters, gradients and two states of AdamW are 0.36 GiB.
@@ -26,7 +28,10 @@ TEST(HostCheck, NeedsAreLowerBoundsOfWhatIsPredicted) {
   EXPECT_GT(need.bytes(), 0.3 * kGibibyte);
   EXPECT_LT(need.bytes(), 0.6 * kGibibyte);
   // Replicas have copies, shards have parts.
-  const double two = minimum_memory(config_of({"--preset", "small", "--pp", "1", "--dp", "2"}), 2).bytes(), sharded = minimum_memory(config_of({"--preset", "small", "--pp", "1", "--dp", "2", "--shard", "2"}), 2).bytes();
+  const double two = minimum_memory(config_of({"--preset", "small", "--pp", "1", "--dp", "2"}), 2).bytes(),
+               sharded = minimum_memory(
+                             config_of({"--preset", "small", "--pp", "1", "--dp", "2", "--shard", "2"}), 2)
+                             .bytes();
   EXPECT_GT(two, 1.7 * need.bytes());
   EXPECT_LT(sharded, 1.1 * need.bytes());
   EXPECT_LT(minimum_memory_of_parts(small).bytes(), 0.2 * kGibibyte);
@@ -37,13 +42,19 @@ TEST(HostCheck, TooLittleMemoryNamesTheLargestNeed) {
   const TrainConfig config = config_of({"--pp", "1", "--context", "16777216"});
   EXPECT_NO_THROW(require_memory(minimum_memory(config_of({}), 2), machine_memory_bytes()));
   EXPECT_NO_THROW(require_memory(minimum_memory(config, 1), 0));  // unknown memory
-  const std::string text = message_of<ConfigError>([&] { require_memory(minimum_memory(config, 1), 8LL << 30); });
+  const std::string text =
+      message_of<ConfigError>([&] { require_memory(minimum_memory(config, 1), 8LL << 30); });
   EXPECT_TRUE(has_text(text, "memory: got a need of at least "));
   EXPECT_TRUE(has_text(text, "of model.context = 16777216, expected at most the 8.0 GiB of this machine"));
   EXPECT_TRUE(has_text(text, "lower model.context"));
   // Products of the largest sizes overflow 64 bits.
-  const TrainConfig huge = config_of({"--pp", "1", "--width", "1048576", "--heads", "65536", "--key_value_heads", "65536", "--layers", "65536", "--vocabulary", "4294967296", "--context", "16777216", "--microbatch_size", "1048576", "--microbatches", "1"});
-  for (const MinimumMemory& need : {minimum_memory(huge, 1), minimum_memory_of_parts(huge), minimum_memory_of_capture(huge)}) EXPECT_TRUE(has_text(message_of<ConfigError>([&] { require_memory(need, 8LL << 30); }), "TiB"));
+  const TrainConfig huge =
+      config_of({"--pp", "1", "--width", "1048576", "--heads", "65536", "--key_value_heads", "65536",
+                 "--layers", "65536", "--vocabulary", "4294967296", "--context", "16777216",
+                 "--microbatch_size", "1048576", "--microbatches", "1"});
+  for (const MinimumMemory& need :
+       {minimum_memory(huge, 1), minimum_memory_of_parts(huge), minimum_memory_of_capture(huge)})
+    EXPECT_TRUE(has_text(message_of<ConfigError>([&] { require_memory(need, 8LL << 30); }), "TiB"));
 }
 
 TEST(HostCheck, ThisMachineHasMemory) {

@@ -10,10 +10,10 @@
 #include <string>
 #include <vector>
 
-#include "penstock/errors.h"
 #include "penstock/checkpoint/files/reader.h"
 #include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/checkpoint/tensors/writer.h"
+#include "penstock/errors.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 #include "tests/train/scratch_folder.h"
@@ -62,13 +62,17 @@ class TiedOrNot : public ::testing::TestWithParam<bool> {
 TEST_P(TiedOrNot, PipelinesGiveTheSameBits) {
   const Seen one = train({.name = "one"}, 4, more());
   EXPECT_LT(one.losses.back(), one.losses.front());
-  for (const Layout& layout : {Layout{.name = "pp2", .pp = 2}, Layout{.name = "pp4 GPipe", .pp = 4, .schedule = "GPipe"}, Layout{.name = "interleaved", .pp = 2, .virtual_stages = 2, .schedule = "Interleaved1F1B"},
-                               Layout{.name = "ZBV", .pp = 2, .virtual_stages = 2, .schedule = "ZBVZeroBubble"}, Layout{.name = "DualPipeV", .pp = 2, .virtual_stages = 2, .schedule = "DualPipeV"},
-                               Layout{.name = "looped on one rank", .pp = 1, .virtual_stages = 2, .schedule = "Interleaved1F1B"}}) {
+  for (const Layout& layout :
+       {Layout{.name = "pp2", .pp = 2}, Layout{.name = "pp4 GPipe", .pp = 4, .schedule = "GPipe"},
+        Layout{.name = "interleaved", .pp = 2, .virtual_stages = 2, .schedule = "Interleaved1F1B"},
+        Layout{.name = "ZBV", .pp = 2, .virtual_stages = 2, .schedule = "ZBVZeroBubble"},
+        Layout{.name = "DualPipeV", .pp = 2, .virtual_stages = 2, .schedule = "DualPipeV"},
+        Layout{.name = "looped on one rank", .pp = 1, .virtual_stages = 2, .schedule = "Interleaved1F1B"}}) {
     SCOPED_TRACE(layout.name);
     const Seen seen = train(layout, 4, more());
     EXPECT_EQ(seen.losses, one.losses);
-    for (std::size_t i = 0; i < one.norms.size(); ++i) EXPECT_NEAR(seen.norms[i], one.norms[i], 1e-9 * one.norms[i]);
+    for (std::size_t i = 0; i < one.norms.size(); ++i)
+      EXPECT_NEAR(seen.norms[i], one.norms[i], 1e-9 * one.norms[i]);
     EXPECT_EQ(seen.validation, one.validation);
   }
 }
@@ -76,8 +80,16 @@ TEST_P(TiedOrNot, PipelinesGiveTheSameBits) {
 // Sums in another order: differences are float32 rounding only.
 TEST_P(TiedOrNot, ReplicasAndTensorParallelRanksAgreeWithOneProcess) {
   const Seen one = train({.name = "one", .microbatch_size = 4}, 4, more());
-  for (const Layout& layout : {Layout{.name = "dp2", .dp = 2}, Layout{.name = "tp2", .tp = 2, .microbatch_size = 4}, Layout{.name = "pp2 dp2", .pp = 2, .dp = 2},
-                               Layout{.name = "pp2 tp2 ZBV", .pp = 2, .virtual_stages = 2, .tp = 2, .schedule = "ZBVZeroBubble", .microbatch_size = 4}, Layout{.name = "pp2 dp2 tp2", .pp = 2, .dp = 2, .tp = 2}}) {
+  for (const Layout& layout :
+       {Layout{.name = "dp2", .dp = 2}, Layout{.name = "tp2", .tp = 2, .microbatch_size = 4},
+        Layout{.name = "pp2 dp2", .pp = 2, .dp = 2},
+        Layout{.name = "pp2 tp2 ZBV",
+        .pp = 2,
+        .virtual_stages = 2,
+        .tp = 2,
+        .schedule = "ZBVZeroBubble",
+        .microbatch_size = 4},
+        Layout{.name = "pp2 dp2 tp2", .pp = 2, .dp = 2, .tp = 2}}) {
     SCOPED_TRACE(layout.name);
     const Seen seen = train(layout, 4, more());
     ASSERT_EQ(seen.losses.size(), one.losses.size());
@@ -88,14 +100,23 @@ TEST_P(TiedOrNot, ReplicasAndTensorParallelRanksAgreeWithOneProcess) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Heads, TiedOrNot, ::testing::Bool(), [](const auto& info) { return info.param ? std::string("Tied") : std::string("Untied"); });
+INSTANTIATE_TEST_SUITE_P(Heads, TiedOrNot, ::testing::Bool(), [](const auto& info) {
+  return info.param ? std::string("Tied") : std::string("Untied");
+});
 
 TEST(Job, AccumulatedRunsAreMoreMicrobatches) {
   const Seen one = train({.name = "one", .microbatches = 8}, 3);
   const Seen two = train({.name = "two runs", .pp = 2, .accumulation = 2, .microbatches = 4}, 3);
-  for (std::size_t i = 0; i < one.losses.size(); ++i) EXPECT_NEAR(two.losses[i], one.losses[i], 2e-6 * one.losses[i]);
-  const Seen replicas = train({.name = "two runs of two replicas", .dp = 2, .microbatch_size = 1, .accumulation = 2, .microbatches = 4}, 3);
-  for (std::size_t i = 0; i < one.losses.size(); ++i) EXPECT_NEAR(replicas.losses[i], one.losses[i], 2e-5 * one.losses[i]);
+  for (std::size_t i = 0; i < one.losses.size(); ++i)
+    EXPECT_NEAR(two.losses[i], one.losses[i], 2e-6 * one.losses[i]);
+  const Seen replicas = train({.name = "two runs of two replicas",
+                               .dp = 2,
+                               .microbatch_size = 1,
+                               .accumulation = 2,
+                               .microbatches = 4},
+                              3);
+  for (std::size_t i = 0; i < one.losses.size(); ++i)
+    EXPECT_NEAR(replicas.losses[i], one.losses[i], 2e-5 * one.losses[i]);
 }
 
 TEST(Job, DropoutIsTheSameInEveryLayout) {
@@ -104,7 +125,8 @@ TEST(Job, DropoutIsTheSameInEveryLayout) {
   EXPECT_NE(one.losses, train({.name = "one", .microbatch_size = 4}, 3).losses);
   EXPECT_EQ(train({.name = "pp2", .pp = 2, .microbatch_size = 4}, 3, more).losses, one.losses);
   const Seen two = train({.name = "dp2", .dp = 2}, 3, more);
-  for (std::size_t i = 0; i < one.losses.size(); ++i) EXPECT_NEAR(two.losses[i], one.losses[i], 2e-5 * one.losses[i]);
+  for (std::size_t i = 0; i < one.losses.size(); ++i)
+    EXPECT_NEAR(two.losses[i], one.losses[i], 2e-5 * one.losses[i]);
 }
 
 // Saved in one layout, continued in another: the same losses as in an uninterrupted run.
@@ -141,7 +163,8 @@ TEST(Job, ContinuesUnderAnotherLayout) {
   const std::vector<double> one = resume({.name = "one", .microbatch_size = 4});
   for (std::size_t i = 0; i < one.size(); ++i) EXPECT_NEAR(one[i], whole.losses[3 + i], 2e-5 * one[i]);
   EXPECT_EQ(resume({.name = "pp4", .pp = 4, .microbatch_size = 4}), one);
-  for (const Layout& layout : {Layout{.name = "dp4", .dp = 4, .microbatch_size = 1}, Layout{.name = "tp2", .tp = 2, .microbatch_size = 4}}) {
+  for (const Layout& layout : {Layout{.name = "dp4", .dp = 4, .microbatch_size = 1},
+                               Layout{.name = "tp2", .tp = 2, .microbatch_size = 4}}) {
     SCOPED_TRACE(layout.name);
     const std::vector<double> losses = resume(layout);
     for (std::size_t i = 0; i < one.size(); ++i) EXPECT_NEAR(losses[i], one[i], 2e-5 * one[i]);
@@ -154,10 +177,13 @@ TEST(Job, ASkippedParameterKeepsItsOwnCount) {
   const auto leave_out = [](TrainingJob& job) {
     job.set_gradient_hook([&job](const std::vector<optim::NamedParameter>& parameters) {
       for (const optim::NamedParameter& parameter : parameters)
-        if (parameter.name == "blocks.2.feed.down.weight" || (parameter.name == "blocks.1.feed.up.weight" && job.steps_done() % 2 == 1)) parameter.tensor.mutable_grad() = at::Tensor();
+        if (parameter.name == "blocks.2.feed.down.weight" ||
+            (parameter.name == "blocks.1.feed.up.weight" && job.steps_done() % 2 == 1))
+          parameter.tensor.mutable_grad() = at::Tensor();
     });
   };
-  const auto run = [&](const Layout& layout, const ScratchFolder* from, const ScratchFolder* to, std::int64_t steps) {
+  const auto run = [&](const Layout& layout, const ScratchFolder* from, const ScratchFolder* to,
+                       std::int64_t steps) {
     const TrainConfig config = config_of(layout, {"--lr", "0.01"});
     std::vector<double> losses;
     comm::run_ranks(layout.pp * layout.dp, 120s, [&](comm::World& world) {
@@ -215,10 +241,12 @@ TEST(Job, FreezingAParameterOnOneReplicaIsRefusedByName) {
     job.train_step();
     if (world.rank() == 1)
       for (const optim::NamedParameter& parameter : job.model().parameters())
-        if (parameter.name == "blocks.0.feed.up.weight") at::Tensor(parameter.tensor).set_requires_grad(false);
+        if (parameter.name == "blocks.0.feed.up.weight")
+          at::Tensor(parameter.tensor).set_requires_grad(false);
     job.train_step();
   };
-  const std::string message = penstock::test::message_of<StageBackwardError>([&] { comm::run_ranks(2, 60s, train); });
+  const std::string message =
+      penstock::test::message_of<StageBackwardError>([&] { comm::run_ranks(2, 60s, train); });
   EXPECT_TRUE(penstock::test::has_text(message, "requires_grad of blocks.0.feed.up.weight")) << message;
 }
 
@@ -242,10 +270,14 @@ TEST(Job, LowPrecision) {
 
 TEST(Job, WhatDoesNotFitSaysWhy) {
   const TrainConfig pp2 = config_of({.name = "pp2", .pp = 2});
-  EXPECT_THROW(comm::run_ranks(1, 60s, [&](comm::World& world) { TrainingJob(world, pp2, small_data().open(pp2)); }), ConfigError);
+  EXPECT_THROW(
+      comm::run_ranks(1, 60s, [&](comm::World& world) { TrainingJob(world, pp2, small_data().open(pp2)); }),
+      ConfigError);
   TrainConfig small = config_of({.name = "one"});
   small.model.vocabulary = 100;
-  EXPECT_THROW(comm::run_ranks(1, 60s, [&](comm::World& world) { TrainingJob(world, small, small_data().open(small)); }), ConfigError);
+  EXPECT_THROW(comm::run_ranks(
+                   1, 60s, [&](comm::World& world) { TrainingJob(world, small, small_data().open(small)); }),
+               ConfigError);
 }
 
 }  // namespace job_test

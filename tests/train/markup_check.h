@@ -32,7 +32,8 @@ inline std::string markup_problem(std::string_view page) {
     if (closing) tag.remove_prefix(1);
     const std::string name(tag.substr(0, tag.find_first_of(" /")));
     if (closing) {
-      if (open.empty() || open.back() != name) return "</" + name + "> closes " + (open.empty() ? "nothing" : open.back()) + " at: " + around();
+      if (open.empty() || open.back() != name)
+        return "</" + name + "> closes " + (open.empty() ? "nothing" : open.back()) + " at: " + around();
       open.pop_back();
     } else if (!alone && !kVoid.contains(name)) {
       open.push_back(name);

@@ -20,8 +20,8 @@
 #include "penstock/train/report/metrics_file.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
-#include "tests/train/synthetic_run.h"
 #include "tests/train/scratch_folder.h"
+#include "tests/train/synthetic_run.h"
 
 namespace penstock::test {
 namespace metrics_test {
@@ -119,13 +119,20 @@ TEST(Metrics, LinesAsDocumented) {
   outcome.tokens = 4096;
   outcome.times = {.data = 0.25, .schedule = 0.5, .sync = 0.125, .update = 0.0625, .total = 1};
   EXPECT_EQ(step_line(outcome, {.tokens_per_second = 4096, .resident_bytes = 7, .device_bytes = 8}, 1.5),
-            "{\"type\":\"step\",\"step\":3,\"loss\":2.5,\"grad_norm\":null,\"lr\":0.001,\"loss_scale\":65536.0,\"skipped\":true,\"tokens\":4096,\"tokens_per_second\":4096.0,"
-            "\"times\":{\"data\":0.25,\"schedule\":0.5,\"sync\":0.125,\"update\":0.0625,\"total\":1.0},\"resident_bytes\":7,\"device_bytes\":8,\"time\":1.5}\n");
-  EXPECT_EQ(validation_line({.time = 2, .step = 50, .loss = 2.5, .seconds = 0.5}), "{\"type\":\"validation\",\"step\":50,\"loss\":2.5,\"seconds\":0.5,\"time\":2.0}\n");
-  EXPECT_EQ(checkpoint_line({.time = 2, .step = 50, .stall = {.waiting = 0.5, .planning = 0.25, .copying = 1}}),
-            "{\"type\":\"checkpoint\",\"step\":50,\"waiting\":0.5,\"planning\":0.25,\"copying\":1.0,\"time\":2.0}\n");
-  EXPECT_EQ(trace_line({.time = 2, .step = 10, .path = "traces/a\xff.json"}), "{\"type\":\"trace\",\"step\":10,\"path\":\"traces/a\xEF\xBF\xBD.json\",\"time\":2.0}\n");
-  EXPECT_EQ(end_line({.time = 2, .step = 10, .end = RunEnd::Stopped}), "{\"type\":\"end\",\"step\":10,\"end\":\"stopped\",\"time\":2.0}\n");
+            "{\"type\":\"step\",\"step\":3,\"loss\":2.5,\"grad_norm\":null,\"lr\":0.001,\"loss_scale\":65536."
+            "0,\"skipped\":true,\"tokens\":4096,\"tokens_per_second\":4096.0,"
+            "\"times\":{\"data\":0.25,\"schedule\":0.5,\"sync\":0.125,\"update\":0.0625,\"total\":1.0},"
+            "\"resident_bytes\":7,\"device_bytes\":8,\"time\":1.5}\n");
+  EXPECT_EQ(validation_line({.time = 2, .step = 50, .loss = 2.5, .seconds = 0.5}),
+            "{\"type\":\"validation\",\"step\":50,\"loss\":2.5,\"seconds\":0.5,\"time\":2.0}\n");
+  EXPECT_EQ(
+      checkpoint_line({.time = 2, .step = 50, .stall = {.waiting = 0.5, .planning = 0.25, .copying = 1}}),
+      "{\"type\":\"checkpoint\",\"step\":50,\"waiting\":0.5,\"planning\":0.25,\"copying\":1.0,\"time\":2.0}"
+      "\n");
+  EXPECT_EQ(trace_line({.time = 2, .step = 10, .path = "traces/a\xff.json"}),
+            "{\"type\":\"trace\",\"step\":10,\"path\":\"traces/a\xEF\xBF\xBD.json\",\"time\":2.0}\n");
+  EXPECT_EQ(end_line({.time = 2, .step = 10, .end = RunEnd::Stopped}),
+            "{\"type\":\"end\",\"step\":10,\"end\":\"stopped\",\"time\":2.0}\n");
 }
 
 TEST(Metrics, NonFiniteNumbersAreReadAsNaN) {
@@ -173,7 +180,8 @@ TEST(Metrics, AResumedRunReplacesWhatItRepeats) {
   ASSERT_EQ(metrics.steps.size(), 200u);
   EXPECT_EQ(metrics.repeated_steps, 20);
   EXPECT_EQ(metrics.steps[100].outcome.loss, 7);
-  for (std::size_t i = 0; i < 200; ++i) EXPECT_EQ(metrics.steps[i].outcome.step, static_cast<std::int64_t>(i + 1));
+  for (std::size_t i = 0; i < 200; ++i)
+    EXPECT_EQ(metrics.steps[i].outcome.step, static_cast<std::int64_t>(i + 1));
   EXPECT_EQ(metrics.validations.size(), 4u);
   EXPECT_TRUE(metrics.end.has_value());
 }
@@ -212,28 +220,40 @@ TEST(Metrics, OtherDamageIsNamedByItsLine) {
   const ScratchFolder folder;
   const std::string start = start_line(made_description(folder.path()), 1);
   const std::string step = step_line(made_step(1), made_extras(1), 2);
-  const auto error_of = [&](const std::string& text) { return message_of<ConfigError>([&] { read_metrics(folder.write("bad.jsonl", text)); }); };
-  EXPECT_TRUE(has_text(error_of(start + step.substr(0, 50) + "\n" + step), "bad.jsonl:2: got {\"type\":\"step\""));
+  const auto error_of = [&](const std::string& text) {
+    return message_of<ConfigError>([&] { read_metrics(folder.write("bad.jsonl", text)); });
+  };
+  EXPECT_TRUE(
+      has_text(error_of(start + step.substr(0, 50) + "\n" + step), "bad.jsonl:2: got {\"type\":\"step\""));
   EXPECT_TRUE(has_text(error_of(start + step + "[1]\n"), "bad.jsonl:3: got [1], expected one JSON object"));
-  EXPECT_TRUE(has_text(error_of(start + "{\"type\":\"step\",\"step\":1}\n"), "bad.jsonl:2: got no key \"time\""));
+  EXPECT_TRUE(
+      has_text(error_of(start + "{\"type\":\"step\",\"step\":1}\n"), "bad.jsonl:2: got no key \"time\""));
   EXPECT_TRUE(has_text(error_of(start + "\n"), "bad.jsonl:2"));
-  EXPECT_TRUE(has_text(error_of(start + "{\"type\":\"end\",\"step\":1,\"time\":1,\"end\":\"lost\"}\n"), "expected finished, stopped, time limit or not saved"));
-  EXPECT_TRUE(has_text(error_of(start + "{\"type\":\"trace\",\"step\":-1,\"time\":1,\"path\":\"a\"}\n"), "\"step\": -1, expected a whole number of at least 0"));
-  EXPECT_TRUE(has_text(error_of(start + "{\"type\":\"trace\",\"step\":18446744073709551615,\"time\":1,\"path\":\"a\"}\n"), "expected a whole number"));
-  EXPECT_TRUE(has_text(error_of(start + "{\"type\":\"validation\",\"step\":1,\"time\":\"now\"}\n"), "\"time\": \"now\", expected a number"));
+  EXPECT_TRUE(has_text(error_of(start + "{\"type\":\"end\",\"step\":1,\"time\":1,\"end\":\"lost\"}\n"),
+                       "expected finished, stopped, time limit or not saved"));
+  EXPECT_TRUE(has_text(error_of(start + "{\"type\":\"trace\",\"step\":-1,\"time\":1,\"path\":\"a\"}\n"),
+                       "\"step\": -1, expected a whole number of at least 0"));
+  EXPECT_TRUE(has_text(
+      error_of(start + "{\"type\":\"trace\",\"step\":18446744073709551615,\"time\":1,\"path\":\"a\"}\n"),
+      "expected a whole number"));
+  EXPECT_TRUE(has_text(error_of(start + "{\"type\":\"validation\",\"step\":1,\"time\":\"now\"}\n"),
+                       "\"time\": \"now\", expected a number"));
   EXPECT_TRUE(has_text(error_of(step), "no start record"));
   EXPECT_TRUE(has_text(error_of(""), "no records"));
   EXPECT_TRUE(has_text(error_of(start + std::string(100, '\0') + "\n"), "bad.jsonl:2"));
-  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { read_metrics(folder / "absent.jsonl"); }), "absent.jsonl, expected a file that can be read"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { read_metrics(folder / "absent.jsonl"); }),
+                       "absent.jsonl, expected a file that can be read"));
   // A type of a later version is not damage.
-  EXPECT_EQ(read_metrics(folder.write("new.jsonl", start + "{\"type\":\"weather\"}\n" + step)).steps.size(), 1u);
+  EXPECT_EQ(read_metrics(folder.write("new.jsonl", start + "{\"type\":\"weather\"}\n" + step)).steps.size(),
+            1u);
 }
 
 TEST(Metrics, AFolderThatCannotBeWrittenIsAnErrorAtTheStart) {
   const ScratchFolder folder;
   const auto blocked = folder.write("file", "no folder");
   MetricsFile file;
-  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { file.on_start(made_description(blocked)); }), "set output.run_folder"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { file.on_start(made_description(blocked)); }),
+                       "set output.run_folder"));
 }
 
 TEST(Metrics, AFullDiskLosesLinesButNeverPartsOfThem) {
@@ -262,9 +282,11 @@ TEST(Metrics, AFullDiskLosesLinesButNeverPartsOfThem) {
 #ifdef PENSTOCK_HAVE_RAPIDCHECK
 RC_GTEST_PROP(MetricsProperty, AnyBytesEndInAnErrorOrInMetrics, ()) {
   static const ScratchFolder folder;
-  std::string text = start_line(made_description("/run"), 1) + step_line(made_step(1), made_extras(1), 2) + end_line({});
+  std::string text =
+      start_line(made_description("/run"), 1) + step_line(made_step(1), made_extras(1), 2) + end_line({});
   const int changes = *rc::gen::inRange(1, 6);
-  for (int i = 0; i < changes; ++i) text[*rc::gen::inRange<std::size_t>(0, text.size())] = *rc::gen::arbitrary<char>();
+  for (int i = 0; i < changes; ++i)
+    text[*rc::gen::inRange<std::size_t>(0, text.size())] = *rc::gen::arbitrary<char>();
   try {
     const RunMetrics metrics = read_metrics(folder.write("any.jsonl", text));
     RC_ASSERT(!metrics.starts.empty());

@@ -38,7 +38,8 @@ constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
 using Change = std::function<void(TrainingJob& job)>;
 
-void change_parameter(TrainingJob& job, const std::string& name, const std::function<void(at::Tensor&)>& change) {
+void change_parameter(TrainingJob& job, const std::string& name,
+                      const std::function<void(at::Tensor&)>& change) {
   const at::NoGradGuard no_grad;
   for (const optim::NamedParameter& parameter : job.model().parameters()) {
     at::Tensor values = parameter.tensor.detach();
@@ -71,7 +72,11 @@ std::string failure(const TrainConfig& config, const Change& change) {
 }
 
 const std::vector<Layout>& layouts() {
-  static const std::vector<Layout> kLayouts = {{.name = "one"}, {.name = "pp2", .pp = 2}, {.name = "V", .pp = 2, .virtual_stages = 2, .schedule = "ZBVZeroBubble"}, {.name = "dp2", .dp = 2}};
+  static const std::vector<Layout> kLayouts = {
+      {.name = "one"},
+      {.name = "pp2", .pp = 2},
+      {.name = "V", .pp = 2, .virtual_stages = 2, .schedule = "ZBVZeroBubble"},
+      {.name = "dp2", .dp = 2}};
   return kLayouts;
 }
 
@@ -96,7 +101,8 @@ std::set<std::int64_t> tokens_of(const TrainConfig& config, std::int64_t microba
   const TrainingData data = small_data().open(config);
   const std::int64_t rows = config.layout.microbatch_size * config.layout.dp, context = config.model.context;
   Batch batch;
-  data.training->fill(static_cast<std::uint64_t>(config.training.global_batch + microbatch * rows), rows, batch);
+  data.training->fill(static_cast<std::uint64_t>(config.training.global_batch + microbatch * rows), rows,
+                      batch);
   EXPECT_EQ(static_cast<std::int64_t>(batch.tokens.size()), rows * context);
   return {batch.tokens.begin(), batch.tokens.end()};
 }
@@ -123,11 +129,13 @@ TEST(NotFinite, AnOverflowThatDependsOnTheDataIsNamedByOperatorAndMicrobatch) {
         values.zero_();
         values[*token] = row;
       });
-      for (const char* name : {"blocks.1.feed.gate.weight", "blocks.1.feed.up.weight"}) change_parameter(job, name, [](at::Tensor& values) { values.mul_(1e25); });
+      for (const char* name : {"blocks.1.feed.gate.weight", "blocks.1.feed.up.weight"})
+        change_parameter(job, name, [](at::Tensor& values) { values.mul_(1e25); });
     });
     EXPECT_TRUE(has_text(said, "microbatch " + std::to_string(microbatch) + " of 4"));
     EXPECT_TRUE(has_text(said, "aten::mul"));
-    EXPECT_TRUE(has_text(said, "in stage " + std::to_string(stage_of_block(layout, 1)) + ", block 1, after blocks.1.feed."));
+    EXPECT_TRUE(has_text(
+        said, "in stage " + std::to_string(stage_of_block(layout, 1)) + ", block 1, after blocks.1.feed."));
   }
 }
 
@@ -137,7 +145,8 @@ TEST(NotFinite, AGradientAloneIsNamed) {
     const std::string said = failure(config_of(layout), [](TrainingJob& job) {
       job.set_gradient_hook([](const std::vector<optim::NamedParameter>& parameters) {
         for (const optim::NamedParameter& parameter : parameters)
-          if (parameter.name == "blocks.1.attention.key.weight" || parameter.name == "norm.weight") parameter.tensor.grad().fill_(std::numeric_limits<double>::infinity());
+          if (parameter.name == "blocks.1.attention.key.weight" || parameter.name == "norm.weight")
+            parameter.tensor.grad().fill_(std::numeric_limits<double>::infinity());
       });
     });
     EXPECT_TRUE(has_text(said, "gradient norm"));
@@ -148,7 +157,8 @@ TEST(NotFinite, AGradientAloneIsNamed) {
 TEST(NotFinite, TensorParallelRanksAgree) {
   const TrainConfig config = config_of({.name = "tp2", .tp = 2});
   const std::string forward = failure(config, [](TrainingJob& job) {
-    for (const char* name : {"blocks.1.feed.gate.weight", "blocks.1.feed.up.weight"}) change_parameter(job, name, [](at::Tensor& values) { values.mul_(1e25); });
+    for (const char* name : {"blocks.1.feed.gate.weight", "blocks.1.feed.up.weight"})
+      change_parameter(job, name, [](at::Tensor& values) { values.mul_(1e25); });
   });
   EXPECT_TRUE(has_text(forward, "microbatch 0 of 4: aten::mul"));
   EXPECT_TRUE(has_text(forward, "in stage 0, block 1, after blocks.1.feed."));
@@ -164,7 +174,8 @@ TEST(NotFinite, TensorParallelRanksAgree) {
 TEST(NotFinite, TheRunOfAnAccumulatedStepIsNamed) {
   const Layout layout{.name = "two runs", .pp = 2, .accumulation = 2};
   const std::string said = failure(config_of(layout, {"--partition", "count"}), [](TrainingJob& job) {
-    for (const char* name : {"blocks.3.feed.gate.weight", "blocks.3.feed.up.weight"}) change_parameter(job, name, [](at::Tensor& values) { values.mul_(1e25); });
+    for (const char* name : {"blocks.3.feed.gate.weight", "blocks.3.feed.up.weight"})
+      change_parameter(job, name, [](at::Tensor& values) { values.mul_(1e25); });
   });
   EXPECT_TRUE(has_text(said, "microbatch 0 of 4 in run 0 of 2"));
   EXPECT_TRUE(has_text(said, "in stage 1, block 3"));
@@ -185,8 +196,10 @@ TEST(NotFinite, AWatchFindsNothingInAGoodForward) {
 
 TEST(NotFinite, TheLastCheckpointStays) {
   const ScratchFolder scratch;
-  for (int file = 0; file < 8; ++file) scratch.write("text/" + std::to_string(file) + ".h", std::string(400, static_cast<char>('a' + file)));
-  TrainConfig config = config_of({.name = "pp2", .pp = 2}, {"--checkpoint.every", "1", "--validate_every", "0", "--validation_fraction", "0"});
+  for (int file = 0; file < 8; ++file)
+    scratch.write("text/" + std::to_string(file) + ".h", std::string(400, static_cast<char>('a' + file)));
+  TrainConfig config = config_of({.name = "pp2", .pp = 2}, {"--checkpoint.every", "1", "--validate_every",
+                                                            "0", "--validation_fraction", "0"});
   config.data.sources = {(scratch / "text").string()};
   comm::run_ranks(2, 60s, [&](comm::World& world) {
     Trainer trainer(world, config, scratch / "run");

@@ -6,12 +6,12 @@
 #include <string>
 #include <vector>
 
-#include "penstock/world.h"
-#include "penstock/train/report/metrics_file.h"
 #include "penstock/train/job/peak_flops.h"
+#include "penstock/train/report/metrics_file.h"
 #include "penstock/train/report/progress.h"
 #include "penstock/train/report/report_page.h"
 #include "penstock/trainer.h"
+#include "penstock/world.h"
 #include "tests/has_text.h"
 #include "tests/train/markup_check.h"
 #include "tests/train/scratch_folder.h"
@@ -23,9 +23,38 @@ using namespace train;
 using namespace std::chrono_literals;
 
 TrainConfig small_config(const ScratchFolder& folder, int steps) {
-  const std::vector<std::string> arguments{"--model.width", "16", "--layers", "4", "--heads", "2", "--key_value_heads", "2", "--feed_width", "32", "--context", "16", "--pp", "2", "--schedule", "1F1B", "--microbatches", "4",
-                                           "--steps", std::to_string(steps), "--validate_every", "4", "--validate_batches", "1", "--checkpoint.every", "4", "--trace_steps", "3,6", "--data.sources", (folder / "text").string(),
-                                           "--validation_fraction", "0.3"};
+  const std::vector<std::string> arguments{"--model.width",
+                                           "16",
+                                           "--layers",
+                                           "4",
+                                           "--heads",
+                                           "2",
+                                           "--key_value_heads",
+                                           "2",
+                                           "--feed_width",
+                                           "32",
+                                           "--context",
+                                           "16",
+                                           "--pp",
+                                           "2",
+                                           "--schedule",
+                                           "1F1B",
+                                           "--microbatches",
+                                           "4",
+                                           "--steps",
+                                           std::to_string(steps),
+                                           "--validate_every",
+                                           "4",
+                                           "--validate_batches",
+                                           "1",
+                                           "--checkpoint.every",
+                                           "4",
+                                           "--trace_steps",
+                                           "3,6",
+                                           "--data.sources",
+                                           (folder / "text").string(),
+                                           "--validation_fraction",
+                                           "0.3"};
   return parse_config("", "test", arguments).config;
 }
 
@@ -45,7 +74,10 @@ std::string run(const ScratchFolder& folder, const TrainConfig& config) {
 
 TEST(ObservedRun, MetricsProgressAndPage) {
   const ScratchFolder folder;
-  for (int file = 0; file < 30; ++file) folder.write("text/" + std::to_string(file) + ".h", "int value_" + std::to_string(file * 7 % 13) + " = " + std::string(static_cast<std::size_t>(60 + file), '1') + ";\n");
+  for (int file = 0; file < 30; ++file)
+    folder.write("text/" + std::to_string(file) + ".h",
+                 "int value_" + std::to_string(file * 7 % 13) + " = " +
+                     std::string(static_cast<std::size_t>(60 + file), '1') + ";\n");
   const std::string shown = run(folder, small_config(folder, 8));
   EXPECT_TRUE(has_text(shown, "on 2 ranks (cpu): pp 2, dp 1, tp 1, 1F1B, 4 microbatches of 2\n"));
   EXPECT_TRUE(has_text(shown, "step 8/8  loss "));

@@ -26,11 +26,15 @@ using test::small_data;
 
 constexpr int kSteps = 2;
 
-void record(const TrainConfig& config, const std::filesystem::path& folder, const TrainingJob::GradientHook& before = {}) {
-  comm::run_ranks(static_cast<int>(config.layout.ranks), 120s, [&](comm::World& world) { record_side(world, config, small_data().open(config), folder, kSteps, before); });
+void record(const TrainConfig& config, const std::filesystem::path& folder,
+            const TrainingJob::GradientHook& before = {}) {
+  comm::run_ranks(static_cast<int>(config.layout.ranks), 120s, [&](comm::World& world) {
+    record_side(world, config, small_data().open(config), folder, kSteps, before);
+  });
 }
 
-ParityReport compare(const Layout& layout, const std::vector<std::string>& more = {}, const TrainingJob::GradientHook& before = {}) {
+ParityReport compare(const Layout& layout, const std::vector<std::string>& more = {},
+                     const TrainingJob::GradientHook& before = {}) {
   const ScratchFolder scratch;
   const TrainConfig config = config_of(layout, more);
   record(one_process(config), scratch / "one");
@@ -45,16 +49,21 @@ std::size_t rows_of(const ParityReport& report, const std::string& tensor, Parit
 }
 
 TEST(Parity, PipelinesAreEqual) {
-  for (const Layout& layout : {Layout{.name = "pp2", .pp = 2}, Layout{.name = "ZBV", .pp = 2, .virtual_stages = 2, .schedule = "ZBVZeroBubble"}, Layout{.name = "two runs of pp4", .pp = 4, .accumulation = 2}}) {
+  for (const Layout& layout :
+       {Layout{.name = "pp2", .pp = 2},
+        Layout{.name = "ZBV", .pp = 2, .virtual_stages = 2, .schedule = "ZBVZeroBubble"},
+        Layout{.name = "two runs of pp4", .pp = 4, .accumulation = 2}}) {
     SCOPED_TRACE(layout.name);
     EXPECT_TRUE(expects_same_bits(config_of(layout)));
     const ParityReport report = compare(layout);
     EXPECT_TRUE(report.ok()) << to_text(report, true);
     for (const ParityRow& row : report.rows) EXPECT_EQ(row.difference, 0) << row.tensor;
-    // 1 embedding, 4 blocks of 9, 1 norm, and the embedding's copy at the head: on two ranks of a loop, on one of a V.
+    // 1 embedding, 4 blocks of 9, 1 norm, and the embedding's copy at the head: on two ranks of a loop, on
+    // one of a V.
     const std::size_t tensors = 38 + (layout.schedule == "ZBVZeroBubble" ? 0 : 1);
     EXPECT_EQ(report.rows.size(), kSteps * (1 + 2 * tensors));
-    EXPECT_EQ(rows_of(report, "blocks.3.feed.down.weight", ParityRow::Kind::Gradient), static_cast<std::size_t>(kSteps));
+    EXPECT_EQ(rows_of(report, "blocks.3.feed.down.weight", ParityRow::Kind::Gradient),
+              static_cast<std::size_t>(kSteps));
   }
 }
 
@@ -64,7 +73,8 @@ TEST(Parity, ReplicasAndTensorParallelRanksDifferByRounding) {
   const ParityReport report = compare(layout);
   EXPECT_TRUE(report.ok()) << to_text(report, true);
   EXPECT_GT(report.rows.front().relative, 0);
-  EXPECT_EQ(rows_of(report, "embed.weight (at the head) (replica 1)", ParityRow::Kind::Parameter), static_cast<std::size_t>(kSteps));
+  EXPECT_EQ(rows_of(report, "embed.weight (at the head) (replica 1)", ParityRow::Kind::Parameter),
+            static_cast<std::size_t>(kSteps));
 }
 
 TEST(Parity, AWrongGradientIsFoundAndNamed) {
@@ -91,10 +101,12 @@ TEST(Parity, AWrongGradientIsFoundAndNamed) {
 
 TEST(Parity, WhatIsOnOneSideAloneFails) {
   const ScratchFolder scratch;
-  const TrainConfig tied = config_of({.name = "one"}), untied = config_of({.name = "one"}, {"--tie_head", "false"});
+  const TrainConfig tied = config_of({.name = "one"}),
+                    untied = config_of({.name = "one"}, {"--tie_head", "false"});
   record(tied, scratch / "one");
   record(untied, scratch / "layout");
-  const ParityReport report = compare_sides(scratch / "one", scratch / "layout", kSteps, {.gradients = 1e9, .parameters = 1e9});
+  const ParityReport report =
+      compare_sides(scratch / "one", scratch / "layout", kSteps, {.gradients = 1e9, .parameters = 1e9});
   EXPECT_FALSE(report.ok());
   EXPECT_TRUE(has_text(to_text(report, false), "only in the layout"));
   EXPECT_EQ(report.rows.front().tensor, "head.weight");
@@ -112,7 +124,8 @@ TEST(Parity, TheOneProcessHasTheWholeBatch) {
 
 TEST(Parity, TolerancesFollowPrecision) {
   const Layout dp2{.name = "dp2", .dp = 2};
-  const double fp32 = parity_tolerance(config_of(dp2)).gradients, bf16 = parity_tolerance(config_of(dp2, {"--precision", "bf16"})).gradients;
+  const double fp32 = parity_tolerance(config_of(dp2)).gradients,
+               bf16 = parity_tolerance(config_of(dp2, {"--precision", "bf16"})).gradients;
   EXPECT_GT(fp32, 0);
   EXPECT_GT(bf16, fp32);
   EXPECT_EQ(parity_tolerance(config_of({.name = "pp2", .pp = 2}, {"--precision", "bf16"})).parameters, 0);

@@ -120,7 +120,8 @@ TEST(Prefetcher, ARankGetsItsShareAndARunContinuesUnderAnotherLayout) {
   for (const int dp : {2, 1, 4}) {  // two steps of eight samples under each layout
     std::vector<std::unique_ptr<Prefetcher>> ranks;
     for (int rank = 0; rank < dp; ++rank)
-      ranks.push_back(std::make_unique<Prefetcher>(sampler, PrefetchOptions{.first = position, .stride = 8, .share = sample_share(8, rank, dp)}));
+      ranks.push_back(std::make_unique<Prefetcher>(
+          sampler, PrefetchOptions{.first = position, .stride = 8, .share = sample_share(8, rank, dp)}));
     Batch batch;
     for (int step = 0; step < 2 && joined.size() < whole.tokens.size(); ++step) {
       for (auto& rank : ranks) {

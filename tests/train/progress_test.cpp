@@ -27,7 +27,14 @@ using namespace train;
 using namespace std::chrono_literals;
 
 ProgressState some_state() {
-  return {.step = 86, .steps = 200, .loss = 2.45128, .tokens_per_second = 15230, .mfu = 0.412, .resident_bytes = std::int64_t{312} << 20, .device_bytes = 0, .seconds_left = 31.4};
+  return {.step = 86,
+          .steps = 200,
+          .loss = 2.45128,
+          .tokens_per_second = 15230,
+          .mfu = 0.412,
+          .resident_bytes = std::int64_t{312} << 20,
+          .device_bytes = 0,
+          .seconds_left = 31.4};
 }
 
 TEST(ProgressText, Durations) {
@@ -50,18 +57,27 @@ TEST(ProgressText, TokenRates) {
 
 TEST(ProgressText, BarsOfEveryWidth) {
   const ProgressState state = some_state();
-  EXPECT_EQ(bar_line(state, 120), "[#################-----------------------]   86/200  loss 2.4513  15.2 ktok/s  0:31 left  MFU 41.2 %  312.0 MiB");
-  EXPECT_EQ(bar_line(state, 80), "[###-----]   86/200  loss 2.4513  15.2 ktok/s  0:31 left  MFU 41.2 %  312.0 MiB");
+  EXPECT_EQ(bar_line(state, 120),
+            "[#################-----------------------]   86/200  loss 2.4513  15.2 ktok/s  0:31 left  MFU "
+            "41.2 %  312.0 MiB");
+  EXPECT_EQ(bar_line(state, 80),
+            "[###-----]   86/200  loss 2.4513  15.2 ktok/s  0:31 left  MFU 41.2 %  312.0 MiB");
   EXPECT_EQ(bar_line(state, 40), " 86/200  loss 2.4513  15.2 ktok/s");
   EXPECT_EQ(bar_line(state, 5), " 86/");
   EXPECT_EQ(bar_line(state, 0), " ");
-  for (int columns = 1; columns < 200; ++columns) EXPECT_LT(bar_line(state, columns).size(), static_cast<std::size_t>(std::max(columns, 2)));
+  for (int columns = 1; columns < 200; ++columns)
+    EXPECT_LT(bar_line(state, columns).size(), static_cast<std::size_t>(std::max(columns, 2)));
 }
 
 TEST(ProgressText, UnknownValuesAreOmitted) {
-  EXPECT_EQ(bar_line({.step = 200, .steps = 200, .loss = 2}, 50), "[" + std::string(25, '#') + "]  200/200  loss 2.0000");
-  EXPECT_EQ(plain_line({.step = 200, .steps = 200, .loss = 2, .tokens_per_second = 900}), "step 200/200  loss 2.0000  900 tok/s");
-  EXPECT_EQ(plain_line({.step = 1, .steps = 20, .loss = 2, .skipped = true, .device_bytes = 1 << 30, .seconds_left = 3}), "step  1/20  loss 2.0000 (skipped)  0:03 left  device 1.0 GiB");
+  EXPECT_EQ(bar_line({.step = 200, .steps = 200, .loss = 2}, 50),
+            "[" + std::string(25, '#') + "]  200/200  loss 2.0000");
+  EXPECT_EQ(plain_line({.step = 200, .steps = 200, .loss = 2, .tokens_per_second = 900}),
+            "step 200/200  loss 2.0000  900 tok/s");
+  EXPECT_EQ(
+      plain_line(
+          {.step = 1, .steps = 20, .loss = 2, .skipped = true, .device_bytes = 1 << 30, .seconds_left = 3}),
+      "step  1/20  loss 2.0000 (skipped)  0:03 left  device 1.0 GiB");
 }
 
 TEST(ProgressChoice, TheParentKnowsTheTerminal) {
@@ -77,8 +93,10 @@ TEST(ProgressChoice, TheParentKnowsTheTerminal) {
   EXPECT_EQ(choose_progress("bar", nullptr, 0).kind, ProgressKind::Bar);
   EXPECT_EQ(choose_progress("bar", nullptr, 0).columns, 80);
   EXPECT_EQ(choose_progress("none", "132", 90).kind, ProgressKind::None);
-  EXPECT_TRUE(has_text(message_of<ConfigError>([] { choose_progress("auto", "wide", 0); }), "PENSTOCK_PROGRESS_TTY: got \"wide\""));
-  EXPECT_TRUE(has_text(message_of<ConfigError>([] { choose_progress("auto", "-3", 0); }), "PENSTOCK_PROGRESS_TTY"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] { choose_progress("auto", "wide", 0); }),
+                       "PENSTOCK_PROGRESS_TTY: got \"wide\""));
+  EXPECT_TRUE(
+      has_text(message_of<ConfigError>([] { choose_progress("auto", "-3", 0); }), "PENSTOCK_PROGRESS_TTY"));
 }
 
 // A run at one step per second.
@@ -176,7 +194,8 @@ TEST(Progress, ABarOfARankReachesTheTerminalOfItsLauncher) {
   }
   std::string text;
   char block[4096];
-  for (ssize_t count; (count = ::read(terminal, block, sizeof block)) > 0;) text.append(block, static_cast<std::size_t>(count));
+  for (ssize_t count; (count = ::read(terminal, block, sizeof block)) > 0;)
+    text.append(block, static_cast<std::size_t>(count));
   int status = 0;
   ::waitpid(launcher, &status, 0);
   ::close(terminal);

@@ -12,10 +12,10 @@
 #include <set>
 
 #include "penstock/errors.h"
-#include "penstock/world.h"
 #include "penstock/optimizer.h"
 #include "penstock/torch/tree/distributed_type.h"
 #include "penstock/train/job/replica_gradient_sync.h"
+#include "penstock/world.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 #include "tests/train/small_training.h"
@@ -32,11 +32,14 @@ using penstock::test::message_of;
 
 std::vector<NamedParameter> three_alike() {
   std::vector<NamedParameter> parameters;
-  for (const char* name : {"a", "b", "c"}) parameters.push_back({name, at::zeros({2, 3}).set_requires_grad(true)});
+  for (const char* name : {"a", "b", "c"})
+    parameters.push_back({name, at::zeros({2, 3}).set_requires_grad(true)});
   return parameters;
 }
 
-void set_grad(const at::Tensor& parameter, double value) { parameter.mutable_grad() = at::full_like(parameter.detach(), value); }
+void set_grad(const at::Tensor& parameter, double value) {
+  parameter.mutable_grad() = at::full_like(parameter.detach(), value);
+}
 
 // All sizes agree: only the names distinguish the gradients.
 TEST(ReplicaGradients, AGradientThatARankLacksCountsAsZeros) {
@@ -56,8 +59,11 @@ TEST(ReplicaGradients, AGradientThatARankLacksCountsAsZeros) {
 
 TEST(ReplicaGradients, NumbersOfGradientsMayDiffer) {
   comm::run_ranks(3, 20s, [](comm::World& world) {
-    std::vector<NamedParameter> parameters{{"a", at::zeros({5}).set_requires_grad(true)}, {"b", at::zeros({7, 2}).set_requires_grad(true)}, {"d", at::zeros({3}, at::kDouble).set_requires_grad(true)}};
-    ReplicaGradients replicas(world.group(), {{"first", {parameters[0]}}, {"second", {parameters[1], parameters[2]}}});
+    std::vector<NamedParameter> parameters{{"a", at::zeros({5}).set_requires_grad(true)},
+                                           {"b", at::zeros({7, 2}).set_requires_grad(true)},
+                                           {"d", at::zeros({3}, at::kDouble).set_requires_grad(true)}};
+    ReplicaGradients replicas(world.group(),
+                              {{"first", {parameters[0]}}, {"second", {parameters[1], parameters[2]}}});
     if (world.rank() == 1)
       for (const NamedParameter& parameter : parameters) set_grad(parameter.tensor, 3);
     if (world.rank() == 2) set_grad(parameters[1].tensor, 6);
@@ -78,7 +84,9 @@ std::string refusal(const Change& change) {
   comm::run_ranks(3, 20s, [&](comm::World& world) {
     auto parameters = three_alike();
     if (world.rank() == 1) change(parameters);
-    const std::string text = message_of<ValueError>([&] { ReplicaGradients(world.group(), {{"stage 7", parameters}}); });
+    const std::string text = message_of<ValueError>([&] {
+      ReplicaGradients(world.group(), {{"stage 7", parameters}});
+    });
     const std::lock_guard lock(mutex);
     texts.insert(text);
   });
@@ -91,10 +99,18 @@ TEST(ReplicaGradients, DifferentParametersAreNamedOnEveryRank) {
   EXPECT_TRUE(has_text(frozen, "on rank 1"));
   EXPECT_TRUE(has_text(frozen, "stage 7: b: Float[2, 3], frozen"));
   EXPECT_TRUE(has_text(frozen, "stage 7: b: Float[2, 3], trainable, as on rank 0"));
-  EXPECT_TRUE(has_text(refusal([](auto& parameters) { parameters[2].tensor = at::zeros({3, 2}).set_requires_grad(true); }), "c: Float[3, 2]"));
-  EXPECT_TRUE(has_text(refusal([](auto& parameters) { parameters[0].tensor = at::zeros({2, 3}, at::kDouble).set_requires_grad(true); }), "a: Double[2, 3]"));
-  EXPECT_TRUE(has_text(refusal([](auto& parameters) { std::swap(parameters[0], parameters[1]); }), "entry 0 on rank 1"));
-  EXPECT_TRUE(has_text(refusal([](auto& parameters) { parameters.pop_back(); }), "no entry (there are only 2)"));
+  EXPECT_TRUE(has_text(refusal([](auto& parameters) {
+                         parameters[2].tensor = at::zeros({3, 2}).set_requires_grad(true);
+                       }),
+                       "c: Float[3, 2]"));
+  EXPECT_TRUE(has_text(refusal([](auto& parameters) {
+                         parameters[0].tensor = at::zeros({2, 3}, at::kDouble).set_requires_grad(true);
+                       }),
+                       "a: Double[2, 3]"));
+  EXPECT_TRUE(has_text(refusal([](auto& parameters) { std::swap(parameters[0], parameters[1]); }),
+                       "entry 0 on rank 1"));
+  EXPECT_TRUE(
+      has_text(refusal([](auto& parameters) { parameters.pop_back(); }), "no entry (there are only 2)"));
 }
 
 TEST(ReplicaGradients, FreezingLaterIsRefusedByName) {
@@ -115,11 +131,13 @@ TEST(ReplicaGradients, FreezingLaterIsRefusedByName) {
   });
 }
 
-// ------------------------------------------------------------------------------------------------------------ stages of a real model
+// ------------------------------------------------------------------------------------------------------------
+// stages of a real model
 
 // Gradients of a model's stages, set by hand; `has` selects which by (replica, name, at the head).
 template <class Has, class Check>
-void with_model(const Layout& layout, const std::vector<std::string>& more, const Has& has, const Check& check) {
+void with_model(const Layout& layout, const std::vector<std::string>& more, const Has& has,
+                const Check& check) {
   const TrainConfig config = config_of(layout, more);
   comm::run_ranks(layout.pp * layout.dp * layout.tp, 60s, [&](comm::World& world) {
     const RankLayout place(world, config.layout);
@@ -127,14 +145,19 @@ void with_model(const Layout& layout, const std::vector<std::string>& more, cons
     ModelStages stages(place, config, schedule, at::kCPU);
     ReplicaGradientSync sync(place, stages, true);
     const auto& tied = stages.tied();
-    const auto is_head = [&](const at::Tensor& tensor) { return tied.head.defined() && tensor.is_same(tied.head); };
+    const auto is_head = [&](const at::Tensor& tensor) {
+      return tied.head.defined() && tensor.is_same(tied.head);
+    };
     for (const PipelineStage& stage : stages.stages()) {
       for (const NamedParameter& parameter : stages.parameters_of(stage.index()))
-        if (has(place.dp(), stages.is_tied(parameter.tensor) ? "embed.weight" : parameter.name, is_head(parameter.tensor))) set_grad(parameter.tensor, 1 + place.dp() + (is_head(parameter.tensor) ? 10 : 0));
+        if (has(place.dp(), stages.is_tied(parameter.tensor) ? "embed.weight" : parameter.name,
+                is_head(parameter.tensor)))
+          set_grad(parameter.tensor, 1 + place.dp() + (is_head(parameter.tensor) ? 10 : 0));
       sync.stage_done(stage.index());
     }
     // The second leaf of a stage with both uses is not among its parameters.
-    if (tied.embed.defined() && tied.head.defined() && has(place.dp(), "embed.weight", true)) set_grad(tied.head, 1 + place.dp() + 10);
+    if (tied.embed.defined() && tied.head.defined() && has(place.dp(), "embed.weight", true))
+      set_grad(tied.head, 1 + place.dp() + 10);
     sync.finish();
     for (const NamedParameter& parameter : stages.parameters()) check(parameter);
   });
@@ -143,12 +166,15 @@ void with_model(const Layout& layout, const std::vector<std::string>& more, cons
 void expect_grad(const NamedParameter& parameter, std::optional<double> value) {
   ASSERT_EQ(parameter.tensor.grad().defined(), value.has_value()) << parameter.name;
   if (value) {
-    EXPECT_TRUE(at::allclose(local_if_distributed(parameter.tensor.grad()), at::full({}, static_cast<float>(*value)))) << parameter.name;
+    EXPECT_TRUE(
+        at::allclose(local_if_distributed(parameter.tensor.grad()), at::full({}, static_cast<float>(*value))))
+        << parameter.name;
   }
 }
 
 TEST(ReplicaGradientSync, AStageWithoutSomeGradientsOnSomeReplicas) {
-  for (const Layout& layout : {Layout{.name = "dp2", .dp = 2}, Layout{.name = "pp2 dp2", .pp = 2, .dp = 2}, Layout{.name = "dp2 tp2", .dp = 2, .tp = 2}}) {
+  for (const Layout& layout : {Layout{.name = "dp2", .dp = 2}, Layout{.name = "pp2 dp2", .pp = 2, .dp = 2},
+                               Layout{.name = "dp2 tp2", .dp = 2, .tp = 2}}) {
     SCOPED_TRACE(layout.name);
     const auto has = [](int replica, const std::string& name, bool) {
       if (name.find("query") != std::string::npos) return replica == 0;
@@ -157,7 +183,8 @@ TEST(ReplicaGradientSync, AStageWithoutSomeGradientsOnSomeReplicas) {
     };
     with_model(layout, {"--tie_head", "false"}, has, [&](const NamedParameter& parameter) {
       const bool first = has(0, parameter.name, false), second = has(1, parameter.name, false);
-      expect_grad(parameter, first || second ? std::optional(((first ? 1 : 0) + (second ? 2 : 0)) / 2.0) : std::nullopt);
+      expect_grad(parameter,
+                  first || second ? std::optional(((first ? 1 : 0) + (second ? 2 : 0)) / 2.0) : std::nullopt);
     });
   }
 }
@@ -167,18 +194,23 @@ TEST(ReplicaGradientSync, ATiedWeightWithoutOneOfItsGradients) {
   for (const Layout& layout : {Layout{.name = "dp2", .dp = 2}, Layout{.name = "pp2 dp2", .pp = 2, .dp = 2}})
     for (int mask = 0; mask < 16; ++mask) {
       SCOPED_TRACE(layout.name + ", uses " + std::to_string(mask));
-      const auto has = [&](int replica, const std::string& name, bool head) { return name != "embed.weight" || (mask >> (2 * replica + (head ? 1 : 0)) & 1) != 0; };
+      const auto has = [&](int replica, const std::string& name, bool head) {
+        return name != "embed.weight" || (mask >> (2 * replica + (head ? 1 : 0)) & 1) != 0;
+      };
       double sum = 0;
       for (const int replica : {0, 1})
         for (const bool head : {false, true})
           if (has(replica, "embed.weight", head)) sum += 1 + replica + (head ? 10 : 0);
       with_model(layout, {"--tie_head", "true"}, has, [&](const NamedParameter& parameter) {
-        expect_grad(parameter, parameter.name != "embed.weight" ? std::optional(1.5) : mask != 0 ? std::optional(sum / 2) : std::nullopt);
+        expect_grad(parameter, parameter.name != "embed.weight" ? std::optional(1.5)
+                               : mask != 0                      ? std::optional(sum / 2)
+                                                                : std::nullopt);
       });
     }
 }
 
-// ------------------------------------------------------------------------------------------------------------------------ property
+// ------------------------------------------------------------------------------------------------------------------------
+// property
 
 // A model of random parameters. A sample uses a random subset, different on every replica and in every run
 // and step.
@@ -198,7 +230,8 @@ struct Case {
     samples = draw(1, 3);
     steps = draw(2, 4);
     adam = draw(0, 1) == 1;
-    for (int i = 0; i < steps * runs * replicas * count; ++i) used.push_back(draw(1, 10) <= chance[static_cast<std::size_t>(i % count)]);
+    for (int i = 0; i < steps * runs * replicas * count; ++i)
+      used.push_back(draw(1, 10) <= chance[static_cast<std::size_t>(i % count)]);
     factors = at::rand({steps, runs, replicas, samples, count, 2}, at::kDouble) * 2 - 1;
     for (int i = 0; i < 3; ++i) early.push_back(draw(0, 1) == 1);
   }
@@ -206,7 +239,8 @@ struct Case {
 
   std::vector<NamedParameter> parameters() const {
     std::vector<NamedParameter> made;
-    for (std::size_t i = 0; i < initial.size(); ++i) made.push_back({"p" + std::to_string(i), initial[i].clone().set_requires_grad(!frozen[i])});
+    for (std::size_t i = 0; i < initial.size(); ++i)
+      made.push_back({"p" + std::to_string(i), initial[i].clone().set_requires_grad(!frozen[i])});
     return made;
   }
   // Mean over the samples of one replica in one run; undefined if no trained parameter is used.
@@ -215,7 +249,10 @@ struct Case {
     for (int sample = 0; sample < samples; ++sample)
       for (std::size_t k = 0; k < from.size(); ++k) {
         const auto count = static_cast<int>(from.size());
-        if (!used[static_cast<std::size_t>(((step * runs + run) * replicas + replica) * count + static_cast<int>(k))] || frozen[k]) continue;
+        if (!used[static_cast<std::size_t>(((step * runs + run) * replicas + replica) * count +
+                                           static_cast<int>(k))] ||
+            frozen[k])
+          continue;
         const at::Tensor f = factors[step][run][replica][sample][static_cast<std::int64_t>(k)];
         const at::Tensor term = (from[k].tensor.to(at::kDouble) * f[0] + f[1]).tanh().sum();
         sum = sum.defined() ? sum + term : term;
@@ -224,8 +261,19 @@ struct Case {
   }
   std::unique_ptr<optim::Optimizer> optimizer(const std::vector<NamedParameter>& of) const {
     // Weight decay shows whether a parameter was updated, even if its gradient is zero.
-    if (adam) return std::make_unique<optim::AdamW>(of, optim::AdamWOptions{.lr = 0.05, .beta1 = 0.9, .beta2 = 0.99, .eps = 1e-2, .weight_decay = 0.1, .kernels = optim::Kernels::Foreach});
-    return std::make_unique<optim::SGD>(of, optim::SGDOptions{.lr = 0.1, .momentum = 0.9, .nesterov = false, .weight_decay = 0.1, .decoupled = false, .kernels = optim::Kernels::Foreach});
+    if (adam)
+      return std::make_unique<optim::AdamW>(of, optim::AdamWOptions{.lr = 0.05,
+                                                                    .beta1 = 0.9,
+                                                                    .beta2 = 0.99,
+                                                                    .eps = 1e-2,
+                                                                    .weight_decay = 0.1,
+                                                                    .kernels = optim::Kernels::Foreach});
+    return std::make_unique<optim::SGD>(of, optim::SGDOptions{.lr = 0.1,
+                                                              .momentum = 0.9,
+                                                              .nesterov = false,
+                                                              .weight_decay = 0.1,
+                                                              .decoupled = false,
+                                                              .kernels = optim::Kernels::Foreach});
   }
 
   std::mt19937_64 random;
@@ -243,7 +291,8 @@ TEST(ReplicaGradients, RandomUseOfRandomParametersIsThatOfOneProcess) {
   for (const int replicas : {2, 3, 4}) {
     std::vector<Case> cases;
     at::manual_seed(static_cast<std::uint64_t>(replicas));
-    for (int i = 0; i < kCases; ++i) cases.emplace_back(static_cast<std::uint64_t>(1000 * replicas + i), replicas);
+    for (int i = 0; i < kCases; ++i)
+      cases.emplace_back(static_cast<std::uint64_t>(1000 * replicas + i), replicas);
     // One process, everything in one batch: parameters and whether there was a gradient, after each step.
     std::vector<std::vector<std::vector<std::pair<at::Tensor, bool>>>> expected(cases.size());
     for (std::size_t c = 0; c < cases.size(); ++c) {
@@ -255,27 +304,32 @@ TEST(ReplicaGradients, RandomUseOfRandomParametersIsThatOfOneProcess) {
         at::Tensor sum;
         for (int run = 0; run < each.runs; ++run)
           for (int replica = 0; replica < replicas; ++replica)
-            if (const at::Tensor loss = each.loss(parameters, step, run, replica); loss.defined()) sum = sum.defined() ? sum + loss : loss;
+            if (const at::Tensor loss = each.loss(parameters, step, run, replica); loss.defined())
+              sum = sum.defined() ? sum + loss : loss;
         if (sum.defined()) (sum / (each.runs * replicas)).backward();
         optimizer->step();
         auto& after = expected[c].emplace_back();
-        for (const NamedParameter& parameter : parameters) after.emplace_back(parameter.tensor.detach().clone(), parameter.tensor.grad().defined());
+        for (const NamedParameter& parameter : parameters)
+          after.emplace_back(parameter.tensor.detach().clone(), parameter.tensor.grad().defined());
       }
     }
     std::mutex mutex;
-    std::vector<std::vector<at::Tensor>> first(cases.size());  // parameters of the first rank that finished, after the last step
+    std::vector<std::vector<at::Tensor>> first(
+        cases.size());  // parameters of the first rank that finished, after the last step
     comm::run_ranks(replicas, 120s, [&](comm::World& world) {
       for (std::size_t c = 0; c < cases.size(); ++c) {
         const Case& each = cases[c];
         const auto parameters = each.parameters();
         std::vector<ReplicaGradients::Part> parts{{"0", {}}, {"1", {}}, {"2", {}}};
-        for (std::size_t k = 0; k < parameters.size(); ++k) parts[static_cast<std::size_t>(each.part[k])].parameters.push_back(parameters[k]);
+        for (std::size_t k = 0; k < parameters.size(); ++k)
+          parts[static_cast<std::size_t>(each.part[k])].parameters.push_back(parameters[k]);
         ReplicaGradients sync(world.group(), parts);
         const auto optimizer = each.optimizer(parameters);
         for (int step = 0; step < each.steps; ++step) {
           optimizer->zero_grad();
           for (int run = 0; run < each.runs; ++run)
-            if (const at::Tensor loss = each.loss(parameters, step, run, world.rank()); loss.defined()) (loss / each.runs).backward();
+            if (const at::Tensor loss = each.loss(parameters, step, run, world.rank()); loss.defined())
+              (loss / each.runs).backward();
           std::int64_t lacks = 0;
           for (const NamedParameter& parameter : parameters) lacks += !parameter.tensor.grad().defined();
           for (std::size_t part = 0; part < parts.size(); ++part)
@@ -287,14 +341,17 @@ TEST(ReplicaGradients, RandomUseOfRandomParametersIsThatOfOneProcess) {
           for (std::size_t k = 0; k < parameters.size(); ++k) {
             const auto& [value, stepped] = expected[c][static_cast<std::size_t>(step)][k];
             (stepped ? everybody : nobody) += 1;
-            EXPECT_EQ(parameters[k].tensor.grad().defined(), stepped) << replicas << " replicas, case " << c << ", step " << step << ", parameter " << k;
-            EXPECT_TRUE(at::allclose(parameters[k].tensor, value, 1e-5, 1e-6)) << replicas << " replicas, case " << c << ", step " << step << ", parameter " << k;
+            EXPECT_EQ(parameters[k].tensor.grad().defined(), stepped)
+                << replicas << " replicas, case " << c << ", step " << step << ", parameter " << k;
+            EXPECT_TRUE(at::allclose(parameters[k].tensor, value, 1e-5, 1e-6))
+                << replicas << " replicas, case " << c << ", step " << step << ", parameter " << k;
           }
         }
         const std::lock_guard lock(mutex);
         for (std::size_t k = 0; k < parameters.size(); ++k) {
           if (first[c].size() < parameters.size()) first[c].push_back(parameters[k].tensor.detach().clone());
-          EXPECT_TRUE(parameters[k].tensor.equal(first[c][k])) << "replicas differ, case " << c << ", parameter " << k;
+          EXPECT_TRUE(parameters[k].tensor.equal(first[c][k]))
+              << "replicas differ, case " << c << ", parameter " << k;
         }
       }
     });

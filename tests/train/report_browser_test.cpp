@@ -9,9 +9,9 @@
 #include "penstock/train/report/report_page.h"
 #include "tests/command.h"
 #include "tests/has_text.h"
-#include "tests/train/synthetic_run.h"
 #include "tests/train/markup_check.h"
 #include "tests/train/scratch_folder.h"
+#include "tests/train/synthetic_run.h"
 
 namespace penstock::test {
 namespace report_browser_test {
@@ -39,8 +39,12 @@ const note=document.createElement('pre');note.id='said';note.textContent=said.jo
 </script></body>)";
   page.replace(page.rfind("</body>"), 7, probe);
   const auto path = folder.write("probe.html", page);
-  const Ended ended = run_command(std::string(kBrowser) + " --headless --no-sandbox --disable-gpu --disable-dev-shm-usage --user-data-dir='" + (folder / "profile").string() + "' --window-size=1280,2000 --dump-dom 'file://" + path.string() + "' 2>/dev/null",
-                                  std::chrono::seconds(120));
+  const Ended ended =
+      run_command(std::string(kBrowser) +
+                      " --headless --no-sandbox --disable-gpu --disable-dev-shm-usage --user-data-dir='" +
+                      (folder / "profile").string() + "' --window-size=1280,2000 --dump-dom 'file://" +
+                      path.string() + "' 2>/dev/null",
+                  std::chrono::seconds(120));
   ASSERT_EQ(ended.exit_code, 0);
   const std::size_t begin = ended.output.find("<pre id=\"said\">");
   ASSERT_NE(begin, std::string::npos);

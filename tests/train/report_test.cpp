@@ -16,9 +16,9 @@
 #include "penstock/train/report/report_timeline.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
-#include "tests/train/synthetic_run.h"
 #include "tests/train/markup_check.h"
 #include "tests/train/scratch_folder.h"
+#include "tests/train/synthetic_run.h"
 
 namespace penstock::test {
 namespace report_test {
@@ -26,7 +26,9 @@ namespace report_test {
 using namespace train;
 
 // Without the style sheet and the script.
-std::string body_of(const std::string& page) { return page.substr(page.find("<main>"), page.find("</main>") - page.find("<main>")); }
+std::string body_of(const std::string& page) {
+  return page.substr(page.find("<main>"), page.find("</main>") - page.find("<main>"));
+}
 
 // The page is too long to be printed when something is missing from it.
 ::testing::AssertionResult page_has(const std::string& page, const std::string& part) {
@@ -61,7 +63,8 @@ TEST(ReportPage, OneRun) {
   EXPECT_EQ(count_of(page, "<g class=\"cell\" data-m=\"0\""), 4u);
   EXPECT_EQ(count_of(page, "<g class=\"cell simulated\""), 32u);
   EXPECT_TRUE(page_has(page, "Training run first<span class=\"state\">finished</span>"));
-  EXPECT_TRUE(page_has(page, fmt::format("<strong>{:.4f}</strong><span>mean of the last 20 steps", run.numbers.loss)));
+  EXPECT_TRUE(page_has(
+      page, fmt::format("<strong>{:.4f}</strong><span>mean of the last 20 steps", run.numbers.loss)));
   EXPECT_TRUE(page_has(page, fmt::format("<strong>{:.4f}</strong><span>best", made_loss(200) + 0.1)));
   EXPECT_TRUE(page_has(page, "<strong>13 ms</strong><span>longest of 2"));
   EXPECT_TRUE(page_has(page, "1.23 M parameters, 2 ranks on cpu, 200 of 200 steps"));
@@ -77,7 +80,8 @@ TEST(ReportPage, NeedsNoNetwork) {
   const ScratchFolder folder;
   make_run_folder(folder / "first", {});
   const std::string page = report_page({load_run(folder / "first")});
-  for (const char* outside : {" src=", "href=", "@import", "url(", "https://", "fetch(", "import("}) EXPECT_EQ(count_of(page, outside), 0u) << outside;
+  for (const char* outside : {" src=", "href=", "@import", "url(", "https://", "fetch(", "import("})
+    EXPECT_EQ(count_of(page, outside), 0u) << outside;
   EXPECT_EQ(count_of(page, "http://"), 1u);  // the SVG namespace
   EXPECT_TRUE(page_has(page, "prefers-color-scheme:dark"));
 }
@@ -85,22 +89,31 @@ TEST(ReportPage, NeedsNoNetwork) {
 TEST(ReportPage, SeveralRuns) {
   const ScratchFolder folder;
   make_run_folder(folder / "first", {});
-  make_run_folder(folder / "second", {.schedule = "ZBVZeroBubble", .slower = 2}, [](RunDescription& run) { run.config.training.lr = 0.25; });
+  make_run_folder(folder / "second", {.schedule = "ZBVZeroBubble", .slower = 2},
+                  [](RunDescription& run) { run.config.training.lr = 0.25; });
   make_run_folder(folder / "third", {.last_step = 120, .ends = false, .traces = false});
-  const std::vector<RunReport> runs{load_run(folder / "first"), load_run(folder / "second"), load_run(folder / "third")};
+  const std::vector<RunReport> runs{load_run(folder / "first"), load_run(folder / "second"),
+                                    load_run(folder / "third")};
   const std::string page = report_page(runs);
   EXPECT_EQ(markup_problem(page), "");
   EXPECT_TRUE(page_has(page, "3 training runs compared"));
   EXPECT_EQ(count_of(page, "<svg class=\"timeline\""), 2u);
-  EXPECT_TRUE(page_has(page, "<tr><td><code>training.lr</code></td><td class=\"n\"><code>0.002</code></td><td class=\"n\"><code>0.25</code></td><td class=\"n\"><code>0.002</code></td></tr>"));
+  EXPECT_TRUE(page_has(page,
+                       "<tr><td><code>training.lr</code></td><td class=\"n\"><code>0.002</code></td><td "
+                       "class=\"n\"><code>0.25</code></td><td class=\"n\"><code>0.002</code></td></tr>"));
   EXPECT_TRUE(page_has(page, "<td><code>layout.schedule</code></td>"));
   EXPECT_EQ(count_of(page, "<td><code>layout.pp</code></td>"), 0u);
-  EXPECT_TRUE(page_has(page, "<td>speed relative to the first</td><td class=\"n\">1.00 x</td><td class=\"n\">0.50 x</td><td class=\"n\">1.00 x</td>"));
-  EXPECT_TRUE(page_has(page, "<td>end</td><td class=\"n\">finished</td><td class=\"n\">finished</td><td class=\"n\">unfinished</td>"));
+  EXPECT_TRUE(page_has(page,
+                       "<td>speed relative to the first</td><td class=\"n\">1.00 x</td><td class=\"n\">0.50 "
+                       "x</td><td class=\"n\">1.00 x</td>"));
+  EXPECT_TRUE(page_has(page,
+                       "<td>end</td><td class=\"n\">finished</td><td class=\"n\">finished</td><td "
+                       "class=\"n\">unfinished</td>"));
   EXPECT_TRUE(page_has(page, "Notes of third"));
   EXPECT_EQ(count_of(page, "<path class=\"curve c3\""), 6u);  // loss, lr, norm, speed, time, memory
   EXPECT_EQ(count_of(page, "<path class=\"curve c3 dotted\""), 1u);
-  EXPECT_EQ(count_of(page, "<path class=\"curve c1\" style=\"stroke-width:5\""), 3u);  // visible below coinciding curves
+  EXPECT_EQ(count_of(page, "<path class=\"curve c1\" style=\"stroke-width:5\""),
+            3u);  // visible below coinciding curves
 }
 
 TEST(ReportPage, RunsOfTheSameNameAreShownByPath) {
@@ -114,17 +127,21 @@ TEST(ReportPage, RunsOfTheSameNameAreShownByPath) {
 
 TEST(ReportPage, SaysWhatIsMissing) {
   const ScratchFolder folder;
-  make_run_folder(folder / "killed", {.last_step = 30, .ends = false, .validates = false, .traces = false}, [](RunDescription& run) {
-    run.partition.clear();
-    run.peak_flops = 0;
-  });
+  make_run_folder(folder / "killed", {.last_step = 30, .ends = false, .validates = false, .traces = false},
+                  [](RunDescription& run) {
+                    run.partition.clear();
+                    run.peak_flops = 0;
+                  });
   const auto path = folder / "killed/metrics.jsonl";
   std::filesystem::resize_file(path, std::filesystem::file_size(path) - 20);
   const RunReport run = load_run(folder / "killed");
   EXPECT_EQ(run.state(), "unfinished (killed, failed or still running), 29 of 200 steps");
   const std::string page = report_page({run});
   EXPECT_EQ(markup_problem(page), "");
-  for (const char* missing : {"The run is unfinished", "is incomplete", "There was no validation", "No checkpoint was written.", "No step was traced", "The peak performance of this machine was not measured", "did not record the partition", "There is no step trace"})
+  for (const char* missing :
+       {"The run is unfinished", "is incomplete", "There was no validation", "No checkpoint was written.",
+        "No step was traced", "The peak performance of this machine was not measured",
+        "did not record the partition", "There is no step trace"})
     EXPECT_TRUE(page_has(page, missing));
   EXPECT_TRUE(page_has(page, "<span class=\"state open\">unfinished</span>"));
   EXPECT_TRUE(has_text(summary_text(run), "note        No step was traced"));
@@ -164,7 +181,8 @@ TEST(ReportPage, TextsOfARunAreEscaped) {
     run.libtorch = evil;
     run.partition = {"stage 0: " + evil, evil};
   });
-  for (const std::string& page : {report_page({load_run(folder / "<i>run")}), report_page({load_run(folder / "<i>run"), load_run(folder / "<i>run")})}) {
+  for (const std::string& page : {report_page({load_run(folder / "<i>run")}),
+                                  report_page({load_run(folder / "<i>run"), load_run(folder / "<i>run")})}) {
     EXPECT_EQ(markup_problem(page), "");
     EXPECT_EQ(count_of(page, "<script>"), 1u);
     EXPECT_EQ(count_of(page, "alert(\""), 0u);
@@ -177,8 +195,10 @@ TEST(ReportPage, TextsOfARunAreEscaped) {
 TEST(ReportPage, RefusesNoRunsAndFoldersWithoutARun) {
   EXPECT_TRUE(has_text(message_of<ValueError>([] { report_page({}); }), "give the folder of a run"));
   const ScratchFolder folder;
-  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { load_run(folder / "absent"); }), "a folder with metrics.jsonl"));
-  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { write_page(folder / "absent/report.html", "page"); }), "a file that can be written"));
+  EXPECT_TRUE(
+      has_text(message_of<ConfigError>([&] { load_run(folder / "absent"); }), "a folder with metrics.jsonl"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { write_page(folder / "absent/report.html", "page"); }),
+                       "a file that can be written"));
 }
 
 TEST(ReportPage, IsWrittenIntoTheFolder) {
@@ -217,14 +237,19 @@ TEST(Timeline, EveryKindOfSchedule) {
     EXPECT_EQ(count_of(picture, "class=\"label end\""), 4u);
     EXPECT_GT(count_of(picture, "<b class=\"lane\">"), 0u);
   }
-  EXPECT_TRUE(has_text(draw_timeline(report_trace(simulated_trace("ZBVZeroBubble", 2, 4))).substr(0, 900), "W weight gradient"));
+  EXPECT_TRUE(has_text(draw_timeline(report_trace(simulated_trace("ZBVZeroBubble", 2, 4))).substr(0, 900),
+                       "W weight gradient"));
 }
 
 TEST(ChartText, CurvesAxesAndGaps) {
   Chart chart{.title = "a < b", .series = {}};
   EXPECT_TRUE(has_text(draw_chart(chart), "no data recorded"));
   const double nan = std::numeric_limits<double>::quiet_NaN();
-  chart.series.push_back({.name = "one", .colour = 9, .look = ChartSeries::Look::Line, .x = {1, 2, 3, 4, 5}, .y = {1, 2, nan, 4, 5}});
+  chart.series.push_back({.name = "one",
+                          .colour = 9,
+                          .look = ChartSeries::Look::Line,
+                          .x = {1, 2, 3, 4, 5},
+                          .y = {1, 2, nan, 4, 5}});
   const std::string picture = draw_chart(chart);
   EXPECT_EQ(markup_problem(picture), "");
   EXPECT_TRUE(has_text(picture, "a &lt; b"));
@@ -236,7 +261,8 @@ TEST(ChartText, CurvesAxesAndGaps) {
   EXPECT_EQ(count_of(draw_chart(chart), "<circle"), 1u);
   EXPECT_EQ(count_of(draw_chart(chart), "nan"), 0u);
   chart.logarithmic = true;
-  chart.series[0] = {.name = "wide", .colour = 1, .look = ChartSeries::Look::Line, .x = {1, 2}, .y = {0.01, 100}};
+  chart.series[0] = {
+      .name = "wide", .colour = 1, .look = ChartSeries::Look::Line, .x = {1, 2}, .y = {0.01, 100}};
   EXPECT_TRUE(has_text(draw_chart(chart), "&quot;log&quot;:true"));
 }
 
@@ -259,7 +285,8 @@ TEST(Smoothing, MeansOfNeighbours) {
   std::vector<double> line, step(100, 1.0);
   for (int i = 0; i < 100; ++i) line.push_back(i);
   const std::vector<double> same = smoothed(line, 5);
-  for (int i = 0; i < 100; ++i) EXPECT_NEAR(same[static_cast<std::size_t>(i)], i, 1e-9);  // a straight line is unchanged
+  for (int i = 0; i < 100; ++i)
+    EXPECT_NEAR(same[static_cast<std::size_t>(i)], i, 1e-9);  // a straight line is unchanged
   std::fill(step.begin() + 50, step.end(), 0.0);
   const auto smooth = smoothed(step, 9);
   EXPECT_DOUBLE_EQ(smooth[45], 1);

@@ -19,27 +19,33 @@ using namespace train;
 namespace fs = std::filesystem;
 
 // Makes a run folder as after a start with these arguments.
-fs::path make_run(const ScratchFolder& scratch, const std::string& name, const std::vector<std::string>& arguments = {}) {
+fs::path make_run(const ScratchFolder& scratch, const std::string& name,
+                  const std::vector<std::string>& arguments = {}) {
   const fs::path folder = scratch / name;
-  const ResolvedConfig resolved = with_absolute_paths(load_config({.file = {}, .arguments = arguments}), folder);
+  const ResolvedConfig resolved =
+      with_absolute_paths(load_config({.file = {}, .arguments = arguments}), folder);
   scratch.write(name + "/config.toml", run_config_text(resolved, folder));
   return folder;
 }
 
-TrainConfig continued(const fs::path& folder, const std::vector<std::string>& arguments) { return continue_run_config(folder, {.file = {}, .arguments = arguments}).config; }
+TrainConfig continued(const fs::path& folder, const std::vector<std::string>& arguments) {
+  return continue_run_config(folder, {.file = {}, .arguments = arguments}).config;
+}
 std::string refusal(const fs::path& folder, const std::vector<std::string>& arguments) {
   return message_of<ConfigError>([&] { (void)continued(folder, arguments); });
 }
 
 TEST(RunConfig, DoesNotContainTheFoldersLocation) {
   const ScratchFolder scratch;
-  const fs::path folder = make_run(scratch, "run", {"--checkpoint.folder", (scratch / "run/saved").string(), "--data", "text"});
+  const fs::path folder =
+      make_run(scratch, "run", {"--checkpoint.folder", (scratch / "run/saved").string(), "--data", "text"});
   const std::vector<std::uint8_t> bytes = read_bytes(folder / "config.toml");
   const std::string text(bytes.begin(), bytes.end());
   EXPECT_FALSE(has_text(text, scratch.path().string()));
   EXPECT_TRUE(has_text(text, "folder = \"{run}/saved\""));
   EXPECT_TRUE(has_text(text, "run_folder = \"\""));
-  EXPECT_TRUE(has_text(text, "sources = [\"" + (fs::current_path() / "text").string() + "\"]")) << "paths outside the run are absolute";
+  EXPECT_TRUE(has_text(text, "sources = [\"" + (fs::current_path() / "text").string() + "\"]"))
+      << "paths outside the run are absolute";
   EXPECT_EQ(load_run_config(folder).config.checkpoint.folder, (scratch / "run/saved").string());
   fs::rename(folder, scratch / "moved");
   EXPECT_EQ(load_run_config(scratch / "moved").config.checkpoint.folder, (scratch / "moved/saved").string());
@@ -48,18 +54,25 @@ TEST(RunConfig, DoesNotContainTheFoldersLocation) {
 
 TEST(RunConfig, WrittenAgainItIsTheSameText) {
   const ScratchFolder scratch;
-  const fs::path folder = make_run(scratch, "run", {"--steps", "50", "--data", "a  # b", "--preset", "small", "--pp", "4", "--checkpoint.folder", (scratch / "run/saved").string()});
+  const fs::path folder = make_run(scratch, "run",
+                                   {"--steps", "50", "--data", "a  # b", "--preset", "small", "--pp", "4",
+                                    "--checkpoint.folder", (scratch / "run/saved").string()});
   const std::vector<std::uint8_t> bytes = read_bytes(folder / "config.toml");
   const std::string text(bytes.begin(), bytes.end());
   EXPECT_TRUE(has_text(text, "  # derived"));
   EXPECT_EQ(run_config_text(load_run_config(folder), folder), text);
-  EXPECT_EQ(run_config_text(continue_run_config(folder, {.file = {}, .arguments = {"--steps", "50"}}), folder), text) << "the same command again";
-  EXPECT_EQ(run_config_text(continue_run_config(folder, {.file = {}, .arguments = {"--pp", "4"}}), folder), text);
+  EXPECT_EQ(
+      run_config_text(continue_run_config(folder, {.file = {}, .arguments = {"--steps", "50"}}), folder),
+      text)
+      << "the same command again";
+  EXPECT_EQ(run_config_text(continue_run_config(folder, {.file = {}, .arguments = {"--pp", "4"}}), folder),
+            text);
 }
 
 TEST(RunConfig, KeysNotGivenComeFromTheRun) {
   const ScratchFolder scratch;
-  const fs::path folder = make_run(scratch, "run", {"--steps", "50", "--lr", "0.5", "--width", "96", "--dropout", "0.25"});
+  const fs::path folder =
+      make_run(scratch, "run", {"--steps", "50", "--lr", "0.5", "--width", "96", "--dropout", "0.25"});
   const TrainConfig config = continued(folder, {"--steps", "80", "--dropout", "0.1"});
   EXPECT_EQ(config.training.steps, 80);
   EXPECT_EQ(config.training.lr, 0.5);
@@ -75,14 +88,32 @@ TEST(RunConfig, KeysNotGivenComeFromTheRun) {
 TEST(RunConfig, WhatTheRunDependsOnCannotChange) {
   const ScratchFolder scratch;
   const fs::path folder = make_run(scratch, "run", {"--data", "/text", "--width", "96"});
-  EXPECT_TRUE(has_text(refusal(folder, {"--width", "192", "--layers", "6"}), "these cannot change when it continues: model.width = 192 (--width), but the run was started with 96; model.layers = 6 (--layers), but the run was started with 4; leave it out"));
-  for (const std::vector<std::string>& change : std::vector<std::vector<std::string>>{{"--preset", "small"}, {"--vocabulary", "300"}, {"--context", "512"}, {"--rope_theta", "500"}, {"--tie_head", "false"}, {"--heads", "3", "--key_value_heads", "3"},
-           {"--seed", "2"}, {"--optimizer", "sgd"}, {"--data", "/else"}, {"--extensions", ".h"}, {"--validation_fraction", "0.5"}, {"--cap_bytes", "17"}, {"--checkpoint.folder", "/else"}})
+  EXPECT_TRUE(
+      has_text(refusal(folder, {"--width", "192", "--layers", "6"}),
+               "these cannot change when it continues: model.width = 192 (--width), but the run was started "
+               "with 96; model.layers = 6 (--layers), but the run was started with 4; leave it out"));
+  for (const std::vector<std::string>& change :
+       std::vector<std::vector<std::string>>{{"--preset", "small"},
+                                             {"--vocabulary", "300"},
+                                             {"--context", "512"},
+                                             {"--rope_theta", "500"},
+                                             {"--tie_head", "false"},
+                                             {"--heads", "3", "--key_value_heads", "3"},
+                                             {"--seed", "2"},
+                                             {"--optimizer", "sgd"},
+                                             {"--data", "/else"},
+                                             {"--extensions", ".h"},
+                                             {"--validation_fraction", "0.5"},
+                                             {"--cap_bytes", "17"},
+                                             {"--checkpoint.folder", "/else"}})
     EXPECT_TRUE(has_text(refusal(folder, change), "cannot change when it continues")) << change.front();
   EXPECT_TRUE(has_text(refusal(folder, {"--data", "/else"}), "--resume"));
   EXPECT_TRUE(has_text(refusal(folder, {"--shards", "/shards"}), "data.shards"));
   // Equal values are not a change, and neither are stage boundaries.
-  EXPECT_EQ(continued(folder, {"--width", "96", "--data", "/text", "--seed", "1", "--pattern", "AA|AA", "--pp", "2", "--schedule", "1F1B"}).model.pattern, "AA|AA");
+  EXPECT_EQ(continued(folder, {"--width", "96", "--data", "/text", "--seed", "1", "--pattern", "AA|AA",
+                               "--pp", "2", "--schedule", "1F1B"})
+                .model.pattern,
+            "AA|AA");
 }
 
 TEST(RunConfig, ShardsMayBeInAnotherPlace) {
@@ -117,7 +148,8 @@ TEST(RunConfig, AnEditedValueIsKept) {
   const fs::path folder = make_run(scratch, "run", {"--layers", "8"});
   const std::vector<std::uint8_t> bytes = read_bytes(folder / "config.toml");
   std::string text(bytes.begin(), bytes.end());
-  const std::string derived = "schedule = \"ZBVZeroBubble\"  # derived", stages = "virtual_stages = 2  # derived";
+  const std::string derived = "schedule = \"ZBVZeroBubble\"  # derived",
+                    stages = "virtual_stages = 2  # derived";
   ASSERT_TRUE(has_text(text, derived));
   text.replace(text.find(derived), derived.size(), "schedule = \"GPipe\"  # derived");
   text.replace(text.find(stages), stages.size(), "virtual_stages = 1  # derived");
@@ -127,7 +159,9 @@ TEST(RunConfig, AnEditedValueIsKept) {
 
 TEST(RunConfig, FilesOfEarlierVersionsAreReadWhereTheyAre) {
   const ScratchFolder scratch;
-  const std::string old = "[output]\nrun_folder = \"/long/ago\"\n[checkpoint]\nfolder = \"/long/ago/saved\"\n[data]\nshards = \"/long/agone\"\n";
+  const std::string old =
+      "[output]\nrun_folder = \"/long/ago\"\n[checkpoint]\nfolder = \"/long/ago/saved\"\n[data]\nshards = "
+      "\"/long/agone\"\n";
   scratch.write("run/config.toml", old);
   scratch.write("run/metrics.jsonl", "");
   const TrainConfig config = load_run_config(scratch / "run").config;
@@ -142,9 +176,11 @@ TEST(RunConfig, FilesOfEarlierVersionsAreReadWhereTheyAre) {
 
 TEST(RunConfig, AFolderWithoutARunIsNamed) {
   const ScratchFolder scratch;
-  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)load_run_config(scratch.path()); }), "a folder with a config.toml"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)load_run_config(scratch.path()); }),
+                       "a folder with a config.toml"));
   scratch.write("run/config.toml", "[model]\nwidth = \"wide\"\n");
-  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)load_run_config(scratch / "run"); }), "config.toml:2: model.width"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)load_run_config(scratch / "run"); }),
+                       "config.toml:2: model.width"));
 }
 
 }  // namespace run_config_test

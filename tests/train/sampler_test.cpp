@@ -39,12 +39,14 @@ bool is_permutation_of_range(const KeyedPermutation& order) {
 }
 
 TEST(KeyedPermutation, EverySmallSize) {
-  for (std::uint64_t size = 1; size <= 300; ++size) EXPECT_TRUE(is_permutation_of_range(KeyedPermutation(size, 7, size))) << size;
+  for (std::uint64_t size = 1; size <= 300; ++size)
+    EXPECT_TRUE(is_permutation_of_range(KeyedPermutation(size, 7, size))) << size;
   EXPECT_TRUE(is_permutation_of_range(KeyedPermutation(100003, 1, 0)));
 }
 
 TEST(KeyedPermutation, HugeSizes) {
-  for (const std::uint64_t size : {std::uint64_t{1} << 62, (std::uint64_t{1} << 62) - 1, (std::uint64_t{1} << 60) + 1}) {
+  for (const std::uint64_t size :
+       {std::uint64_t{1} << 62, (std::uint64_t{1} << 62) - 1, (std::uint64_t{1} << 60) + 1}) {
     const KeyedPermutation order(size, 5, 6);
     for (std::uint64_t i = 0; i < 100; ++i) {
       EXPECT_LT(order(i), size);
@@ -110,7 +112,8 @@ std::unique_ptr<Made> make_dataset(const std::vector<int>& lengths) {
   const std::size_t half = (lengths.size() + 1) / 2;
   for (std::size_t shard = 0; shard < 2; ++shard) {
     if (shard == 1 && half == lengths.size()) break;
-    TokenShardWriter writer(made->folder / (shard == 0 ? "a.tokens" : "b.tokens"), {.vocabulary = 65536, .end_of_document = 65535});
+    TokenShardWriter writer(made->folder / (shard == 0 ? "a.tokens" : "b.tokens"),
+                            {.vocabulary = 65536, .end_of_document = 65535});
     for (std::size_t d = shard == 0 ? 0 : half; d < (shard == 0 ? half : lengths.size()); ++d) {
       std::vector<std::uint32_t> document;
       for (int i = 0; i < lengths[d]; ++i) document.push_back(next++);
@@ -138,12 +141,14 @@ TEST(Sampler, InOrderWithoutShuffle) {
   const Batch batch = batch_of(sampler, 0, 3);
   const std::int64_t e = 65535;
   EXPECT_EQ(batch.tokens, (std::vector<std::int64_t>{0, 1, 2, e, 3, 4, e, 5, 6, 7, 0, 1, 2, e, 3}));
-  EXPECT_EQ(batch.targets, (std::vector<std::int64_t>{1, 2, e, kIgnored, 4, e, kIgnored, 6, 7, 8, 1, 2, e, kIgnored, 4}));
+  EXPECT_EQ(batch.targets,
+            (std::vector<std::int64_t>{1, 2, e, kIgnored, 4, e, kIgnored, 6, 7, 8, 1, 2, e, kIgnored, 4}));
   EXPECT_EQ(batch.documents, (std::vector<std::int64_t>{0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 0, 0, 0, 0, 1}));
 }
 
 TEST(Sampler, AWindowAcrossTheEndDoesNotJoinDocuments) {
-  const auto made = make_dataset({9});  // one document, ten tokens: every window but the first wraps or ends at the end
+  const auto made =
+      make_dataset({9});  // one document, ten tokens: every window but the first wraps or ends at the end
   const Sampler sampler(made->dataset, {.context = 7, .seed = 3});
   bool wrapped = false;
   for (std::uint64_t position = 0; position < 40; ++position) {
@@ -168,7 +173,8 @@ TEST(Sampler, EpochsDiffer) {
   const Sampler sampler(made->dataset, {.context = 8, .seed = 1});
   const auto epoch = [&](std::uint64_t e) {
     std::vector<std::uint64_t> starts;
-    for (std::uint64_t i = 0; i < sampler.samples_per_epoch(); ++i) starts.push_back(sampler.first_token(e * sampler.samples_per_epoch() + i));
+    for (std::uint64_t i = 0; i < sampler.samples_per_epoch(); ++i)
+      starts.push_back(sampler.first_token(e * sampler.samples_per_epoch() + i));
     return starts;
   };
   std::set<std::vector<std::uint64_t>> orders;
@@ -185,7 +191,8 @@ TEST(Sampler, EpochsDiffer) {
 TEST(Sampler, Refuses) {
   const auto made = make_dataset({5});
   EXPECT_THROW(Sampler(made->dataset, {.context = 0}), ValueError);
-  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { Sampler(made->dataset, {.context = 6}); }), "model.context"));
+  EXPECT_TRUE(
+      has_text(message_of<ConfigError>([&] { Sampler(made->dataset, {.context = 6}); }), "model.context"));
   const Sampler sampler(made->dataset, {.context = 5});
   Batch batch;
   EXPECT_THROW(sampler.fill(0, 0, batch), ValueError);
@@ -206,13 +213,15 @@ TEST(SampleShare, RanksInOrderMakeUpTheRound) {
 
 #ifdef PENSTOCK_HAVE_RAPIDCHECK
 RC_GTEST_PROP(KeyedPermutationProperty, IsAPermutation, (std::uint64_t seed, std::uint64_t stream)) {
-  RC_ASSERT(is_permutation_of_range(KeyedPermutation(*rc::gen::inRange<std::uint64_t>(1, 5000), seed, stream)));
+  RC_ASSERT(
+      is_permutation_of_range(KeyedPermutation(*rc::gen::inRange<std::uint64_t>(1, 5000), seed, stream)));
 }
 
 // For any documents, an epoch consists of windows that do not overlap, with the right tokens, targets and
 // documents.
 RC_GTEST_PROP(SamplerProperty, AnEpochIsEveryWindowOnce, (std::uint64_t seed)) {
-  const auto lengths = *rc::gen::container<std::vector<int>>(*rc::gen::inRange(1, 8), rc::gen::inRange(0, 40));
+  const auto lengths =
+      *rc::gen::container<std::vector<int>>(*rc::gen::inRange(1, 8), rc::gen::inRange(0, 40));
   const auto made = make_dataset(lengths);
   const std::uint64_t size = made->tokens.size();
   RC_PRE(size >= 2U);
@@ -220,7 +229,8 @@ RC_GTEST_PROP(SamplerProperty, AnEpochIsEveryWindowOnce, (std::uint64_t seed)) {
   const Sampler sampler(made->dataset, {.context = context, .seed = seed});
   const std::uint64_t epoch = *rc::gen::inRange<std::uint64_t>(0, 3);
   std::vector<int> covered(size, 0);
-  const Batch batch = batch_of(sampler, epoch * sampler.samples_per_epoch(), static_cast<std::int64_t>(sampler.samples_per_epoch()));
+  const Batch batch = batch_of(sampler, epoch * sampler.samples_per_epoch(),
+                               static_cast<std::int64_t>(sampler.samples_per_epoch()));
   for (std::uint64_t s = 0; s < sampler.samples_per_epoch(); ++s) {
     const std::uint64_t first = sampler.first_token(epoch * sampler.samples_per_epoch() + s);
     for (std::uint64_t i = 0; i < static_cast<std::uint64_t>(context); ++i) {
@@ -235,7 +245,8 @@ RC_GTEST_PROP(SamplerProperty, AnEpochIsEveryWindowOnce, (std::uint64_t seed)) {
     }
   }
   RC_ASSERT(*std::max_element(covered.begin(), covered.end()) == 1);
-  RC_ASSERT(static_cast<std::uint64_t>(std::count(covered.begin(), covered.end(), 1)) == sampler.samples_per_epoch() * static_cast<std::uint64_t>(context));
+  RC_ASSERT(static_cast<std::uint64_t>(std::count(covered.begin(), covered.end(), 1)) ==
+            sampler.samples_per_epoch() * static_cast<std::uint64_t>(context));
 }
 
 // Sample k is the same however a run is divided into steps and ranks.

@@ -6,15 +6,15 @@
 #include <string>
 #include <vector>
 
-#include "penstock/errors.h"
 #include "penstock/checkpoint/files/reader.h"
 #include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/checkpoint/tensors/writer.h"
-#include "penstock/world.h"
 #include "penstock/dtensor.h"
+#include "penstock/errors.h"
 #include "penstock/fully_shard.h"
 #include "penstock/shard/state/shard_info.h"
 #include "penstock/train/job/job.h"
+#include "penstock/world.h"
 #include "tests/train/scratch_folder.h"
 #include "tests/train/small_training.h"
 
@@ -33,7 +33,8 @@ struct Numbers {
 };
 
 // Starts from the last checkpoint in `from`, if any; saves to `to`, if given, after the steps.
-Numbers run(const Layout& layout, int shard, int steps, std::vector<std::string> more, const ScratchFolder* from = nullptr, const ScratchFolder* to = nullptr) {
+Numbers run(const Layout& layout, int shard, int steps, std::vector<std::string> more,
+            const ScratchFolder* from = nullptr, const ScratchFolder* to = nullptr) {
   more.insert(more.end(), {"--shard", std::to_string(shard)});
   const TrainConfig config = config_of(layout, more);
   Numbers seen;
@@ -87,35 +88,59 @@ class TiedOrNotSharded : public ::testing::TestWithParam<bool> {};
 TEST_P(TiedOrNotSharded, AgreesWithOneProcess) {
   const std::vector<std::string> more{"--tie_head", GetParam() ? "true" : "false"};
   const Numbers one = run({.name = "one", .microbatch_size = 4}, 1, 4, more);
-  for (const ShardedLayout& each : {ShardedLayout{{.name = "dp2, both share", .dp = 2}, 2}, ShardedLayout{{.name = "dp4 in two pairs", .dp = 4, .microbatch_size = 1}, 2},
-                                    ShardedLayout{{.name = "dp4, all share", .dp = 4, .microbatch_size = 1}, 4}, ShardedLayout{{.name = "pp2 dp2", .pp = 2, .dp = 2}, 2},
-                                    ShardedLayout{{.name = "interleaved dp2", .pp = 2, .virtual_stages = 2, .dp = 2, .schedule = "Interleaved1F1B"}, 2}}) {
+  for (const ShardedLayout& each :
+       {ShardedLayout{{.name = "dp2, both share", .dp = 2}, 2},
+        ShardedLayout{{.name = "dp4 in two pairs", .dp = 4, .microbatch_size = 1}, 2},
+        ShardedLayout{{.name = "dp4, all share", .dp = 4, .microbatch_size = 1}, 4},
+        ShardedLayout{{.name = "pp2 dp2", .pp = 2, .dp = 2}, 2},
+        ShardedLayout{
+            {.name = "interleaved dp2", .pp = 2, .virtual_stages = 2, .dp = 2, .schedule = "Interleaved1F1B"},
+            2}}) {
     SCOPED_TRACE(each.layout.name);
     expect_near(run(each.layout, each.shard, 4, more), one);
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Heads, TiedOrNotSharded, ::testing::Bool(), [](const auto& info) { return info.param ? std::string("Tied") : std::string("Untied"); });
+INSTANTIATE_TEST_SUITE_P(Heads, TiedOrNotSharded, ::testing::Bool(), [](const auto& info) {
+  return info.param ? std::string("Tied") : std::string("Untied");
+});
 
 TEST(ShardedJob, SplitBackwards) {
   const std::vector<std::string> untied{"--tie_head", "false"};
   const Numbers one = run({.name = "one", .microbatch_size = 4}, 1, 3, untied);
-  expect_near(run({.name = "ZBV", .pp = 2, .virtual_stages = 2, .dp = 2, .schedule = "ZBVZeroBubble"}, 2, 3, untied), one);
+  expect_near(
+      run({.name = "ZBV", .pp = 2, .virtual_stages = 2, .dp = 2, .schedule = "ZBVZeroBubble"}, 2, 3, untied),
+      one);
 }
 
 // The first and the last stage are on one rank, and the head is the embedding.
 TEST(ShardedJob, TiedHeadOfVSchedules) {
   const std::vector<std::string> tied{"--tie_head", "true"};
   const Numbers one = run({.name = "one", .microbatch_size = 4}, 1, 4, tied);
-  expect_near(run({.name = "ZBV", .pp = 2, .virtual_stages = 2, .dp = 2, .schedule = "ZBVZeroBubble"}, 2, 4, tied), one);
-  expect_near(run({.name = "DualPipeV", .pp = 2, .virtual_stages = 2, .dp = 2, .schedule = "DualPipeV"}, 2, 4, tied), one);
-  expect_near(run({.name = "ZBV, dp4 in pairs", .pp = 2, .virtual_stages = 2, .dp = 4, .schedule = "ZBVZeroBubble", .microbatch_size = 1}, 2, 4, tied), one);
+  expect_near(
+      run({.name = "ZBV", .pp = 2, .virtual_stages = 2, .dp = 2, .schedule = "ZBVZeroBubble"}, 2, 4, tied),
+      one);
+  expect_near(
+      run({.name = "DualPipeV", .pp = 2, .virtual_stages = 2, .dp = 2, .schedule = "DualPipeV"}, 2, 4, tied),
+      one);
+  expect_near(run({.name = "ZBV, dp4 in pairs",
+                   .pp = 2,
+                   .virtual_stages = 2,
+                   .dp = 4,
+                   .schedule = "ZBVZeroBubble",
+                   .microbatch_size = 1},
+                  2, 4, tied),
+              one);
   // Through a checkpoint of one process, and back.
-  const Numbers rest{{one.losses.begin() + 2, one.losses.end()}, {one.norms.begin() + 2, one.norms.end()}, one.validation};
+  const Numbers rest{
+      {one.losses.begin() + 2, one.losses.end()}, {one.norms.begin() + 2, one.norms.end()}, one.validation};
   const ScratchFolder from_one, from_v;
   run({.name = "one", .microbatch_size = 4}, 1, 2, tied, nullptr, &from_one);
-  expect_near(run({.name = "ZBV", .pp = 2, .virtual_stages = 2, .dp = 2, .schedule = "ZBVZeroBubble"}, 2, 2, tied, &from_one), rest);
-  run({.name = "ZBV", .pp = 2, .virtual_stages = 2, .dp = 2, .schedule = "ZBVZeroBubble"}, 2, 2, tied, nullptr, &from_v);
+  expect_near(run({.name = "ZBV", .pp = 2, .virtual_stages = 2, .dp = 2, .schedule = "ZBVZeroBubble"}, 2, 2,
+                  tied, &from_one),
+              rest);
+  run({.name = "ZBV", .pp = 2, .virtual_stages = 2, .dp = 2, .schedule = "ZBVZeroBubble"}, 2, 2, tied,
+      nullptr, &from_v);
   expect_near(run({.name = "one", .microbatch_size = 4}, 1, 2, tied, &from_v), rest);
 }
 
@@ -126,7 +151,14 @@ TEST(ShardedJob, ClippedOverAllAxes) {
   for (const double norm : one.norms) EXPECT_GT(norm, 0.05);
   expect_near(run({.name = "pp2 dp2 tp2", .pp = 2, .dp = 2, .tp = 2}, 2, 4, clipped), one);
   expect_near(run({.name = "dp4 in pairs, tp2", .dp = 4, .tp = 2, .microbatch_size = 1}, 2, 4, clipped), one);
-  expect_near(run({.name = "interleaved dp2 tp2", .pp = 2, .virtual_stages = 2, .dp = 2, .tp = 2, .schedule = "Interleaved1F1B"}, 2, 4, clipped), one);
+  expect_near(run({.name = "interleaved dp2 tp2",
+                   .pp = 2,
+                   .virtual_stages = 2,
+                   .dp = 2,
+                   .tp = 2,
+                   .schedule = "Interleaved1F1B"},
+                  2, 4, clipped),
+              one);
   // Without clipping the result differs: the limit matters.
   const Numbers free = run({.name = "one", .microbatch_size = 4}, 1, 4, {"--clip_norm", "0"});
   EXPECT_NE(free.losses.back(), one.losses.back());
@@ -148,7 +180,9 @@ TEST(ShardedJob, AccumulatedRuns) {
 
 TEST(ShardedJob, CheckpointsGoBothWays) {
   const Numbers whole = run({.name = "one", .microbatch_size = 4}, 1, 4, {});
-  const Numbers rest{{whole.losses.begin() + 2, whole.losses.end()}, {whole.norms.begin() + 2, whole.norms.end()}, whole.validation};
+  const Numbers rest{{whole.losses.begin() + 2, whole.losses.end()},
+                     {whole.norms.begin() + 2, whole.norms.end()},
+                     whole.validation};
   const ScratchFolder from_shards, from_one;
   run({.name = "pp2 dp2", .pp = 2, .dp = 2}, 2, 2, {}, nullptr, &from_shards);
   run({.name = "one", .microbatch_size = 4}, 1, 2, {}, nullptr, &from_one);
@@ -158,7 +192,8 @@ TEST(ShardedJob, CheckpointsGoBothWays) {
 }
 
 TEST(ShardedJob, LowPrecision) {
-  const Numbers full = run({.name = "pp2", .pp = 2, .dp = 2}, 2, 3, {}), half = run({.name = "pp2", .pp = 2, .dp = 2}, 2, 3, {"--precision", "bf16"});
+  const Numbers full = run({.name = "pp2", .pp = 2, .dp = 2}, 2, 3, {}),
+                half = run({.name = "pp2", .pp = 2, .dp = 2}, 2, 3, {"--precision", "bf16"});
   for (std::size_t i = 0; i < full.losses.size(); ++i) {
     EXPECT_NE(half.losses[i], full.losses[i]);
     EXPECT_NEAR(half.losses[i], full.losses[i], 0.02 * full.losses[i]);

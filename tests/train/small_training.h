@@ -5,11 +5,11 @@
 #include <string>
 #include <vector>
 
-#include "penstock/train_config.h"
-#include "penstock/train/job/job.h"
 #include "penstock/train/data/make_shards.h"
 #include "penstock/train/data/sampler.h"
 #include "penstock/train/data/token_dataset.h"
+#include "penstock/train/job/job.h"
+#include "penstock/train_config.h"
 #include "tests/train/scratch_folder.h"
 
 namespace penstock::test {
@@ -19,8 +19,10 @@ struct SmallData {
   SmallData() {
     for (int file = 0; file < 24; ++file) {
       std::string text;
-      for (int line = 0; line < 12; ++line) text += "int value_" + std::to_string(file * line % 7) + " = " + std::to_string(file + line) + ";\n";
-      folder.write("text/" + std::to_string(file) + ".h", text.substr(0, static_cast<std::size_t>(40 + 17 * file)));
+      for (int line = 0; line < 12; ++line)
+        text += "int value_" + std::to_string(file * line % 7) + " = " + std::to_string(file + line) + ";\n";
+      folder.write("text/" + std::to_string(file) + ".h",
+                   text.substr(0, static_cast<std::size_t>(40 + 17 * file)));
     }
     train::MakeShardsOptions options;
     options.sources.paths = {folder / "text"};
@@ -28,7 +30,10 @@ struct SmallData {
   }
   train::TrainingData open(const train::TrainConfig& config) const {
     const auto sampler = [&](train::DataSplit split) {
-      return std::make_shared<const train::Sampler>(train::TokenDataset::open(folder / "shards", split, 0.3), train::SamplerOptions{.context = config.model.context, .seed = 5, .shuffle = split == train::DataSplit::Training});
+      return std::make_shared<const train::Sampler>(
+          train::TokenDataset::open(folder / "shards", split, 0.3),
+          train::SamplerOptions{
+              .context = config.model.context, .seed = 5, .shuffle = split == train::DataSplit::Training});
     };
     return {sampler(train::DataSplit::Training), sampler(train::DataSplit::Validation)};
   }
@@ -50,9 +55,44 @@ struct Layout {
 };
 
 inline train::TrainConfig config_of(const Layout& layout, const std::vector<std::string>& more = {}) {
-  std::vector<std::string> arguments{"--model.width", "16", "--layers", "4", "--heads", "2", "--key_value_heads", "2", "--feed_width", "32", "--context", "16", "--validate_batches", "2", "--warmup_steps", "2", "--model.vocabulary", "260",
-                                     "--pp", std::to_string(layout.pp), "--virtual_stages", std::to_string(layout.virtual_stages), "--dp", std::to_string(layout.dp), "--tp", std::to_string(layout.tp), "--schedule", layout.schedule,
-                                     "--microbatches", std::to_string(layout.microbatches), "--microbatch_size", std::to_string(layout.microbatch_size), "--accumulation", std::to_string(layout.accumulation), "--steps", "20", "--layout.device", "cpu"};
+  std::vector<std::string> arguments{"--model.width",
+                                     "16",
+                                     "--layers",
+                                     "4",
+                                     "--heads",
+                                     "2",
+                                     "--key_value_heads",
+                                     "2",
+                                     "--feed_width",
+                                     "32",
+                                     "--context",
+                                     "16",
+                                     "--validate_batches",
+                                     "2",
+                                     "--warmup_steps",
+                                     "2",
+                                     "--model.vocabulary",
+                                     "260",
+                                     "--pp",
+                                     std::to_string(layout.pp),
+                                     "--virtual_stages",
+                                     std::to_string(layout.virtual_stages),
+                                     "--dp",
+                                     std::to_string(layout.dp),
+                                     "--tp",
+                                     std::to_string(layout.tp),
+                                     "--schedule",
+                                     layout.schedule,
+                                     "--microbatches",
+                                     std::to_string(layout.microbatches),
+                                     "--microbatch_size",
+                                     std::to_string(layout.microbatch_size),
+                                     "--accumulation",
+                                     std::to_string(layout.accumulation),
+                                     "--steps",
+                                     "20",
+                                     "--layout.device",
+                                     "cpu"};
   arguments.insert(arguments.end(), more.begin(), more.end());
   return train::parse_config("", "test", arguments).config;
 }

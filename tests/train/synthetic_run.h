@@ -26,7 +26,8 @@ inline train::RunDescription made_description(const std::filesystem::path& folde
   run.parameters = 1234567;
   run.flops_per_token = 7.5e6;
   run.peak_flops = 3e11;
-  run.partition = {"stage 0: embed, blocks 0-1, 0.605 M parameters", "stage 1: blocks 2-3, norm, tied head, 0.630 M parameters"};
+  run.partition = {"stage 0: embed, blocks 0-1, 0.605 M parameters",
+                   "stage 1: blocks 2-3, norm, tied head, 0.630 M parameters"};
   run.tokens_per_step = 4096;
   run.training_tokens = 15000000;
   run.validation_tokens = 800000;
@@ -47,12 +48,19 @@ inline train::StepOutcome made_step(std::int64_t step) {
   outcome.grad_norm = 0.4 + 3 * std::exp(-at / 15) + 0.1 * std::sin(at * 4.1);
   outcome.lr = step <= 20 ? 2e-3 * at / 20 : 2e-4 + 0.9e-3 * (1 + std::cos(3.14159265 * (at - 20) / 180));
   outcome.tokens = 4096;
-  outcome.times = {.data = 0.0004, .schedule = 0.240 + 0.01 * std::sin(at), .sync = 0.004, .update = 0.006, .total = 0.252 + 0.01 * std::sin(at)};
+  outcome.times = {.data = 0.0004,
+                   .schedule = 0.240 + 0.01 * std::sin(at),
+                   .sync = 0.004,
+                   .update = 0.006,
+                   .total = 0.252 + 0.01 * std::sin(at)};
   return outcome;
 }
 
 inline train::StepExtras made_extras(std::int64_t step) {
-  return {.tokens_per_second = 4096 / made_step(step).times.total, .seconds_left = 0.25 * static_cast<double>(200 - step), .resident_bytes = (std::int64_t{300} << 20) + step * 4096, .device_bytes = 0};
+  return {.tokens_per_second = 4096 / made_step(step).times.total,
+          .seconds_left = 0.25 * static_cast<double>(200 - step),
+          .resident_bytes = (std::int64_t{300} << 20) + step * 4096,
+          .device_bytes = 0};
 }
 
 // Sends an observer steps `first` + 1 to `last`, with a validation every 50 steps and a checkpoint every 100.
@@ -74,7 +82,8 @@ struct MadeRun {
 };
 
 // A run folder: metrics, and traces of steps 10 and 100, whose actions took up to a fifth longer than usual.
-inline void make_run_folder(const std::filesystem::path& folder, const MadeRun& made, const std::function<void(train::RunDescription&)>& change = {}) {
+inline void make_run_folder(const std::filesystem::path& folder, const MadeRun& made,
+                            const std::function<void(train::RunDescription&)>& change = {}) {
   double now = 1.7e9;
   train::MetricsFile file([&] { return now += 0.2; });
   train::RunDescription run = made_description(folder);
@@ -85,7 +94,8 @@ inline void make_run_folder(const std::filesystem::path& folder, const MadeRun& 
   for (std::int64_t step = 1; step <= made.last_step; ++step) {
     train::StepOutcome outcome = made_step(step);
     train::StepExtras extras = made_extras(step);
-    for (double* part : {&outcome.times.data, &outcome.times.schedule, &outcome.times.total}) *part *= made.slower;
+    for (double* part : {&outcome.times.data, &outcome.times.schedule, &outcome.times.total})
+      *part *= made.slower;
     extras.tokens_per_second /= made.slower;
     file.on_step(outcome, extras);
     if (made.traces && (step == 10 || step == 100)) {
@@ -99,7 +109,8 @@ inline void make_run_folder(const std::filesystem::path& folder, const MadeRun& 
           event.end_ns = 7 * event.end_ns + late[rank];
           if (event.kind != TraceEvent::Kind::Compute) continue;
           state = state * 6364136223846793005u + 1442695040888963407u;
-          const std::int64_t longer = (event.end_ns - event.begin_ns) / 100 * static_cast<std::int64_t>(state >> 60);
+          const std::int64_t longer =
+              (event.end_ns - event.begin_ns) / 100 * static_cast<std::int64_t>(state >> 60);
           event.end_ns += longer;
           late[rank] += longer;
         }

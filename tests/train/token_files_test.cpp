@@ -2,17 +2,17 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <filesystem>
-#include <cmath>
 #include <memory>
 #include <random>
 #include <set>
 #include <string>
 #include <vector>
 
-#include "penstock/errors.h"
 #include "penstock/base/checksum.h"
+#include "penstock/errors.h"
 #include "penstock/train/data/bin_tokens.h"
 #include "penstock/train/data/data_files.h"
 #include "penstock/train/data/document_split.h"
@@ -77,8 +77,11 @@ TEST(BinTokens, WithoutAHeader) {
   EXPECT_EQ(all_tokens(*tokens), (std::vector<std::int64_t>{3, 0, 64}));
   EXPECT_EQ(tokens->vocabulary(), 65u);
   EXPECT_FALSE(tokens->ends_are_in_tokens());
-  EXPECT_EQ(BinTokens::over(bytes, "train.bin", {.headerless = true, .vocabulary = 1u << 20})->vocabulary(), 65536u);
-  EXPECT_TRUE(BinTokens::over(bytes, "train.bin", {.headerless = true, .vocabulary = 65, .end_of_document = 0})->ends_are_in_tokens());
+  EXPECT_EQ(BinTokens::over(bytes, "train.bin", {.headerless = true, .vocabulary = 1u << 20})->vocabulary(),
+            65536u);
+  EXPECT_TRUE(
+      BinTokens::over(bytes, "train.bin", {.headerless = true, .vocabulary = 65, .end_of_document = 0})
+          ->ends_are_in_tokens());
 }
 
 TEST(BinTokens, DamagedFilesAreRefusedByName) {
@@ -91,15 +94,20 @@ TEST(BinTokens, DamagedFilesAreRefusedByName) {
   odd.pop_back();
   for (const Case& each : std::vector<Case>{
            {"too few tokens", llmc_file(20240520, 1, 5, bare_file({1, 2, 3, 4})), "truncated"},
-           {"too many tokens", llmc_file(20240520, 1, 3, bare_file({1, 2, 3, 4})), "size of the file: got 1032 bytes, expected 1030"},
+           {"too many tokens", llmc_file(20240520, 1, 3, bare_file({1, 2, 3, 4})),
+            "size of the file: got 1032 bytes, expected 1030"},
            {"none", llmc_file(20240520, 1, 0, {}), "number of tokens in the header: got 0"},
-           {"fewer than none", llmc_file(20240520, 1, -1, bare_file({1})), "number of tokens in the header: got -1"},
-           {"another version", llmc_file(20240520, 2, 1, bare_file({1})), "version of the token file: got 2, expected 1"},
-           {"the version of the other kind", llmc_file(20240801, 1, 1, bare_file({1, 0})), "version of the token file: got 1, expected 7"},
+           {"fewer than none", llmc_file(20240520, 1, -1, bare_file({1})),
+            "number of tokens in the header: got -1"},
+           {"another version", llmc_file(20240520, 2, 1, bare_file({1})),
+            "version of the token file: got 2, expected 1"},
+           {"the version of the other kind", llmc_file(20240801, 1, 1, bare_file({1, 0})),
+            "version of the token file: got 1, expected 7"},
            {"an llm.c evaluation file", llmc_file(20240522, 1, 1, bare_file({1})), "evaluation file"},
            {"another magic number", llmc_file(20240326, 1, 1, bare_file({1})), "data.format = \"uint16\""},
            {"half a token", llmc_file(20240801, 7, 1, bare_file({1})), "truncated"},
-           {"a token of no vocabulary", gpt2_file({1, 50257}), "token 1: got 50257, expected a number below the vocabulary of 50257"},
+           {"a token of no vocabulary", gpt2_file({1, 50257}),
+            "token 1: got 50257, expected a number below the vocabulary of 50257"},
            {"a large token of no vocabulary", llama3_file({128256}), "token 0: got 128256"},
            {"no bytes", {}, "0 bytes"},
        }) {
@@ -107,16 +115,21 @@ TEST(BinTokens, DamagedFilesAreRefusedByName) {
     EXPECT_TRUE(has_text(message, "some.bin: ")) << each.what;
     EXPECT_TRUE(has_text(message, each.said)) << each.what;
   }
-  EXPECT_TRUE(has_text(refusal(odd, {.headerless = true}), "some.bin: token file: got 5 bytes, an odd number"));
+  EXPECT_TRUE(
+      has_text(refusal(odd, {.headerless = true}), "some.bin: token file: got 5 bytes, an odd number"));
   EXPECT_TRUE(has_text(refusal({}, {.headerless = true}), "an empty file"));
   EXPECT_TRUE(has_text(refusal(gpt2_file({1, 2}), {.headerless = true}), "leave data.format out"));
-  EXPECT_TRUE(has_text(refusal(bare_file({1, 257}), {.headerless = true, .vocabulary = 257}), "set model.vocabulary"));
-  EXPECT_TRUE(has_text(refusal(bare_file({1, 2}), {.headerless = true, .vocabulary = 257, .end_of_document = 257}), "data.end_of_document"));
+  EXPECT_TRUE(has_text(refusal(bare_file({1, 257}), {.headerless = true, .vocabulary = 257}),
+                       "set model.vocabulary"));
+  EXPECT_TRUE(
+      has_text(refusal(bare_file({1, 2}), {.headerless = true, .vocabulary = 257, .end_of_document = 257}),
+               "data.end_of_document"));
 }
 
 TEST(BinTokens, EveryCutIsFound) {
   const Bytes whole = gpt2_file({1, 2, 3});
-  for (std::size_t size = 0; size < whole.size(); ++size) EXPECT_NE(refusal({whole.begin(), whole.begin() + static_cast<std::ptrdiff_t>(size)}), "") << size;
+  for (std::size_t size = 0; size < whole.size(); ++size)
+    EXPECT_NE(refusal({whole.begin(), whole.begin() + static_cast<std::ptrdiff_t>(size)}), "") << size;
 }
 
 // A large file is not read completely when it is opened; bad tokens outside the samples are found when they
@@ -140,14 +153,16 @@ TEST(BinTokens, ABadTokenOfALargeFileIsFoundWhenItIsRead) {
   const auto source = BinTokens::over(bytes, "large.bin", options);
   std::vector<std::int64_t> out(10);
   source->read(99'990, out);
-  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { source->read(99'991, out); }), "large.bin: token 100000: got 100"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { source->read(99'991, out); }),
+                       "large.bin: token 100000: got 100"));
   EXPECT_THROW(source->verify(), ConfigError);
 }
 
 TEST(BinTokens, DocumentsEndWhereTheTokensSay) {
   const Bytes bytes = gpt2_file({50256, 1, 2, 50256, 3, 50256, 50256, 4});
   const Bytes more = gpt2_file({5, 6});
-  const TokenDataset dataset({BinTokens::over(bytes, "a.bin", {}), BinTokens::over(more, "b.bin", {})}, DataSplit::All, 0);
+  const TokenDataset dataset({BinTokens::over(bytes, "a.bin", {}), BinTokens::over(more, "b.bin", {})},
+                             DataSplit::All, 0);
   std::vector<std::int64_t> tokens(10), documents(10);
   dataset.read(0, tokens, documents);
   const auto same = [&](std::size_t a, std::size_t b) { return documents[a] == documents[b]; };
@@ -184,8 +199,10 @@ TEST(DataFiles, KnownByTheirFirstNumberWhateverTheirName) {
   ASSERT_EQ(sources.size(), 2u);
   EXPECT_EQ(all_tokens(*sources[0]), (std::vector<std::int64_t>{1, 2}));
 
-  EXPECT_TRUE(has_text(refused_sources({.paths = {folder / "a.bin", folder / "text.txt"}}), "sources of one kind"));
-  EXPECT_TRUE(has_text(refused_sources({.paths = {folder.path()}}), "a folder of token files and other files"));
+  EXPECT_TRUE(
+      has_text(refused_sources({.paths = {folder / "a.bin", folder / "text.txt"}}), "sources of one kind"));
+  EXPECT_TRUE(
+      has_text(refused_sources({.paths = {folder.path()}}), "a folder of token files and other files"));
   EXPECT_TRUE(has_text(refused_sources({.paths = {folder / "*.none"}}), "matches nothing"));
   EXPECT_EQ(find_data_files({.paths = {folder.path()}, .extensions = {".bin"}}).files.size(), 2u);
   EXPECT_EQ(find_data_files({.paths = {folder.path()}, .format = "text"}).kind, DataKind::Text);
@@ -214,18 +231,22 @@ TEST(DataFiles, HeaderlessOnlyIfConfigured) {
     EXPECT_EQ(found.files, (std::vector<fs::path>{folder / "train.bin"}));
   }
   fs::create_directory(folder / "empty");
-  EXPECT_TRUE(has_text(refused_sources({.paths = {folder / "empty"}, .format = "uint16"}), "without token files"));
+  EXPECT_TRUE(
+      has_text(refused_sources({.paths = {folder / "empty"}, .format = "uint16"}), "without token files"));
   folder.write("made/shard-00000.tokens", "x");
   EXPECT_TRUE(has_text(refused_sources({.paths = {folder / "made"}}), "data.shards"));
   EXPECT_TRUE(has_text(refused_sources({.paths = {folder / "made/shard-00000.tokens"}}), "data.shards"));
 }
 
-// Training and validation -----------------------------------------------------------------------------------------------
+// Training and validation
+// -----------------------------------------------------------------------------------------------
 
 // Documents whose tokens are all different.
 class Numbered final : public TokenSource {
  public:
-  Numbered(const std::vector<std::uint64_t>& lengths, const std::vector<std::uint64_t>& keys, std::uint64_t first) : first_(first) {
+  Numbered(const std::vector<std::uint64_t>& lengths, const std::vector<std::uint64_t>& keys,
+           std::uint64_t first)
+      : first_(first) {
     for (std::size_t i = 0; i < lengths.size(); ++i) {
       documents_.push_back({tokens_, tokens_ + lengths[i], keys[i]});
       tokens_ += lengths[i];
@@ -242,7 +263,9 @@ class Numbered final : public TokenSource {
     for (std::size_t i = 0; i < out.size(); ++i) out[i] = static_cast<std::int64_t>(first_ + begin + i);
   }
   void verify() const override {}
-  std::uint64_t fingerprint() const override { return checksum64(std::to_string(first_) + " " + std::to_string(tokens_)); }
+  std::uint64_t fingerprint() const override {
+    return checksum64(std::to_string(first_) + " " + std::to_string(tokens_));
+  }
 
  private:
   std::string name_ = "numbered";
@@ -286,16 +309,21 @@ TEST(SplitProperty, EveryTokenIsOnOneSide) {
     std::uint64_t first = 0;
     for (const auto& [begin, end] : {std::pair{std::size_t{0}, half}, std::pair{half, count}}) {
       if (begin == end) continue;
-      const auto part = [&](const std::vector<std::uint64_t>& all) { return std::vector<std::uint64_t>(all.begin() + static_cast<std::ptrdiff_t>(begin), all.begin() + static_cast<std::ptrdiff_t>(end)); };
+      const auto part = [&](const std::vector<std::uint64_t>& all) {
+        return std::vector<std::uint64_t>(all.begin() + static_cast<std::ptrdiff_t>(begin),
+                                          all.begin() + static_cast<std::ptrdiff_t>(end));
+      };
       sources.push_back(std::make_shared<Numbered>(part(lengths), part(keys), first));
       first += sources.back()->tokens();
     }
-    const std::vector<std::int64_t> training = tokens_of(sources, DataSplit::Training, fraction), validation = tokens_of(sources, DataSplit::Validation, fraction);
+    const std::vector<std::int64_t> training = tokens_of(sources, DataSplit::Training, fraction),
+                                    validation = tokens_of(sources, DataSplit::Validation, fraction);
     std::vector<std::int64_t> both = training;
     both.insert(both.end(), validation.begin(), validation.end());
     std::sort(both.begin(), both.end());
     ASSERT_EQ(both.size(), first) << "trial " << trial;
-    for (std::size_t i = 0; i < both.size(); ++i) ASSERT_EQ(both[i], static_cast<std::int64_t>(i)) << "trial " << trial;
+    for (std::size_t i = 0; i < both.size(); ++i)
+      ASSERT_EQ(both[i], static_cast<std::int64_t>(i)) << "trial " << trial;
     // Exactly the requested number of tokens, or whole documents close to it.
     const double wanted = fraction * static_cast<double>(first);
     const auto got = static_cast<double>(validation.size());
@@ -316,8 +344,10 @@ TEST(SplitProperty, EveryTokenIsOnOneSide) {
 }
 
 TEST(DataSplit, OneDocumentIsCutAtItsEnd) {
-  const TokenSources sources{std::make_shared<Numbered>(std::vector<std::uint64_t>{1000}, std::vector<std::uint64_t>{0}, 0)};
-  const TokenDataset training(sources, DataSplit::Training, 0.05), validation(sources, DataSplit::Validation, 0.05);
+  const TokenSources sources{
+      std::make_shared<Numbered>(std::vector<std::uint64_t>{1000}, std::vector<std::uint64_t>{0}, 0)};
+  const TokenDataset training(sources, DataSplit::Training, 0.05),
+      validation(sources, DataSplit::Validation, 0.05);
   EXPECT_EQ(training.tokens(), 950u);
   EXPECT_EQ(validation.tokens(), 50u);
   EXPECT_NE(training.fingerprint(), validation.fingerprint());
@@ -327,19 +357,24 @@ TEST(DataSplit, OneDocumentIsCutAtItsEnd) {
 }
 
 TEST(DataSplit, TooLittleForASampleSaysWhichFractionWouldDo) {
-  const TokenSources sources{std::make_shared<Numbered>(std::vector<std::uint64_t>{1000}, std::vector<std::uint64_t>{0}, 0)};
+  const TokenSources sources{
+      std::make_shared<Numbered>(std::vector<std::uint64_t>{1000}, std::vector<std::uint64_t>{0}, 0)};
   const auto sampler = [&](std::int64_t context) {
-    (void)Sampler(std::make_shared<const TokenDataset>(sources, DataSplit::Validation, 0.05), {.context = context, .seed = 1});
+    (void)Sampler(std::make_shared<const TokenDataset>(sources, DataSplit::Validation, 0.05),
+                  {.context = context, .seed = 1});
   };
   sampler(49);
   const std::string message = message_of<ConfigError>([&] { sampler(64); });
-  EXPECT_TRUE(has_text(message, "validation tokens of numbered: got 50, expected more than the context of 64"));
+  EXPECT_TRUE(
+      has_text(message, "validation tokens of numbered: got 50, expected more than the context of 64"));
   EXPECT_TRUE(has_text(message, "raise data.validation_fraction to 0.065"));
   // The suggested fraction is sufficient.
-  (void)Sampler(std::make_shared<const TokenDataset>(sources, DataSplit::Validation, 0.065), {.context = 64, .seed = 1});
+  (void)Sampler(std::make_shared<const TokenDataset>(sources, DataSplit::Validation, 0.065),
+                {.context = 64, .seed = 1});
 }
 
-// Samples ----------------------------------------------------------------------------------------------------------------
+// Samples
+// ----------------------------------------------------------------------------------------------------------------
 
 // A restarted run opens the files again: sample k and the fingerprint are unchanged.
 TEST(TokenFileSamples, AreTheSameAfterAnotherStart) {
@@ -358,10 +393,13 @@ TEST(TokenFileSamples, AreTheSameAfterAnotherStart) {
     const char* format;
     std::int64_t end;
   };
-  for (const Case& each : {Case{"gpt2.bin", "auto", 50256}, Case{"llama.bin", "auto", 128000}, Case{"bare.dat", "uint16", -1}}) {
+  for (const Case& each :
+       {Case{"gpt2.bin", "auto", 50256}, Case{"llama.bin", "auto", 128000}, Case{"bare.dat", "uint16", -1}}) {
     const auto sampler = [&](DataSplit split) {
-      const TokenSources sources = open_token_files(find_data_files({.paths = {folder / each.file}, .format = each.format}), 50304, {});
-      return Sampler(std::make_shared<const TokenDataset>(sources, split, 0.1), {.context = 32, .seed = 9, .shuffle = split == DataSplit::Training});
+      const TokenSources sources = open_token_files(
+          find_data_files({.paths = {folder / each.file}, .format = each.format}), 50304, {});
+      return Sampler(std::make_shared<const TokenDataset>(sources, split, 0.1),
+                     {.context = 32, .seed = 9, .shuffle = split == DataSplit::Training});
     };
     const Sampler before = sampler(DataSplit::Training), after = sampler(DataSplit::Training);
     EXPECT_EQ(before.dataset().fingerprint(), after.dataset().fingerprint());
@@ -370,8 +408,12 @@ TEST(TokenFileSamples, AreTheSameAfterAnotherStart) {
     before.fill(0, 300, whole);  // more than an epoch
     for (std::uint64_t position = 0; position < 300; position += 50) {
       after.fill(position, 50, part);
-      const auto same = [&](const std::vector<std::int64_t>& all, const std::vector<std::int64_t>& some) { return std::equal(some.begin(), some.end(), all.begin() + static_cast<std::ptrdiff_t>(position * 32)); };
-      EXPECT_TRUE(same(whole.tokens, part.tokens) && same(whole.targets, part.targets) && same(whole.documents, part.documents)) << each.file << " from " << position;
+      const auto same = [&](const std::vector<std::int64_t>& all, const std::vector<std::int64_t>& some) {
+        return std::equal(some.begin(), some.end(), all.begin() + static_cast<std::ptrdiff_t>(position * 32));
+      };
+      EXPECT_TRUE(same(whole.tokens, part.tokens) && same(whole.targets, part.targets) &&
+                  same(whole.documents, part.documents))
+          << each.file << " from " << position;
     }
     // Targets do not cross the end of a document, and are the next tokens elsewhere.
     std::int64_t ignored = 0;

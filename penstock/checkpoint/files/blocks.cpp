@@ -16,7 +16,8 @@ namespace {
 
 class InputFile {
  public:
-  explicit InputFile(const std::filesystem::path& path) : file_(::open(path.c_str(), O_RDONLY | O_CLOEXEC)), error_(file_ < 0 ? errno : 0) {}
+  explicit InputFile(const std::filesystem::path& path)
+      : file_(::open(path.c_str(), O_RDONLY | O_CLOEXEC)), error_(file_ < 0 ? errno : 0) {}
   InputFile(const InputFile&) = delete;
   InputFile& operator=(const InputFile&) = delete;
   ~InputFile() {
@@ -28,7 +29,8 @@ class InputFile {
     error = error_;
     std::size_t filled = 0;
     while (error == 0 && filled < into.size()) {
-      const ssize_t got = ::pread(file_, into.data() + filled, into.size() - filled, static_cast<off_t>(offset + filled));
+      const ssize_t got =
+          ::pread(file_, into.data() + filled, into.size() - filled, static_cast<off_t>(offset + filled));
       if (got < 0 && errno == EINTR) continue;
       if (got < 0) error = errno;
       if (got <= 0) break;
@@ -44,7 +46,8 @@ class InputFile {
 
 }  // namespace
 
-void read_blocks(const std::filesystem::path& folder, const std::vector<SizedFile>& files, std::uint64_t block_bytes, int share, int shares,
+void read_blocks(const std::filesystem::path& folder, const std::vector<SizedFile>& files,
+                 std::uint64_t block_bytes, int share, int shares,
                  const std::function<void(const BlockRead&)>& call) {
   std::uint64_t total = 0, largest = 0;
   for (const SizedFile& file : files) {

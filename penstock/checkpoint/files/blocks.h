@@ -18,14 +18,15 @@ struct SizedFile {
 
 struct BlockRead {
   std::size_t file = 0;
-  std::uint64_t begin = 0, end = 0;        // in the file
-  std::span<const std::uint8_t> bytes;     // valid during the call; shorter if the file ends early
-  std::string error;                       // set if the block could not be read
+  std::uint64_t begin = 0, end = 0;     // in the file
+  std::span<const std::uint8_t> bytes;  // valid during the call; shorter if the file ends early
+  std::string error;                    // set if the block could not be read
 };
 
 // Reads the blocks of share `share` of `shares`: a contiguous range of all blocks, in order. Holds one block
 // in memory at a time.
-void read_blocks(const std::filesystem::path& folder, const std::vector<SizedFile>& files, std::uint64_t block_bytes, int share, int shares,
+void read_blocks(const std::filesystem::path& folder, const std::vector<SizedFile>& files,
+                 std::uint64_t block_bytes, int share, int shares,
                  const std::function<void(const BlockRead&)>& call);
 
 }  // namespace penstock::checkpoint

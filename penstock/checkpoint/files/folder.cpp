@@ -11,11 +11,11 @@
 #include <cstdio>
 #include <system_error>
 
-#include "penstock/base/files.h"
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
-#include "penstock/checkpoint_types.h"
+#include "penstock/base/files.h"
 #include "penstock/checkpoint/files/output_file.h"
+#include "penstock/checkpoint_types.h"
+#include "penstock/errors.h"
 
 namespace penstock::checkpoint {
 
@@ -65,14 +65,13 @@ std::optional<std::int64_t> step_of_folder_name(std::string_view name) {
   const std::string_view digits = name.substr(kPrefix.size());
   if (digits.empty() || digits.find_first_not_of("0123456789") != std::string_view::npos) return std::nullopt;
   std::int64_t step = 0;
-  if (std::from_chars(digits.data(), digits.data() + digits.size(), step).ec != std::errc{}) return std::nullopt;
+  if (std::from_chars(digits.data(), digits.data() + digits.size(), step).ec != std::errc{})
+    return std::nullopt;
   if (step_folder_name(step) != name) return std::nullopt;
   return step;
 }
 
-fs::path writing_path(const fs::path& folder, std::int64_t step) {
-  return hidden(folder, step, kWriting);
-}
+fs::path writing_path(const fs::path& folder, std::int64_t step) { return hidden(folder, step, kWriting); }
 
 std::vector<FoundCheckpoint> find_checkpoints(const fs::path& folder) {
   std::vector<FoundCheckpoint> found;
@@ -91,7 +90,8 @@ std::vector<std::string> clean_leftovers(const fs::path& folder) {
     const std::string name = path.filename().string();
     for (const std::string_view ending : {kWriting, kReplaced, kRemoving}) {
       if (!name.starts_with(".") || !name.ends_with(ending)) continue;
-      const auto step = step_of_folder_name(std::string_view(name).substr(1, name.size() - 1 - ending.size()));
+      const auto step =
+          step_of_folder_name(std::string_view(name).substr(1, name.size() - 1 - ending.size()));
       if (!step) continue;
       std::error_code error;
       if (ending == kReplaced && !fs::exists(folder / step_folder_name(*step), error))
@@ -129,7 +129,8 @@ void remove_checkpoint(const fs::path& folder, std::int64_t step) {
   remove_folder(doomed);
 }
 
-std::vector<FoundCheckpoint> outdated(const std::vector<FoundCheckpoint>& found, std::int64_t newest, int keep_last) {
+std::vector<FoundCheckpoint> outdated(const std::vector<FoundCheckpoint>& found, std::int64_t newest,
+                                      int keep_last) {
   std::vector<FoundCheckpoint> own;
   for (const FoundCheckpoint& checkpoint : found)
     if (checkpoint.step <= newest) own.push_back(checkpoint);
@@ -149,7 +150,9 @@ FolderLock::FolderLock(const fs::path& folder) {
     const int code = errno;
     ::close(file_);
     if (code != EWOULDBLOCK) throw_file_error("lock", path, code);
-    throw CheckpointError(fmt::format("{}: another run is writing its checkpoints there; end it, or choose another folder", folder.string()));
+    throw CheckpointError(
+        fmt::format("{}: another run is writing its checkpoints there; end it, or choose another folder",
+                    folder.string()));
   }
 }
 

@@ -44,7 +44,8 @@ void remove_checkpoint(const std::filesystem::path& folder, std::int64_t step);
 
 // Returns those older than the newest `keep_last` with a step up to `newest`; none if `keep_last` is 0. Later
 // steps belong to another run and are not touched.
-std::vector<FoundCheckpoint> outdated(const std::vector<FoundCheckpoint>& found, std::int64_t newest, int keep_last);
+std::vector<FoundCheckpoint> outdated(const std::vector<FoundCheckpoint>& found, std::int64_t newest,
+                                      int keep_last);
 
 // Creates the folder if needed, and excludes a second writer during its lifetime. The system releases the
 // lock when the process ends.

@@ -48,7 +48,10 @@ std::string text_with(const Index& index, const std::string& own_checksum) {
 // Accepts only a plain file name: an index never refers to files outside of its folder.
 bool plain_name(const std::string& name) {
   return !name.empty() && name.size() <= 255 && name.front() != '.' &&
-         std::all_of(name.begin(), name.end(), [](char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '.' || c == '-' || c == '_'; });
+         std::all_of(name.begin(), name.end(), [](char c) {
+           return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '.' ||
+                  c == '-' || c == '_';
+         });
 }
 
 }  // namespace
@@ -72,7 +75,10 @@ Index parse_index(std::string_view text, const std::string& where) {
     const Json json = Json::parse(text);
     if (json.at("format").get<std::string>() != kFormat) refuse("not the index of a checkpoint");
     if (const auto version = json.at("version").get<std::int64_t>(); version > kFormatVersion)
-      throw CheckpointFormatError(fmt::format("{}: format version {}, this build reads {}; it was written by a newer version of Penstock: use that one, or another checkpoint", where, version, kFormatVersion));
+      throw CheckpointFormatError(
+          fmt::format("{}: format version {}, this build reads {}; it was written by a newer version of "
+                      "Penstock: use that one, or another checkpoint",
+                      where, version, kFormatVersion));
     else if (version != kFormatVersion)
       refuse(fmt::format("format version {}, which does not exist", version));
     index.step = json.at("step").get<std::int64_t>();
@@ -84,13 +90,17 @@ Index parse_index(std::string_view text, const std::string& where) {
       file.section = entry.at("section").get<std::string>();
       file.bytes = entry.at("bytes").get<std::uint64_t>();
       const auto blocks = entry.at("blocks").get<std::string>();
-      if (!plain_name(file.name) || !names.insert(file.name).second) refuse("a file name that is not plain or occurs twice");
-      if (index.block_bytes == 0 || blocks.size() % kDigits != 0 || block_count(file.bytes, index.block_bytes) != blocks.size() / kDigits)
+      if (!plain_name(file.name) || !names.insert(file.name).second)
+        refuse("a file name that is not plain or occurs twice");
+      if (index.block_bytes == 0 || blocks.size() % kDigits != 0 ||
+          block_count(file.bytes, index.block_bytes) != blocks.size() / kDigits)
         refuse(fmt::format("{} does not have one checksum per block", file.name));
       for (std::size_t at = 0; at < blocks.size(); at += kDigits) {
         std::uint64_t sum = 0;
         const char* end = blocks.data() + at + kDigits;
-        if (const auto read = std::from_chars(blocks.data() + at, end, sum, 16); read.ec != std::errc{} || read.ptr != end) refuse("a checksum that is not a number");
+        if (const auto read = std::from_chars(blocks.data() + at, end, sum, 16);
+            read.ec != std::errc{} || read.ptr != end)
+          refuse("a checksum that is not a number");
         file.checksums.push_back(sum);
       }
       index.files.push_back(std::move(file));

@@ -13,7 +13,8 @@ namespace penstock::checkpoint {
 
 // For tests of full and broken disks: called before every write; returns 0 or the errno with which the write
 // fails.
-using WriteFault = std::function<int(const std::filesystem::path& path, std::uint64_t offset, std::uint64_t bytes)>;
+using WriteFault =
+    std::function<int(const std::filesystem::path& path, std::uint64_t offset, std::uint64_t bytes)>;
 
 class OutputFile {
  public:

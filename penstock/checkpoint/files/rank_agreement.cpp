@@ -8,11 +8,11 @@
 #include <thread>
 #include <utility>
 
-#include "penstock/errors.h"
 #include "penstock/base/exception_text.h"
 #include "penstock/base/text.h"
 #include "penstock/checkpoint_types.h"
 #include "penstock/comm/message/message.h"
+#include "penstock/errors.h"
 
 namespace penstock::checkpoint {
 
@@ -35,7 +35,12 @@ struct RankResult {
 };
 
 Bytes to_bytes(const RankResult& outcome) {
-  return comm::MessageWriter(kOutcome, 1, kMaxStatusBytes).write(outcome.good).write(outcome.config_error).write(outcome.error).write(outcome.bytes).finish();
+  return comm::MessageWriter(kOutcome, 1, kMaxStatusBytes)
+      .write(outcome.good)
+      .write(outcome.config_error)
+      .write(outcome.error)
+      .write(outcome.bytes)
+      .finish();
 }
 
 RankResult rank_result_of(const Bytes& bytes) {
@@ -66,15 +71,19 @@ void throw_errors(const std::vector<RankResult>& rank_results) {
   for (std::size_t rank = 0; rank < rank_results.size(); ++rank) {
     if (rank_results[rank].good) continue;
     config_errors = config_errors && rank_results[rank].config_error;
-    auto same = std::find_if(texts.begin(), texts.end(), [&](const auto& text) { return text.first == rank_results[rank].error; });
+    auto same = std::find_if(texts.begin(), texts.end(),
+                             [&](const auto& text) { return text.first == rank_results[rank].error; });
     if (same == texts.end()) same = texts.insert(texts.end(), {rank_results[rank].error, {}});
     same->second.push_back(static_cast<int>(rank));
   }
   if (texts.empty()) return;
   std::string errors;
   for (const auto& [text, ranks] : texts) {
-    const bool of_all = ranks.size() == rank_results.size() || (config_errors && texts.size() == 1 && ranks.front() == 0);
-    errors += fmt::format("{}{}{}", errors.empty() ? "" : "\n", of_all ? "" : fmt::format("rank{} {}: ", ranks.size() > 1 ? "s" : "", format_list(ranks)), text);
+    const bool of_all =
+        ranks.size() == rank_results.size() || (config_errors && texts.size() == 1 && ranks.front() == 0);
+    errors += fmt::format(
+        "{}{}{}", errors.empty() ? "" : "\n",
+        of_all ? "" : fmt::format("rank{} {}: ", ranks.size() > 1 ? "s" : "", format_list(ranks)), text);
   }
   if (config_errors) throw ConfigError(errors);
   throw CheckpointError(errors);
@@ -83,7 +92,7 @@ void throw_errors(const std::vector<RankResult>& rank_results) {
 }  // namespace
 
 Bytes RankAgreement::agree(const std::string& topic, const std::function<Bytes()>& work,
-                     const std::function<Bytes(const std::vector<Bytes>&)>& judge) {
+                           const std::function<Bytes(const std::vector<Bytes>&)>& judge) {
   const Bytes own = to_bytes(attempt(work));
   const Bytes verdict = exchange(topic, own, [&](std::vector<Bytes> messages) {
     return to_bytes(attempt([&] {
@@ -102,10 +111,17 @@ Bytes RankAgreement::agree(const std::string& topic, const std::function<Bytes()
 }
 
 void RankAgreement::agree(const std::string& topic, const std::function<void()>& work) {
-  agree(topic, [&] { work(); return Bytes{}; }, [](const std::vector<Bytes>&) { return Bytes{}; });
+  agree(
+      topic,
+      [&] {
+        work();
+        return Bytes{};
+      },
+      [](const std::vector<Bytes>&) { return Bytes{}; });
 }
 
-Bytes SingleRankAgreement::exchange(const std::string&, Bytes own, const std::function<Bytes(std::vector<Bytes>)>& judge) {
+Bytes SingleRankAgreement::exchange(const std::string&, Bytes own,
+                                    const std::function<Bytes(std::vector<Bytes>)>& judge) {
   return judge({std::move(own)});
 }
 
@@ -116,14 +132,16 @@ void StatusBoardAgreement::begin_round(std::chrono::steady_clock::time_point dea
 }
 
 void StatusBoardAgreement::post(const Bytes& message) {
-  const Bytes bytes = comm::MessageWriter(kStatus, 1, kMaxStatusBytes).write(round_).write(step_).write(message).finish();
+  const Bytes bytes =
+      comm::MessageWriter(kStatus, 1, kMaxStatusBytes).write(round_).write(step_).write(message).finish();
   board_.post(std::string(bytes.begin(), bytes.end()));
 }
 
 std::optional<Bytes> StatusBoardAgreement::await(int rank, const std::string& topic) {
   auto pause = std::chrono::microseconds(100);
   for (;;) {
-    if (given_up_) throw CheckpointError(fmt::format("checkpoint: rank {} abandoned it ({})", board_.rank(), topic));
+    if (given_up_)
+      throw CheckpointError(fmt::format("checkpoint: rank {} abandoned it ({})", board_.rank(), topic));
     if (const auto text = board_.status_of(rank)) {
       const Bytes bytes(text->begin(), text->end());
       comm::MessageReader reader(bytes, kStatus, {1, 1}, kMaxStatusBytes);
@@ -132,21 +150,28 @@ std::optional<Bytes> StatusBoardAgreement::await(int rank, const std::string& to
       reader.expect_end();
       if (round == round_ && step == step_) return message;
       if (round > round_ || (round == round_ && step > step_))
-        throw CheckpointError(fmt::format("checkpoint: rank {} has abandoned it while rank {} was at \"{}\"", rank, board_.rank(), topic));
+        throw CheckpointError(fmt::format("checkpoint: rank {} has abandoned it while rank {} was at \"{}\"",
+                                          rank, board_.rank(), topic));
     }
-    if (std::chrono::steady_clock::now() > deadline_ + (rank == 0 ? kVerdictSlack : std::chrono::seconds(0))) return std::nullopt;
+    if (std::chrono::steady_clock::now() > deadline_ + (rank == 0 ? kVerdictSlack : std::chrono::seconds(0)))
+      return std::nullopt;
     std::this_thread::sleep_for(pause);
     pause = std::min(pause * 2, std::chrono::microseconds(10'000));
   }
 }
 
-Bytes StatusBoardAgreement::exchange(const std::string& topic, Bytes own, const std::function<Bytes(std::vector<Bytes>)>& judge) {
+Bytes StatusBoardAgreement::exchange(const std::string& topic, Bytes own,
+                                     const std::function<Bytes(std::vector<Bytes>)>& judge) {
   try {
     ++step_;
     if (board_.rank() != 0) {
       post(own);
       auto verdict = await(0, topic);
-      if (!verdict) throw CheckpointError(fmt::format("checkpoint: \"{}\" was not agreed on before the deadline: rank 0 did not answer; allow more time, or check its disk", topic));
+      if (!verdict)
+        throw CheckpointError(
+            fmt::format("checkpoint: \"{}\" was not agreed on before the deadline: rank 0 did not answer; "
+                        "allow more time, or check its disk",
+                        topic));
       return *std::move(verdict);
     }
     std::vector<Bytes> messages{std::move(own)};
@@ -162,12 +187,14 @@ Bytes StatusBoardAgreement::exchange(const std::string& topic, Bytes own, const 
       verdict = judge(std::move(messages));
     } else {
       const bool several = missing.size() > 1;
-      verdict = to_bytes({false, false,
-                          fmt::format("checkpoint: \"{}\" was not agreed on before the deadline: rank{} {} did not join; "
-                                      "allow more time, or check {} disk{}",
-                                      topic, several ? "s" : "", format_list(missing), several ? "their" : "its",
-                                      several ? "s" : ""),
-                          {}});
+      verdict = to_bytes(
+          {false,
+           false,
+           fmt::format("checkpoint: \"{}\" was not agreed on before the deadline: rank{} {} did not join; "
+                       "allow more time, or check {} disk{}",
+                       topic, several ? "s" : "", format_list(missing), several ? "their" : "its",
+                       several ? "s" : ""),
+           {}});
     }
     post(verdict);
     return verdict;

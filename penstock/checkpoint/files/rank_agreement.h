@@ -34,14 +34,16 @@ class RankAgreement {
 
   // [collective] Every rank runs `work`; rank 0 runs `judge` on all results and returns its verdict on all
   // ranks. `topic` is for errors.
-  Bytes agree(const std::string& topic, const std::function<Bytes()>& work, const std::function<Bytes(const std::vector<Bytes>&)>& judge);
+  Bytes agree(const std::string& topic, const std::function<Bytes()>& work,
+              const std::function<Bytes(const std::vector<Bytes>&)>& judge);
   // The same for work that only succeeds or fails.
   void agree(const std::string& topic, const std::function<void()>& work);
 
  protected:
   // Rank 0 receives the messages of all ranks in order and computes the verdict, which all ranks return.
   // `judge` does not throw.
-  virtual Bytes exchange(const std::string& topic, Bytes own, const std::function<Bytes(std::vector<Bytes>)>& judge) = 0;
+  virtual Bytes exchange(const std::string& topic, Bytes own,
+                         const std::function<Bytes(std::vector<Bytes>)>& judge) = 0;
 };
 
 // For a single process.
@@ -51,7 +53,8 @@ class SingleRankAgreement final : public RankAgreement {
   int size() const override { return 1; }
 
  protected:
-  Bytes exchange(const std::string& topic, Bytes own, const std::function<Bytes(std::vector<Bytes>)>& judge) override;
+  Bytes exchange(const std::string& topic, Bytes own,
+                 const std::function<Bytes(std::vector<Bytes>)>& judge) override;
 };
 
 // A status text per rank that every rank can read; a new status replaces the previous one of the same rank.
@@ -84,7 +87,8 @@ class StatusBoardAgreement final : public RankAgreement {
   int size() const override { return board_.size(); }
 
  protected:
-  Bytes exchange(const std::string& topic, Bytes own, const std::function<Bytes(std::vector<Bytes>)>& judge) override;
+  Bytes exchange(const std::string& topic, Bytes own,
+                 const std::function<Bytes(std::vector<Bytes>)>& judge) override;
 
  private:
   // Waits for the status of `rank` for this step. Returns std::nullopt if it did not arrive in time. Throws

@@ -8,14 +8,14 @@
 #include <system_error>
 #include <utility>
 
-#include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/checksum.h"
+#include "penstock/base/describe.h"
 #include "penstock/base/log.h"
 #include "penstock/checkpoint/files/blocks.h"
-#include "penstock/checkpoint_types.h"
 #include "penstock/checkpoint/files/output_file.h"
+#include "penstock/checkpoint_types.h"
 #include "penstock/comm/message/message.h"
+#include "penstock/errors.h"
 
 namespace penstock::checkpoint {
 
@@ -29,12 +29,14 @@ constexpr std::size_t kDamagesShown = 8;
 
 Index read_index(const fs::path& path) {
   const MappedFile file = map_checkpoint_file(path / "index.json");
-  return parse_index({reinterpret_cast<const char*>(file.bytes().data()), file.bytes().size()}, (path / "index.json").string());
+  return parse_index({reinterpret_cast<const char*>(file.bytes().data()), file.bytes().size()},
+                     (path / "index.json").string());
 }
 
 std::string summary(const std::vector<Damage>& damages) {
   std::string text;
-  for (std::size_t i = 0; i < std::min(damages.size(), kDamagesShown); ++i) text += "\n  " + to_text(damages[i]);
+  for (std::size_t i = 0; i < std::min(damages.size(), kDamagesShown); ++i)
+    text += "\n  " + to_text(damages[i]);
   if (damages.size() > kDamagesShown) text += fmt::format("\n  and {} more", damages.size() - kDamagesShown);
   return text;
 }
@@ -43,7 +45,9 @@ std::string summary(const std::vector<Damage>& damages) {
 std::vector<Damage> own_damage(const fs::path& path, bool blocks, int rank, int size) {
   std::error_code error;
   if (!fs::is_directory(path, error))
-    throw CheckpointError(fmt::format("{} does not exist; all ranks must see the same folder: use one on a shared file system", path.string()));
+    throw CheckpointError(
+        fmt::format("{} does not exist; all ranks must see the same folder: use one on a shared file system",
+                    path.string()));
   Index index;
   try {
     index = read_index(path);
@@ -60,19 +64,28 @@ std::vector<Damage> own_damage(const fs::path& path, bool blocks, int rank, int 
     if (error)
       damages.push_back({file.name, 0, 0, fmt::format("cannot be read: {}", error.message())});
     else if (bytes < file.bytes)
-      damages.push_back({file.name, bytes, file.bytes, fmt::format("missing: the file has {} of {} bytes", bytes, file.bytes)});
+      damages.push_back({file.name, bytes, file.bytes,
+                         fmt::format("missing: the file has {} of {} bytes", bytes, file.bytes)});
     else if (bytes > file.bytes)
-      damages.push_back({file.name, file.bytes, bytes, fmt::format("too large: the file has {} bytes, it was written with {}", bytes, file.bytes)});
+      damages.push_back(
+          {file.name, file.bytes, bytes,
+           fmt::format("too large: the file has {} bytes, it was written with {}", bytes, file.bytes)});
   }
   if (blocks)
     read_blocks(path, sized, index.block_bytes, rank, size, [&](const BlockRead& read) {
       const IndexedFile& file = index.files[read.file];
       // A file that is missing or unreadable has been reported as a whole.
-      if (std::any_of(damages.begin(), damages.end(), [&](const Damage& known) { return known.file == file.name && known.what.starts_with("cannot"); })) return;
+      if (std::any_of(damages.begin(), damages.end(), [&](const Damage& known) {
+            return known.file == file.name && known.what.starts_with("cannot");
+          }))
+        return;
       if (!read.error.empty())
         damages.push_back({file.name, read.begin, read.end, fmt::format("cannot be read: {}", read.error)});
-      else if (read.bytes.size() == read.end - read.begin && xxh3_checksum64(read.bytes, "checkpoints") != file.checksums.at(read.begin / index.block_bytes))
-        damages.push_back({file.name, read.begin, read.end, "the checksum differs: these bytes are not the ones that were written"});
+      else if (read.bytes.size() == read.end - read.begin &&
+               xxh3_checksum64(read.bytes, "checkpoints") !=
+                   file.checksums.at(read.begin / index.block_bytes))
+        damages.push_back({file.name, read.begin, read.end,
+                           "the checksum differs: these bytes are not the ones that were written"});
     });
   if (damages.empty()) {
     try {
@@ -88,11 +101,16 @@ std::vector<Damage> own_damage(const fs::path& path, bool blocks, int rank, int 
 
 }  // namespace
 
-static void encode(comm::MessageWriter& writer, const Damage& damage) { writer.write(damage.file).write(damage.begin).write(damage.end).write(damage.what); }
-static void decode(comm::MessageReader& reader, Damage& damage) { reader.read(damage.file).read(damage.begin).read(damage.end).read(damage.what); }
+static void encode(comm::MessageWriter& writer, const Damage& damage) {
+  writer.write(damage.file).write(damage.begin).write(damage.end).write(damage.what);
+}
+static void decode(comm::MessageReader& reader, Damage& damage) {
+  reader.read(damage.file).read(damage.begin).read(damage.end).read(damage.what);
+}
 
 std::string to_text(const Damage& damage) {
-  if (damage.begin == 0 && damage.end == 0) return damage.file.empty() ? damage.what : fmt::format("{}: {}", damage.file, damage.what);
+  if (damage.begin == 0 && damage.end == 0)
+    return damage.file.empty() ? damage.what : fmt::format("{}: {}", damage.file, damage.what);
   return fmt::format("{} bytes {}-{}: {}", damage.file, damage.begin, damage.end, damage.what);
 }
 
@@ -103,7 +121,8 @@ Checkpoint::Checkpoint(const fs::path& path) : path_(path), index_(read_index(pa
     const std::uint64_t bytes = fs::file_size(place, error);
     if (error) throw_file_error("read", place, error.value());
     if (bytes != file.bytes)
-      throw CheckpointError(fmt::format("{}: {} bytes, but the index says {}; it is truncated or damaged", place.string(), bytes, file.bytes));
+      throw CheckpointError(fmt::format("{}: {} bytes, but the index says {}; it is truncated or damaged",
+                                        place.string(), bytes, file.bytes));
     if (file.section == "state") {
       const MappedFile state = map_checkpoint_file(place);
       state_.assign(state.bytes().begin(), state.bytes().end());
@@ -112,25 +131,39 @@ Checkpoint::Checkpoint(const fs::path& path) : path_(path), index_(read_index(pa
       Table& table = file.section == "model" ? model_ : optimizer_;
       for (const TensorEntry& entry : files_.back()->header().entries)
         if (!table.emplace(entry.name, Place{files_.back().get(), &entry}).second)
-          throw CheckpointError(fmt::format("{}: tensor \"{}\" is also in another file of the checkpoint; it is damaged", place.string(), entry.name));
+          throw CheckpointError(
+              fmt::format("{}: tensor \"{}\" is also in another file of the checkpoint; it is damaged",
+                          place.string(), entry.name));
     } else {
-      throw CheckpointFormatError(fmt::format("{}: section \"{}\" is unknown to this build; it was written by a newer version of Penstock: use that version, or another checkpoint", place.string(), file.section));
+      throw CheckpointFormatError(
+          fmt::format("{}: section \"{}\" is unknown to this build; it was written by a newer version of "
+                      "Penstock: use that version, or another checkpoint",
+                      place.string(), file.section));
     }
   }
 }
 
-void Checkpoint::read(Section section, std::string_view name, const Slice& slice, std::span<std::uint8_t> local) const {
+void Checkpoint::read(Section section, std::string_view name, const Slice& slice,
+                      std::span<std::uint8_t> local) const {
   const auto found = tensors(section).find(name);
-  if (found == tensors(section).end()) throw CheckpointError(fmt::format("{}: no tensor \"{}\" in section {}", path_.string(), name, to_text(section)));
+  if (found == tensors(section).end())
+    throw CheckpointError(
+        fmt::format("{}: no tensor \"{}\" in section {}", path_.string(), name, to_text(section)));
   const TensorEntry& entry = *found->second.entry;
   if (entry.shape != slice.global_shape)
-    throw CheckpointError(fmt::format("{}: \"{}\" is {}, not {}", path_.string(), name, tensor_text(entry.dtype, entry.shape), tensor_text(entry.dtype, slice.global_shape)));
-  if (const std::string problem = validation_error(slice); !problem.empty()) throw ValueError(fmt::format("slice of {}: {}", name, problem));
+    throw CheckpointError(fmt::format("{}: \"{}\" is {}, not {}", path_.string(), name,
+                                      tensor_text(entry.dtype, entry.shape),
+                                      tensor_text(entry.dtype, slice.global_shape)));
+  if (const std::string problem = validation_error(slice); !problem.empty())
+    throw ValueError(fmt::format("slice of {}: {}", name, problem));
   const std::uint64_t item = item_bytes(entry.dtype);
   if (local.size() != static_cast<std::uint64_t>(slice.held()) * item)
-    throw ValueError(describe(fmt::format("memory for {}", name), fmt::format("{} bytes", local.size()), fmt::format("{}", static_cast<std::uint64_t>(slice.held()) * item)));
+    throw ValueError(describe(fmt::format("memory for {}", name), fmt::format("{} bytes", local.size()),
+                              fmt::format("{}", static_cast<std::uint64_t>(slice.held()) * item)));
   const auto data = found->second.file->data(entry);
-  for_each_run(slice, item, [&](ByteRun run) { std::memcpy(local.data() + run.local, data.data() + run.global, run.bytes); });
+  for_each_run(slice, item, [&](ByteRun run) {
+    std::memcpy(local.data() + run.local, data.data() + run.global, run.bytes);
+  });
 }
 
 std::vector<Damage> find_damage(RankAgreement& agreement, const fs::path& path, bool blocks) {
@@ -140,9 +173,12 @@ std::vector<Damage> find_damage(RankAgreement& agreement, const fs::path& path, 
     reader.expect_end();
     return damages;
   };
-  const auto write = [](const std::vector<Damage>& damages) { return comm::MessageWriter(kDamages, 1, kMaxMessageBytes).write(damages).finish(); };
+  const auto write = [](const std::vector<Damage>& damages) {
+    return comm::MessageWriter(kDamages, 1, kMaxMessageBytes).write(damages).finish();
+  };
   return read(agreement.agree(
-      fmt::format("check {}", path.string()), [&] { return write(own_damage(path, blocks, agreement.rank(), agreement.size())); },
+      fmt::format("check {}", path.string()),
+      [&] { return write(own_damage(path, blocks, agreement.rank(), agreement.size())); },
       [&](const std::vector<Bytes>& results) {
         std::vector<Damage> all;
         for (const Bytes& bytes : results)
@@ -152,7 +188,8 @@ std::vector<Damage> find_damage(RankAgreement& agreement, const fs::path& path, 
       }));
 }
 
-std::optional<OpenedCheckpoint> open_latest(RankAgreement& agreement, const fs::path& folder, const OpenPolicy& policy) {
+std::optional<OpenedCheckpoint> open_latest(RankAgreement& agreement, const fs::path& folder,
+                                            const OpenPolicy& policy) {
   const Bytes verdict = agreement.agree(
       "find checkpoints",
       [&] {
@@ -174,19 +211,23 @@ std::optional<OpenedCheckpoint> open_latest(RankAgreement& agreement, const fs::
     if (damages.empty()) return OpenedCheckpoint{Checkpoint(path), std::move(skipped)};
     const std::string text = fmt::format("checkpoint {} is damaged:{}", path.string(), summary(damages));
     if (!policy.allow_fallback)
-      throw CheckpointError(fmt::format("{}\n{}", text, i > 0 ? fmt::format("allow the use of the previous one (step {}), or remove this one", steps[i - 1])
-                                                               : "there is no older one; remove it to start from the beginning"));
+      throw CheckpointError(fmt::format(
+          "{}\n{}", text,
+          i > 0 ? fmt::format("allow the use of the previous one (step {}), or remove this one", steps[i - 1])
+                : "there is no older one; remove it to start from the beginning"));
     log().warn("{}\n{}", text, i > 0 ? "trying the previous one" : "there is no older one");
     skipped.push_back(text);
   }
   std::string all;
   for (const std::string& text : skipped) all += "\n" + text;
-  throw CheckpointError(fmt::format("every checkpoint in {} is damaged; remove them to start from the beginning{}", folder.string(), all));
+  throw CheckpointError(fmt::format(
+      "every checkpoint in {} is damaged; remove them to start from the beginning{}", folder.string(), all));
 }
 
 Checkpoint open_checkpoint(RankAgreement& agreement, const fs::path& path, const OpenPolicy& policy) {
   if (const auto damages = find_damage(agreement, path, policy.verify); !damages.empty())
-    throw CheckpointError(fmt::format("checkpoint {} is damaged:{}\nuse another one", path.string(), summary(damages)));
+    throw CheckpointError(
+        fmt::format("checkpoint {} is damaged:{}\nuse another one", path.string(), summary(damages)));
   return Checkpoint(path);
 }
 

@@ -79,14 +79,17 @@ struct OpenedCheckpoint {
 
 // [collective] Returns all damage of a checkpoint; empty if it is intact. Throws if a rank cannot see the
 // checkpoint.
-std::vector<Damage> find_damage(RankAgreement& agreement, const std::filesystem::path& path, bool blocks = true);
+std::vector<Damage> find_damage(RankAgreement& agreement, const std::filesystem::path& path,
+                                bool blocks = true);
 
 // [collective] Opens the newest intact checkpoint of those in rank 0's folder. Returns std::nullopt if there
 // is none. Throws CheckpointError, the same on every rank, if the newest is damaged and fallback is not
 // allowed, if all are damaged, or if it has a newer format than this build reads.
-std::optional<OpenedCheckpoint> open_latest(RankAgreement& agreement, const std::filesystem::path& folder, const OpenPolicy& policy = {});
+std::optional<OpenedCheckpoint> open_latest(RankAgreement& agreement, const std::filesystem::path& folder,
+                                            const OpenPolicy& policy = {});
 
 // [collective] Opens a specific checkpoint.
-Checkpoint open_checkpoint(RankAgreement& agreement, const std::filesystem::path& path, const OpenPolicy& policy = {});
+Checkpoint open_checkpoint(RankAgreement& agreement, const std::filesystem::path& path,
+                           const OpenPolicy& policy = {});
 
 }  // namespace penstock::checkpoint

@@ -12,8 +12,8 @@
 #include <utility>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/checkpoint_types.h"
+#include "penstock/errors.h"
 
 namespace penstock::checkpoint {
 
@@ -64,12 +64,15 @@ class HeaderReader final : public nlohmann::json_sax<nlohmann::json> {
   bool null() override { unexpected("null"); }
   bool boolean(bool) override { unexpected("a boolean"); }
   bool number_integer(number_integer_t value) override { unexpected(fmt::format("the number {}", value)); }
-  bool number_float(number_float_t, const string_t& text) override { unexpected("the number " + shown(text)); }
+  bool number_float(number_float_t, const string_t& text) override {
+    unexpected("the number " + shown(text));
+  }
   bool binary(binary_t&) override { unexpected("binary data"); }
 
   bool number_unsigned(number_unsigned_t value) override {
     if (place_ == Place::Shape) {
-      if (value > static_cast<number_unsigned_t>(std::numeric_limits<std::int64_t>::max())) refuse("a size above 2^63");
+      if (value > static_cast<number_unsigned_t>(std::numeric_limits<std::int64_t>::max()))
+        refuse("a size above 2^63");
       entry_.shape.push_back(static_cast<std::int64_t>(value));
     } else if (place_ == Place::Offsets) {
       offsets_.push_back(value);
@@ -81,7 +84,8 @@ class HeaderReader final : public nlohmann::json_sax<nlohmann::json> {
 
   bool string(string_t& value) override {
     if (place_ == Place::Metadata) {
-      if (!header_.metadata.emplace(key_, value).second) refuse(fmt::format("the metadata key \"{}\" twice", shown(key_)));
+      if (!header_.metadata.emplace(key_, value).second)
+        refuse(fmt::format("the metadata key \"{}\" twice", shown(key_)));
     } else if (place_ == Place::Entry && key_ == "dtype") {
       const auto dtype = dtype_of_code(value);
       if (!dtype) refuse(fmt::format("the dtype \"{}\", which this version does not support", shown(value)));
@@ -113,7 +117,8 @@ class HeaderReader final : public nlohmann::json_sax<nlohmann::json> {
       refuse("its name twice");
     }
     if (place_ == Place::Entry) {
-      if (key_ != "dtype" && key_ != "shape" && key_ != "data_offsets") refuse(fmt::format("an unknown field \"{}\"", shown(key_)));
+      if (key_ != "dtype" && key_ != "shape" && key_ != "data_offsets")
+        refuse(fmt::format("an unknown field \"{}\"", shown(key_)));
       if (!fields_.insert(key_).second) refuse(fmt::format("the field \"{}\" twice", key_));
     }
     return true;
@@ -147,20 +152,25 @@ class HeaderReader final : public nlohmann::json_sax<nlohmann::json> {
   }
 
   bool parse_error(std::size_t position, const std::string&, const nlohmann::detail::exception&) override {
-    throw CheckpointError(fmt::format("{}: the header is not valid JSON at byte {}; the file is damaged or not a safetensors file",
-                                      where_, kLengthBytes + position));
+    throw CheckpointError(fmt::format(
+        "{}: the header is not valid JSON at byte {}; the file is damaged or not a safetensors file", where_,
+        kLengthBytes + position));
   }
 
  private:
   enum class Place { Start, Root, Metadata, Entry, Shape, Offsets, End };
 
   [[noreturn]] void refuse(const std::string& what) const {
-    throw CheckpointError(fmt::format("{}: the header gives tensor \"{}\" {}; the file is damaged or was not written by a "
-                                      "safetensors library", where_, shown(entry_.name), what));
+    throw CheckpointError(
+        fmt::format("{}: the header gives tensor \"{}\" {}; the file is damaged or was not written by a "
+                    "safetensors library",
+                    where_, shown(entry_.name), what));
   }
   [[noreturn]] void unexpected(const std::string& what) const {
-    throw CheckpointError(fmt::format("{}: the header has {} at \"{}\", which the format does not allow there; the file is damaged "
-                                      "or was not written by a safetensors library", where_, what, shown(key_)));
+    throw CheckpointError(fmt::format(
+        "{}: the header has {} at \"{}\", which the format does not allow there; the file is damaged "
+        "or was not written by a safetensors library",
+        where_, what, shown(key_)));
   }
 
   Header& header_;
@@ -180,9 +190,7 @@ std::uint64_t read_length(std::span<const std::uint8_t> bytes) {
 
 }  // namespace
 
-std::string_view dtype_code(Dtype dtype) {
-  return kDtypes.at(static_cast<std::size_t>(dtype)).code;
-}
+std::string_view dtype_code(Dtype dtype) { return kDtypes.at(static_cast<std::size_t>(dtype)).code; }
 
 std::optional<Dtype> dtype_of_code(std::string_view code) {
   for (std::size_t i = 0; i < kDtypes.size(); ++i)
@@ -190,15 +198,14 @@ std::optional<Dtype> dtype_of_code(std::string_view code) {
   return std::nullopt;
 }
 
-std::uint64_t item_bytes(Dtype dtype) {
-  return kDtypes.at(static_cast<std::size_t>(dtype)).bytes;
-}
+std::uint64_t item_bytes(Dtype dtype) { return kDtypes.at(static_cast<std::size_t>(dtype)).bytes; }
 
 std::uint64_t tensor_bytes(Dtype dtype, const std::vector<std::int64_t>& shape) {
   std::uint64_t bytes = item_bytes(dtype);
   bool empty = false;
   for (const std::int64_t size : shape) {
-    if (size < 0) throw ValueError(describe("tensor shape", tensor_text(dtype, shape), "sizes of at least 0"));
+    if (size < 0)
+      throw ValueError(describe("tensor shape", tensor_text(dtype, shape), "sizes of at least 0"));
     empty = empty || size == 0;
   }
   if (empty) return 0;
@@ -213,7 +220,8 @@ std::string tensor_text(Dtype dtype, const std::vector<std::int64_t>& shape) {
 }
 
 const TensorEntry* Header::find(std::string_view name) const {
-  const auto found = std::find_if(entries.begin(), entries.end(), [&](const TensorEntry& entry) { return entry.name == name; });
+  const auto found = std::find_if(entries.begin(), entries.end(),
+                                  [&](const TensorEntry& entry) { return entry.name == name; });
   return found == entries.end() ? nullptr : &*found;
 }
 
@@ -226,8 +234,10 @@ Header lay_out(std::vector<TensorEntry> entries) {
   std::uint64_t end = 0;
   for (TensorEntry& entry : entries) {
     if (entry.name.empty() || entry.name == kMetadata)
-      throw ValueError(describe("tensor name", "\"" + entry.name + "\"", "a non-empty name other than __metadata__"));
-    if (!names.insert(entry.name).second) throw ValueError(describe("tensor names", "\"" + entry.name + "\" twice", "each name once"));
+      throw ValueError(
+          describe("tensor name", "\"" + entry.name + "\"", "a non-empty name other than __metadata__"));
+    if (!names.insert(entry.name).second)
+      throw ValueError(describe("tensor names", "\"" + entry.name + "\" twice", "each name once"));
     entry.begin = end;
     if (__builtin_add_overflow(end, tensor_bytes(entry.dtype, entry.shape), &end) || end > kMaxTensorBytes)
       throw ValueError(describe("tensors of one file", "more than 2^62 bytes", "at most 2^62 bytes"));
@@ -245,54 +255,69 @@ std::string header_bytes(const Header& header) {
     try {
       return nlohmann::json(part).dump();
     } catch (const nlohmann::json::exception&) {
-      throw ValueError(describe("tensor name", "bytes that are not UTF-8", "UTF-8 text", "rename the parameter"));
+      throw ValueError(
+          describe("tensor name", "bytes that are not UTF-8", "UTF-8 text", "rename the parameter"));
     }
   };
-  text = header.metadata.empty() ? "{" : fmt::format("{{\"{}\":{}", kMetadata, json[std::string(kMetadata)].dump());
+  text = header.metadata.empty() ? "{"
+                                 : fmt::format("{{\"{}\":{}", kMetadata, json[std::string(kMetadata)].dump());
   for (const TensorEntry& entry : header.entries)
-    text += fmt::format("{}{}:{{\"dtype\":\"{}\",\"shape\":[{}],\"data_offsets\":[{},{}]}}", text.size() > 1 ? "," : "",
-                        quoted(entry.name), dtype_code(entry.dtype), fmt::join(entry.shape, ","), entry.begin, entry.end);
+    text += fmt::format("{}{}:{{\"dtype\":\"{}\",\"shape\":[{}],\"data_offsets\":[{},{}]}}",
+                        text.size() > 1 ? "," : "", quoted(entry.name), dtype_code(entry.dtype),
+                        fmt::join(entry.shape, ","), entry.begin, entry.end);
   text += "}";
   while ((kLengthBytes + text.size()) % kAlignment != 0) text += ' ';
   if (text.size() > kMaxHeaderBytes)
-    throw ValueError(describe("safetensors header", fmt::format("{} bytes", text.size()), fmt::format("at most {}", kMaxHeaderBytes),
+    throw ValueError(describe("safetensors header", fmt::format("{} bytes", text.size()),
+                              fmt::format("at most {}", kMaxHeaderBytes),
                               "lower the maximum file size, so that each file holds fewer tensors"));
   std::string bytes;
-  for (std::size_t i = 0; i < kLengthBytes; ++i) bytes += static_cast<char>(static_cast<std::uint64_t>(text.size()) >> (8 * i));
+  for (std::size_t i = 0; i < kLengthBytes; ++i)
+    bytes += static_cast<char>(static_cast<std::uint64_t>(text.size()) >> (8 * i));
   return bytes + text;
 }
 
 Header parse_header(std::span<const std::uint8_t> bytes, std::uint64_t file_bytes, const std::string& where) {
   if (file_bytes < kLengthBytes || bytes.size() < kLengthBytes)
-    throw CheckpointError(fmt::format("{}: {} bytes, too short for a safetensors file; it is truncated", where, file_bytes));
+    throw CheckpointError(
+        fmt::format("{}: {} bytes, too short for a safetensors file; it is truncated", where, file_bytes));
   const std::uint64_t length = read_length(bytes);
   if (length > kMaxHeaderBytes)
-    throw CheckpointError(fmt::format("{}: bytes 0-7 say that the header has {} bytes, the format allows {}; the file is damaged or not "
-                                      "a safetensors file", where, length, kMaxHeaderBytes));
+    throw CheckpointError(fmt::format(
+        "{}: bytes 0-7 say that the header has {} bytes, the format allows {}; the file is damaged or not "
+        "a safetensors file",
+        where, length, kMaxHeaderBytes));
   if (length > file_bytes - kLengthBytes || length > bytes.size() - kLengthBytes)
-    throw CheckpointError(fmt::format("{}: the header has {} bytes, the whole file {}; it is truncated or damaged", where, length, file_bytes));
+    throw CheckpointError(
+        fmt::format("{}: the header has {} bytes, the whole file {}; it is truncated or damaged", where,
+                    length, file_bytes));
   const auto json = bytes.subspan(kLengthBytes, length);
   Header header;
   header.data_begin = kLengthBytes + length;
   if (json.empty() || json.front() != '{')
-    throw CheckpointError(fmt::format("{}: the header does not begin with '{{'; the file is damaged or not a safetensors file", where));
+    throw CheckpointError(fmt::format(
+        "{}: the header does not begin with '{{'; the file is damaged or not a safetensors file", where));
   HeaderReader reader(header, where);
   nlohmann::json::sax_parse(json.begin(), json.end(), &reader);
 
   const std::uint64_t data_bytes = file_bytes - header.data_begin;
-  std::stable_sort(header.entries.begin(), header.entries.end(), [](const TensorEntry& a, const TensorEntry& b) {
-    return std::pair(a.begin, a.end) < std::pair(b.begin, b.end);
-  });
+  std::stable_sort(header.entries.begin(), header.entries.end(),
+                   [](const TensorEntry& a, const TensorEntry& b) {
+                     return std::pair(a.begin, a.end) < std::pair(b.begin, b.end);
+                   });
   std::uint64_t end = 0;
   for (const TensorEntry& entry : header.entries) {
     const auto refuse = [&](const std::string& what) {
-      throw CheckpointError(fmt::format("{}: tensor \"{}\" {}; the file is damaged", where, shown(entry.name), what));
+      throw CheckpointError(
+          fmt::format("{}: tensor \"{}\" {}; the file is damaged", where, shown(entry.name), what));
     };
     if (entry.name.empty()) refuse("has no name");
     if (entry.begin > entry.end || entry.end > data_bytes)
-      refuse(fmt::format("is at {}-{} of {} data bytes, which may be truncated", entry.begin, entry.end, data_bytes));
+      refuse(fmt::format("is at {}-{} of {} data bytes, which may be truncated", entry.begin, entry.end,
+                         data_bytes));
     if (entry.begin != end)
-      refuse(fmt::format("begins at {}, but the previous one ends at {}: they {}", entry.begin, end, entry.begin < end ? "overlap" : "leave a gap"));
+      refuse(fmt::format("begins at {}, but the previous one ends at {}: they {}", entry.begin, end,
+                         entry.begin < end ? "overlap" : "leave a gap"));
     std::uint64_t wanted = 0;
     try {
       wanted = tensor_bytes(entry.dtype, entry.shape);
@@ -300,11 +325,14 @@ Header parse_header(std::span<const std::uint8_t> bytes, std::uint64_t file_byte
       refuse(error.what());
     }
     if (entry.end - entry.begin != wanted)
-      refuse(fmt::format("has {} bytes, {} needs {}", entry.end - entry.begin, dtype_code(entry.dtype), wanted));
+      refuse(
+          fmt::format("has {} bytes, {} needs {}", entry.end - entry.begin, dtype_code(entry.dtype), wanted));
     end = entry.end;
   }
   if (end != data_bytes)
-    throw CheckpointError(fmt::format("{}: {} data bytes, of which the tensors use {}; the file is truncated or damaged", where, data_bytes, end));
+    throw CheckpointError(
+        fmt::format("{}: {} data bytes, of which the tensors use {}; the file is truncated or damaged", where,
+                    data_bytes, end));
   return header;
 }
 

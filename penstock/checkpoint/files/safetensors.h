@@ -26,7 +26,23 @@ namespace penstock::checkpoint {
 
 // Element types of the format that occupy whole bytes.
 enum class Dtype : std::uint8_t {
-  Bool, U8, I8, F8E5M2, F8E4M3, F8E8M0, I16, U16, F16, BF16, I32, U32, F32, C64, F64, I64, U64
+  Bool,
+  U8,
+  I8,
+  F8E5M2,
+  F8E4M3,
+  F8E8M0,
+  I16,
+  U16,
+  F16,
+  BF16,
+  I32,
+  U32,
+  F32,
+  C64,
+  F64,
+  I64,
+  U64
 };
 
 std::string_view dtype_code(Dtype dtype);  // "BF16"
@@ -51,7 +67,7 @@ struct TensorEntry {
 struct Header {
   std::vector<TensorEntry> entries;  // in data order
   std::map<std::string, std::string> metadata;
-  std::uint64_t data_begin = 0;      // offset in the file; set by parse_header
+  std::uint64_t data_begin = 0;  // offset in the file; set by parse_header
 
   std::uint64_t data_bytes() const { return entries.empty() ? 0 : entries.back().end; }
   // Returns null if there is no tensor of that name. Linear.

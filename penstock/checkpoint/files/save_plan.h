@@ -40,7 +40,7 @@ struct GlobalTensor {
 };
 
 struct SavePlan {
-  std::vector<GlobalTensor> tensors;             // by section and name
+  std::vector<GlobalTensor> tensors;              // by section and name
   std::vector<std::vector<std::uint8_t>> writes;  // per rank and announced tensor: 1 if the rank writes it
 };
 
@@ -50,7 +50,8 @@ SavePlan make_save_plan(const std::vector<std::vector<AnnouncedTensor>>& ranks);
 
 // [collective] Returns the plan on every rank. If `own` throws, or if ranks save different steps, all ranks
 // throw.
-SavePlan agree_on_plan(RankAgreement& agreement, std::int64_t step, const std::function<std::vector<AnnouncedTensor>()>& own);
+SavePlan agree_on_plan(RankAgreement& agreement, std::int64_t step,
+                       const std::function<std::vector<AnnouncedTensor>()>& own);
 
 // One file of tensors: "model.safetensors", or "model-00002-of-00003.safetensors" if there are several.
 struct PlannedFile {

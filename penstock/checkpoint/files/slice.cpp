@@ -19,7 +19,9 @@ std::int64_t volume(const Numbers& shape) {
 
 bool within(const Numbers& offset, const Numbers& shape, const Numbers& whole) {
   for (std::size_t dim = 0; dim < whole.size(); ++dim)
-    if (offset[dim] < 0 || shape[dim] < 1 || offset[dim] > whole[dim] || shape[dim] > whole[dim] - offset[dim]) return false;
+    if (offset[dim] < 0 || shape[dim] < 1 || offset[dim] > whole[dim] ||
+        shape[dim] > whole[dim] - offset[dim])
+      return false;
   return true;
 }
 
@@ -39,7 +41,8 @@ Numbers row_major(const Numbers& shape) {
 
 Slice Slice::whole(const Numbers& shape) {
   Slice slice{shape, shape, {}};
-  if (std::find(shape.begin(), shape.end(), 0) == shape.end()) slice.boxes.push_back({Numbers(shape.size(), 0), shape, Numbers(shape.size(), 0)});
+  if (std::find(shape.begin(), shape.end(), 0) == shape.end())
+    slice.boxes.push_back({Numbers(shape.size(), 0), shape, Numbers(shape.size(), 0)});
   return slice;
 }
 
@@ -54,16 +57,19 @@ std::string validation_error(const Slice& slice) {
   for (const std::int64_t size : slice.global_shape)
     if (size < 0) return "a negative size";
   if (slice.boxes.empty()) return "";
-  if (slice.local_shape.size() != dims) return fmt::format("{} local dims but {} global dims", slice.local_shape.size(), dims);
+  if (slice.local_shape.size() != dims)
+    return fmt::format("{} local dims but {} global dims", slice.local_shape.size(), dims);
   for (const ShardBox& box : slice.boxes) {
-    if (box.offset.size() != dims || box.shape.size() != dims || box.local_offset.size() != dims) return "a box with a different number of dims";
+    if (box.offset.size() != dims || box.shape.size() != dims || box.local_offset.size() != dims)
+      return "a box with a different number of dims";
     if (!within(box.offset, box.shape, slice.global_shape)) return "a box outside of the whole tensor";
     if (!within(box.local_offset, box.shape, slice.local_shape)) return "a box outside of the local tensor";
   }
   for (std::size_t i = 0; i < slice.boxes.size(); ++i)
     for (std::size_t j = 0; j < i; ++j) {
       const ShardBox &a = slice.boxes[i], &b = slice.boxes[j];
-      if (!disjoint(a.local_offset, a.shape, b.local_offset, b.shape) || overlap(a, b)) return "boxes that overlap";
+      if (!disjoint(a.local_offset, a.shape, b.local_offset, b.shape) || overlap(a, b))
+        return "boxes that overlap";
     }
   if (slice.held() != volume(slice.local_shape)) return "boxes that do not fill the local tensor";
   return "";
@@ -77,7 +83,9 @@ void for_each_run(const Slice& slice, std::uint64_t item_bytes, const std::funct
     // the next dim.
     std::size_t outer = dims == 0 ? 0 : dims - 1;
     std::int64_t length = dims == 0 ? 1 : box.shape[outer];
-    while (outer > 0 && box.shape[outer] == slice.global_shape[outer] && box.shape[outer] == slice.local_shape[outer]) length *= box.shape[--outer];
+    while (outer > 0 && box.shape[outer] == slice.global_shape[outer] &&
+           box.shape[outer] == slice.local_shape[outer])
+      length *= box.shape[--outer];
     Numbers index(outer, 0);
     std::int64_t global = 0, local = 0;
     for (std::size_t dim = 0; dim < dims; ++dim) {
@@ -101,8 +109,6 @@ void for_each_run(const Slice& slice, std::uint64_t item_bytes, const std::funct
   }
 }
 
-bool overlap(const ShardBox& a, const ShardBox& b) {
-  return !disjoint(a.offset, a.shape, b.offset, b.shape);
-}
+bool overlap(const ShardBox& a, const ShardBox& b) { return !disjoint(a.offset, a.shape, b.offset, b.shape); }
 
 }  // namespace penstock::checkpoint

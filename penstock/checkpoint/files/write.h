@@ -14,8 +14,8 @@
 #include <string>
 #include <vector>
 
-#include "penstock/checkpoint/files/rank_agreement.h"
 #include "penstock/checkpoint/files/output_file.h"
+#include "penstock/checkpoint/files/rank_agreement.h"
 #include "penstock/checkpoint/files/save_plan.h"
 
 namespace penstock::checkpoint {
@@ -26,7 +26,7 @@ enum class WritePhase { FolderMade, PartsWritten, Checked, IndexWritten, Renamed
 struct WriteOptions {
   std::uint64_t max_file_bytes = std::uint64_t{5} << 30;  // data per file, see plan_files
   std::uint64_t block_bytes = std::uint64_t{4} << 20;
-  int keep_last = 3;                                      // 0: all
+  int keep_last = 3;  // 0: all
 
   // For tests.
   std::function<void(WritePhase, int rank)> at_phase;
@@ -40,7 +40,8 @@ struct HostPart {
 };
 
 // [collective] `plan` describes these parts in this order. Uses the `state_json` of rank 0.
-void write_checkpoint(RankAgreement& agreement, const std::filesystem::path& folder, std::int64_t step, const SavePlan& plan,
-                      const std::vector<HostPart>& parts, const std::string& state_json, const WriteOptions& options);
+void write_checkpoint(RankAgreement& agreement, const std::filesystem::path& folder, std::int64_t step,
+                      const SavePlan& plan, const std::vector<HostPart>& parts, const std::string& state_json,
+                      const WriteOptions& options);
 
 }  // namespace penstock::checkpoint

@@ -57,7 +57,8 @@ struct AsyncCheckpointer::Impl {
   CheckpointWriter writer;
 };
 
-AsyncCheckpointer::AsyncCheckpointer(const comm::World& world, std::filesystem::path folder, const CheckpointOptions& options)
+AsyncCheckpointer::AsyncCheckpointer(const comm::World& world, std::filesystem::path folder,
+                                     const CheckpointOptions& options)
     : impl_(std::make_unique<Impl>(world, std::move(folder), options)) {}
 
 AsyncCheckpointer::~AsyncCheckpointer() = default;

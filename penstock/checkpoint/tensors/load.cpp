@@ -9,10 +9,10 @@
 #include <span>
 #include <utility>
 
-#include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/checkpoint_types.h"
 #include "penstock/comm/message/message.h"
+#include "penstock/errors.h"
 
 namespace penstock::checkpoint {
 
@@ -29,7 +29,8 @@ struct TensorRequests {
   std::vector<std::string> names, missing, cast, problems;
 };
 
-TensorRequests requests_of(const Checkpoint& checkpoint, Section section, const std::vector<TensorPart>& parts) {
+TensorRequests requests_of(const Checkpoint& checkpoint, Section section,
+                           const std::vector<TensorPart>& parts) {
   TensorRequests requests;
   const Checkpoint::Table& table = checkpoint.tensors(section);
   for (const TensorPart& part : parts) {
@@ -42,21 +43,32 @@ TensorRequests requests_of(const Checkpoint& checkpoint, Section section, const 
     const TensorEntry& entry = *found->second.entry;
     const auto dtype = to_dtype(part.local.scalar_type());
     if (entry.shape != part.slice.global_shape)
-      requests.problems.push_back(fmt::format("{}: {} in the checkpoint, {} here", part.name, tensor_text(entry.dtype, entry.shape),
-                                            tensor_text(dtype.value_or(entry.dtype), part.slice.global_shape)));
+      requests.problems.push_back(
+          fmt::format("{}: {} in the checkpoint, {} here", part.name, tensor_text(entry.dtype, entry.shape),
+                      tensor_text(dtype.value_or(entry.dtype), part.slice.global_shape)));
     else if (!to_scalar_type(entry.dtype))
-      requests.problems.push_back(fmt::format("{}: {} in the checkpoint, which this LibTorch does not support", part.name, dtype_code(entry.dtype)));
+      requests.problems.push_back(
+          fmt::format("{}: {} in the checkpoint, which this LibTorch does not support", part.name,
+                      dtype_code(entry.dtype)));
     else if (dtype != entry.dtype)
-      requests.cast.push_back(fmt::format("{}: {} in the checkpoint, {} here", part.name, dtype_code(entry.dtype), dtype ? dtype_code(*dtype) : "another type"));
+      requests.cast.push_back(fmt::format("{}: {} in the checkpoint, {} here", part.name,
+                                          dtype_code(entry.dtype),
+                                          dtype ? dtype_code(*dtype) : "another type"));
   }
   return requests;
 }
 
 Bytes to_bytes(const TensorRequests& requests) {
-  return comm::MessageWriter(kTensorRequests, 1, kMaxMessageBytes).write(requests.names).write(requests.missing).write(requests.cast).write(requests.problems).finish();
+  return comm::MessageWriter(kTensorRequests, 1, kMaxMessageBytes)
+      .write(requests.names)
+      .write(requests.missing)
+      .write(requests.cast)
+      .write(requests.problems)
+      .finish();
 }
 
-LoadReport judge(const Checkpoint& checkpoint, Section section, const std::vector<Bytes>& results, const LoadPolicy& options) {
+LoadReport judge(const Checkpoint& checkpoint, Section section, const std::vector<Bytes>& results,
+                 const LoadPolicy& options) {
   std::set<std::string> names, missing, cast, problems, extra;
   for (const Bytes& bytes : results) {
     comm::MessageReader reader(bytes, kTensorRequests, {1, 1}, kMaxMessageBytes);
@@ -75,16 +87,20 @@ LoadReport judge(const Checkpoint& checkpoint, Section section, const std::vecto
   if (!options.allow_missing)
     for (const std::string& name : missing) {
       const std::string near = nearest_name(name, unused);
-      problems.insert(fmt::format("{}: not in the checkpoint{}", name, near.empty() ? "" : fmt::format("; it has {}", near)));
+      problems.insert(fmt::format("{}: not in the checkpoint{}", name,
+                                  near.empty() ? "" : fmt::format("; it has {}", near)));
     }
   if (!options.allow_extra)
     for (const std::string& name : extra) problems.insert(name + ": in the checkpoint, but no rank has it");
   if (!problems.empty()) {
-    std::string text = fmt::format("{} (section {}) does not match the {} tensors here:", checkpoint.path().string(), to_text(section), names.size());
+    std::string text =
+        fmt::format("{} (section {}) does not match the {} tensors here:", checkpoint.path().string(),
+                    to_text(section), names.size());
     std::size_t shown = 0;
     for (const std::string& problem : problems)
       if (shown++ < kProblemsShown) text += "\n  " + problem;
-    if (problems.size() > kProblemsShown) text += fmt::format("\n  and {} more", problems.size() - kProblemsShown);
+    if (problems.size() > kProblemsShown)
+      text += fmt::format("\n  and {} more", problems.size() - kProblemsShown);
     throw CheckpointError(text + "\nuse the configuration that wrote it, or allow the differences");
   }
   return {joined(missing), joined(extra), joined(cast)};
@@ -92,10 +108,13 @@ LoadReport judge(const Checkpoint& checkpoint, Section section, const std::vecto
 
 void fill(const Checkpoint& checkpoint, Section section, const TensorPart& part) {
   const TensorEntry& entry = *checkpoint.tensors(section).find(part.name)->second.entry;
-  const auto bytes_of = [&](const at::Tensor& tensor) { return std::span(static_cast<std::uint8_t*>(tensor.data_ptr()), tensor.nbytes()); };
+  const auto bytes_of = [&](const at::Tensor& tensor) {
+    return std::span(static_cast<std::uint8_t*>(tensor.data_ptr()), tensor.nbytes());
+  };
   if (part.slice.boxes.empty()) return;
   const auto dtype = *to_scalar_type(entry.dtype);
-  if (part.local.is_cpu() && part.local.is_contiguous() && part.local.scalar_type() == dtype && !part.local.is_conj() && !part.local.is_neg()) {
+  if (part.local.is_cpu() && part.local.is_contiguous() && part.local.scalar_type() == dtype &&
+      !part.local.is_conj() && !part.local.is_neg()) {
     checkpoint.read(section, part.name, part.slice, bytes_of(part.local));
     return;
   }
@@ -106,12 +125,17 @@ void fill(const Checkpoint& checkpoint, Section section, const TensorPart& part)
 
 }  // namespace
 
-LoadReport load_into(RankAgreement& agreement, const Checkpoint& checkpoint, Section section, const std::vector<TensorPart>& parts, const LoadPolicy& options) {
+LoadReport load_into(RankAgreement& agreement, const Checkpoint& checkpoint, Section section,
+                     const std::vector<TensorPart>& parts, const LoadPolicy& options) {
   const Bytes verdict = agreement.agree(
       "compare with the checkpoint", [&] { return to_bytes(requests_of(checkpoint, section, parts)); },
       [&](const std::vector<Bytes>& results) {
         const LoadReport report = judge(checkpoint, section, results, options);
-        return comm::MessageWriter(kReport, 1, kMaxMessageBytes).write(report.missing).write(report.extra).write(report.cast).finish();
+        return comm::MessageWriter(kReport, 1, kMaxMessageBytes)
+            .write(report.missing)
+            .write(report.extra)
+            .write(report.cast)
+            .finish();
       });
   comm::MessageReader reader(verdict, kReport, {1, 1}, kMaxMessageBytes);
   LoadReport report;

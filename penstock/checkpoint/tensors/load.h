@@ -31,7 +31,7 @@ struct LoadReport {
 // [collective] Every rank must call it, even without parts: only all of them together know which tensors
 // nobody requests. Throws a CheckpointError listing all tensors that are missing, extra, or of another shape
 // or dtype.
-LoadReport load_into(RankAgreement& agreement, const Checkpoint& checkpoint, Section section, const std::vector<TensorPart>& parts,
-                     const LoadPolicy& options = {});
+LoadReport load_into(RankAgreement& agreement, const Checkpoint& checkpoint, Section section,
+                     const std::vector<TensorPart>& parts, const LoadPolicy& options = {});
 
 }  // namespace penstock::checkpoint

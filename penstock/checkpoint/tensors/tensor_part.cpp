@@ -8,10 +8,10 @@
 #include <utility>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/dtensor.h"
-#include "penstock/mesh/local_shard.h"
+#include "penstock/errors.h"
 #include "penstock/fully_shard.h"
+#include "penstock/mesh/local_shard.h"
 #include "penstock/torch/compat/dtype.h"
 
 namespace penstock::checkpoint {
@@ -56,9 +56,12 @@ std::optional<at::ScalarType> to_scalar_type(Dtype dtype) {
 }
 
 TensorPart tensor_part(std::string name, const at::Tensor& tensor) {
-  if (!tensor.defined()) throw ValueError(describe("part of a checkpoint: " + name, "an undefined tensor", "a tensor with values"));
+  if (!tensor.defined())
+    throw ValueError(
+        describe("part of a checkpoint: " + name, "an undefined tensor", "a tensor with values"));
   if (!to_dtype(tensor.scalar_type()))
-    throw ValueError(describe("part of a checkpoint: " + name, dtype_name(tensor.scalar_type()), "an element type that safetensors supports", "convert it first"));
+    throw ValueError(describe("part of a checkpoint: " + name, dtype_name(tensor.scalar_type()),
+                              "an element type that safetensors supports", "convert it first"));
   at::NoGradGuard no_grad;
   ensure_sharded(tensor);
   TensorPart part;
@@ -66,7 +69,8 @@ TensorPart tensor_part(std::string name, const at::Tensor& tensor) {
   if (is_dtensor(tensor)) {
     for (const Placement& placement : placements_of(tensor))
       if (placement.is_partial())
-        throw ValueError(describe("part of a checkpoint: " + part.name, fmt::format("placements {}", to_string(placements_of(tensor))),
+        throw ValueError(describe("part of a checkpoint: " + part.name,
+                                  fmt::format("placements {}", to_string(placements_of(tensor))),
                                   "no Partial: a term is not a value", "redistribute it first"));
     const comm::MeshGroups& mesh = mesh_of(tensor);
     const auto shape = tensor.sizes().vec();
@@ -77,7 +81,8 @@ TensorPart tensor_part(std::string name, const at::Tensor& tensor) {
     part.slice = Slice::whole(tensor.sizes().vec());
   }
   if (part.local.layout() != at::kStrided || part.local.is_meta())
-    throw ValueError(describe("part of a checkpoint: " + part.name, "a tensor without plain values in memory", "a strided tensor on a device", "materialize or convert it first"));
+    throw ValueError(describe("part of a checkpoint: " + part.name, "a tensor without plain values in memory",
+                              "a strided tensor on a device", "materialize or convert it first"));
   return part;
 }
 

@@ -25,13 +25,15 @@ Bytes bytes_of(const at::Tensor& tensor) {
 
 }  // namespace
 
-Bytes WorldAgreement::exchange(const std::string& topic, Bytes own, const std::function<Bytes(std::vector<Bytes>)>& judge) {
+Bytes WorldAgreement::exchange(const std::string& topic, Bytes own,
+                               const std::function<Bytes(std::vector<Bytes>)>& judge) {
   if (group_.size() == 1) return judge({std::move(own)});
   const comm::OpOptions label{.label = "checkpoint: " + topic};
   const at::Tensor sizes = at::empty({group_.size()}, at::kLong);
   group_.all_gather(sizes, at::full({1}, static_cast<std::int64_t>(own.size()), at::kLong), label).wait();
   std::vector<at::Tensor> messages;
-  for (int rank = 0; rank < group_.size(); ++rank) messages.push_back(at::empty({sizes.data_ptr<std::int64_t>()[rank]}, at::kByte));
+  for (int rank = 0; rank < group_.size(); ++rank)
+    messages.push_back(at::empty({sizes.data_ptr<std::int64_t>()[rank]}, at::kByte));
   group_.all_gather_uneven(messages, tensor_of(own), label).wait();
   Bytes verdict;
   if (rank_ == 0) {

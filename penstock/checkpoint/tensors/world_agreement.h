@@ -20,7 +20,8 @@ class WorldAgreement final : public RankAgreement {
   int size() const override { return group_.size(); }
 
  protected:
-  Bytes exchange(const std::string& topic, Bytes own, const std::function<Bytes(std::vector<Bytes>)>& judge) override;
+  Bytes exchange(const std::string& topic, Bytes own,
+                 const std::function<Bytes(std::vector<Bytes>)>& judge) override;
 
  private:
   comm::Group group_;

@@ -14,11 +14,11 @@
 #include <utility>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/log.h"
-#include "penstock/checkpoint_types.h"
 #include "penstock/checkpoint/files/folder.h"
 #include "penstock/checkpoint/tensors/world_agreement.h"
+#include "penstock/checkpoint_types.h"
+#include "penstock/errors.h"
 #include "penstock/torch/compat/streams.h"
 
 namespace penstock::checkpoint {
@@ -27,7 +27,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
+double seconds_since(Clock::time_point begin) {
+  return std::chrono::duration<double>(Clock::now() - begin).count();
+}
 
 }  // namespace
 
@@ -38,7 +40,8 @@ class CheckpointWriter::Impl {
     WorldAgreement(world).agree("open the folder", [&] {
       if (world.rank() != 0) return;
       lock_.emplace(folder_);
-      for (const std::string& name : clean_leftovers(folder_)) log().info("checkpoint: removed {}, left by a run that was interrupted", (folder_ / name).string());
+      for (const std::string& name : clean_leftovers(folder_))
+        log().info("checkpoint: removed {}, left by a run that was interrupted", (folder_ / name).string());
     });
     thread_ = std::thread([this] { work(); });
   }
@@ -46,8 +49,11 @@ class CheckpointWriter::Impl {
   ~Impl() {
     {
       std::lock_guard lock(mutex_);
-      if (job_) log().error("checkpoint: step {} was not finished when its writer was destroyed; call wait() first", job_->step);
-      if (error_) log().error("checkpoint: a save failed and its error was not read: call wait() before the end");
+      if (job_)
+        log().error("checkpoint: step {} was not finished when its writer was destroyed; call wait() first",
+                    job_->step);
+      if (error_)
+        log().error("checkpoint: a save failed and its error was not read: call wait() before the end");
       ending_ = true;
     }
     agreement_.give_up();
@@ -71,12 +77,18 @@ class CheckpointWriter::Impl {
     agreement_.begin_round(Clock::now() + options_.timeout);
     job->plan = agree_on_plan(agreement_, step, [&] {
       step_folder_name(step);  // throws for an invalid step
-      for (const auto& [section, parts] : {std::pair(Section::Model, &contents.model), std::pair(Section::Optimizer, &contents.optimizer)})
+      for (const auto& [section, parts] :
+           {std::pair(Section::Model, &contents.model), std::pair(Section::Optimizer, &contents.optimizer)})
         for (const TensorPart& part : *parts) {
           const auto dtype = to_dtype(part.local.scalar_type());
-          if (!dtype) throw ValueError(describe("part of a checkpoint: " + part.name, c10::toString(part.local.scalar_type()), "an element type that safetensors supports"));
+          if (!dtype)
+            throw ValueError(describe("part of a checkpoint: " + part.name,
+                                      c10::toString(part.local.scalar_type()),
+                                      "an element type that safetensors supports"));
           if (!part.slice.boxes.empty() && part.local.sizes() != at::IntArrayRef(part.slice.local_shape))
-            throw ValueError(describe("part of a checkpoint: " + part.name, fmt::format("a local tensor of {} dims", part.local.dim()), "the local shape of its slice"));
+            throw ValueError(describe("part of a checkpoint: " + part.name,
+                                      fmt::format("a local tensor of {} dims", part.local.dim()),
+                                      "the local shape of its slice"));
           announced.push_back({section, part.name, *dtype, part.slice});
           locals.push_back(part.local);
         }
@@ -140,7 +152,8 @@ class CheckpointWriter::Impl {
     try {
       for (auto& [i, tensor] : job.on_device) tensor = tensor.clone();
     } catch (const c10::Error& no_room) {
-      log().debug("checkpoint: copying from the device while training waits: {}", no_room.what_without_backtrace());
+      log().debug("checkpoint: copying from the device while training waits: {}",
+                  no_room.what_without_backtrace());
       for (auto& [i, tensor] : job.on_device) tensor = locals[i];
       fetch(job);
       return;
@@ -153,7 +166,8 @@ class CheckpointWriter::Impl {
   // The buffers are reused from save to save as long as the model is the same.
   at::Tensor& buffer_like(std::size_t i, const at::Tensor& local, bool pinned) {
     at::Tensor& buffer = buffers_[i];
-    if (!buffer.defined() || buffer.sizes() != local.sizes() || buffer.scalar_type() != local.scalar_type() || buffer.is_pinned() != pinned)
+    if (!buffer.defined() || buffer.sizes() != local.sizes() || buffer.scalar_type() != local.scalar_type() ||
+        buffer.is_pinned() != pinned)
       buffer = at::empty(local.sizes(), at::TensorOptions(local.scalar_type()).pinned_memory(pinned));
     return buffer;
   }
@@ -216,12 +230,15 @@ class CheckpointWriter::Impl {
   std::thread thread_;
 };
 
-CheckpointWriter::CheckpointWriter(const comm::World& world, std::filesystem::path folder, WriterOptions options)
+CheckpointWriter::CheckpointWriter(const comm::World& world, std::filesystem::path folder,
+                                   WriterOptions options)
     : impl_(std::make_unique<Impl>(world, std::move(folder), std::move(options))) {}
 
 CheckpointWriter::~CheckpointWriter() = default;
 
-SaveStall CheckpointWriter::save(std::int64_t step, const CheckpointContents& contents) { return impl_->save(step, contents); }
+SaveStall CheckpointWriter::save(std::int64_t step, const CheckpointContents& contents) {
+  return impl_->save(step, contents);
+}
 
 void CheckpointWriter::wait() { impl_->wait(); }
 

@@ -27,9 +27,9 @@
 #include <vector>
 
 #include "penstock/checkpoint.h"
-#include "penstock/checkpoint_types.h"
 #include "penstock/checkpoint/files/write.h"
 #include "penstock/checkpoint/tensors/tensor_part.h"
+#include "penstock/checkpoint_types.h"
 #include "penstock/world.h"
 
 namespace penstock::checkpoint {

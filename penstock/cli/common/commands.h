@@ -48,7 +48,8 @@ train::ConfigSources config_sources(const CLI::App& command);
 
 // Throws ConfigError for keys given on the command line that `command` ignores: all for which `used` returns
 // false.
-void refuse_keys(const train::ResolvedConfig& resolved, const std::string& command, const std::function<bool(const std::string& key)>& used);
+void refuse_keys(const train::ResolvedConfig& resolved, const std::string& command,
+                 const std::function<bool(const std::string& key)>& used);
 
 // For commands that train a few steps and keep nothing: returns whether a key has an effect. Checkpoint and
 // output keys have none.

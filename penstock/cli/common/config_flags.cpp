@@ -7,10 +7,10 @@
 #include <vector>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"
 #include "penstock/cli/common/commands.h"
+#include "penstock/errors.h"
 
 namespace penstock::cli {
 
@@ -43,11 +43,16 @@ void refuse_near_flags(const CLI::App& command, const std::vector<std::string>& 
 
 }  // namespace
 
-bool has_effect_without_run(const std::string& key) { return !key.starts_with("checkpoint.") && !key.starts_with("output."); }
+bool has_effect_without_run(const std::string& key) {
+  return !key.starts_with("checkpoint.") && !key.starts_with("output.");
+}
 
-void refuse_keys(const train::ResolvedConfig& resolved, const std::string& command, const std::function<bool(const std::string& key)>& used) {
+void refuse_keys(const train::ResolvedConfig& resolved, const std::string& command,
+                 const std::function<bool(const std::string& key)>& used) {
   for (const auto& [key, origin] : resolved.origins)
-    if (origin.starts_with("--") && !used(key)) throw ConfigError(fmt::format("{}: {} has no effect in penstock {}; leave it out", origin, key, command));
+    if (origin.starts_with("--") && !used(key))
+      throw ConfigError(
+          fmt::format("{}: {} has no effect in penstock {}; leave it out", origin, key, command));
 }
 
 train::ConfigSources config_sources(const CLI::App& command) {

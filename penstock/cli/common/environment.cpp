@@ -31,16 +31,27 @@ const std::vector<Variable>& variables() {
   static const std::vector<Variable> kVariables = {
       {"PENSTOCK_TIMEOUT_S", [](const char*) { default_timeout(); }},
       {"PENSTOCK_DEBUG", [](const char*) { debug_level(); }},
-      {"PENSTOCK_LOG", [](const char* name) { env_choice(name, {"trace", "debug", "info", "warn", "error", "off"}, "info"); }},
-      {"PENSTOCK_P2P", [](const char* name) { env_choice(name, {"gloo", "ucx"}, "gloo"); }},
-      {"PENSTOCK_TRACE_TRANSFERS", [](const char* name) { env_choice(name, {"0", "1"}, "0"); }},
+      {"PENSTOCK_LOG",
+       [](const char* name) {
+         env_choice(name, {"trace", "debug", "info", "warn", "error", "off"}, "info");
+       }},
+      {"PENSTOCK_P2P",
+       [](const char* name) {
+         env_choice(name, {"gloo", "ucx"}, "gloo");
+       }},
+      {"PENSTOCK_TRACE_TRANSFERS",
+       [](const char* name) {
+         env_choice(name, {"0", "1"}, "0");
+       }},
       {"PENSTOCK_RECORDER_SIZE", [](const char* name) { env_int(name, 1, 1 << 20); }},
       {"PENSTOCK_UCX_SPIN_US", [](const char* name) { env_int(name, 0, 10'000'000); }},
       {"PENSTOCK_PROGRESS_TTY", [](const char* name) { env_int(name, 0, 1 << 20); }},
       {"PENSTOCK_RESTART_COUNT", [](const char* name) { env_int(name, 0, 1'000'000); }},
       {"PENSTOCK_RENDEZVOUS",
        [](const char* name) {
-         comm::parse_launch_env([&](const char* asked) { return std::string_view(asked) == name ? env_text(name) : std::nullopt; });
+         comm::parse_launch_env([&](const char* asked) {
+           return std::string_view(asked) == name ? env_text(name) : std::nullopt;
+         });
        }},
       {"PENSTOCK_RECORDER_DIR", any_text},
       {"PENSTOCK_LOG_DIR", any_text},
@@ -57,7 +68,8 @@ const std::vector<Variable>& variables() {
 // known one is probably a typo.
 void warn_about_misspelled_names() {
   std::vector<std::string> endings;
-  for (const Variable& variable : variables()) endings.emplace_back(std::string_view(variable.name).substr(kPrefix.size()));
+  for (const Variable& variable : variables())
+    endings.emplace_back(std::string_view(variable.name).substr(kPrefix.size()));
   for (char** entry = environ; entry != nullptr && *entry != nullptr; ++entry) {
     std::string_view name = *entry;
     name = name.substr(0, name.find('='));
@@ -69,10 +81,13 @@ void warn_about_misspelled_names() {
         meant.clear();
         break;
       }
-      if (meant.empty() && (known.starts_with(ending + "_") || ending.starts_with(known + "_"))) meant = known;
+      if (meant.empty() && (known.starts_with(ending + "_") || ending.starts_with(known + "_")))
+        meant = known;
     }
     if (meant.empty()) meant = nearest_name(ending, endings);
-    if (!meant.empty() && meant != ending) fmt::print(stderr, "penstock: environment variable {} is not read; did you mean {}{}?\n", name, kPrefix, meant);
+    if (!meant.empty() && meant != ending)
+      fmt::print(stderr, "penstock: environment variable {} is not read; did you mean {}{}?\n", name, kPrefix,
+                 meant);
   }
 }
 

@@ -9,25 +9,32 @@
 #include <new>
 #include <string>
 
-#include "penstock/errors.h"
 #include "penstock/base/exception_text.h"
 #include "penstock/base/log.h"
-#include "penstock/base/printable.h"
 #include "penstock/base/out_of_memory.h"
+#include "penstock/base/printable.h"
+#include "penstock/errors.h"
 
 namespace penstock::cli {
 
 namespace {
 
-constexpr std::size_t kLongestMessage = 8000;  // bytes; a list of all that is wrong in a configuration has its place
+constexpr std::size_t kLongestMessage =
+    8000;  // bytes; a list of all that is wrong in a configuration has its place
 
 int defect(std::string_view what) {
-  print_error(fmt::format("internal error: {}\nThis is a defect of Penstock. Please report it with the command that you ran; PENSTOCK_LOG=debug shows more.", what));
+  print_error(
+      fmt::format("internal error: {}\nThis is a defect of Penstock. Please report it with the command that "
+                  "you ran; PENSTOCK_LOG=debug shows more.",
+                  what));
   return kDefect;
 }
 
 int no_memory(std::string_view what) {
-  print_error(fmt::format("not enough memory: {} could not be allocated; choose smaller sizes (model.context, layout.microbatch_size, ...), more ranks on more machines, or close other programs", what));
+  print_error(
+      fmt::format("not enough memory: {} could not be allocated; choose smaller sizes (model.context, "
+                  "layout.microbatch_size, ...), more ranks on more machines, or close other programs",
+                  what));
   return kFailed;
 }
 

@@ -12,12 +12,12 @@
 #include <vector>
 
 #include "penstock/base/env.h"
-#include "penstock/errors.h"
 #include "penstock/base/number.h"
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"
 #include "penstock/checkpoint_types.h"
 #include "penstock/comm/launch/launch_env.h"
+#include "penstock/errors.h"
 
 namespace penstock::cli {
 
@@ -50,9 +50,11 @@ void RankErrors::print() const {
   std::map<int, std::string> by_rank;
   for (const fs::directory_entry& entry : fs::directory_iterator(folder_.path())) {
     std::ifstream file(entry.path());
-    by_rank[static_cast<int>(parse_integer(entry.path().filename().string().substr(5)).value_or(0))] = std::string(std::istreambuf_iterator<char>(file), {});
+    by_rank[static_cast<int>(parse_integer(entry.path().filename().string().substr(5)).value_or(0))] =
+        std::string(std::istreambuf_iterator<char>(file), {});
   }
-  std::vector<std::pair<std::string, std::vector<int>>> messages;  // ordered by the first rank with the message
+  std::vector<std::pair<std::string, std::vector<int>>>
+      messages;  // ordered by the first rank with the message
   for (const auto& [rank, text] : by_rank) {
     auto same = messages.begin();
     while (same != messages.end() && same->first != text) ++same;
@@ -60,7 +62,9 @@ void RankErrors::print() const {
     same->second.push_back(rank);
   }
   for (const auto& [text, ranks] : messages)
-    fmt::print(stderr, "penstock: {}{}\n", messages.size() > 1 ? fmt::format("rank {}: ", format_list(ranks)) : std::string(), printable(text));
+    fmt::print(stderr, "penstock: {}{}\n",
+               messages.size() > 1 ? fmt::format("rank {}: ", format_list(ranks)) : std::string(),
+               printable(text));
 }
 
 int report_to_parent(const std::function<int()>& body) {

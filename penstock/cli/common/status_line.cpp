@@ -27,9 +27,13 @@ struct StatusLine::Impl {
   void write() {
     const auto pause = terminal ? std::chrono::milliseconds(200) : std::chrono::milliseconds(5000);
     std::unique_lock lock(mutex);
-    for (auto next = begin + std::chrono::seconds(1); !changed.wait_until(lock, next, [&] { return done; }); next += pause) {
-      const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(std::chrono::steady_clock::now() - begin).count();
-      fmt::print(stderr, "{}{}: {}{}, {} s{}", terminal ? "\r" : "", what, doing, share < 0 ? std::string() : fmt::format(", {:.0f} %", 100 * share), seconds, terminal ? "\x1b[K" : "\n");
+    for (auto next = begin + std::chrono::seconds(1); !changed.wait_until(lock, next, [&] { return done; });
+         next += pause) {
+      const auto seconds =
+          std::chrono::duration_cast<std::chrono::seconds>(std::chrono::steady_clock::now() - begin).count();
+      fmt::print(stderr, "{}{}: {}{}, {} s{}", terminal ? "\r" : "", what, doing,
+                 share < 0 ? std::string() : fmt::format(", {:.0f} %", 100 * share), seconds,
+                 terminal ? "\x1b[K" : "\n");
       std::fflush(stderr);
       shown = true;
     }

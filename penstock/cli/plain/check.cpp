@@ -5,11 +5,11 @@
 #include <memory>
 #include <optional>
 
-#include "penstock/errors.h"
 #include "penstock/base/printable.h"
 #include "penstock/base/quote.h"
 #include "penstock/cli/common/commands.h"
 #include "penstock/cli/plain/schedule_flags.h"
+#include "penstock/errors.h"
 #include "penstock/schedule.h"
 #include "penstock/validate.h"
 
@@ -27,8 +27,8 @@ struct CheckFlags {
 void run(const CheckFlags& flags, CommandOutcome& outcome) {
   std::optional<schedule::StagePlacement> placement;
   if (!flags.placement.empty())
-    placement =
-        schedule::parse_stage_placement(one_of("--placement", flags.placement, {"loop", "v", "bidirectional"}));
+    placement = schedule::parse_stage_placement(
+        one_of("--placement", flags.placement, {"loop", "v", "bidirectional"}));
   schedule::ValidateOptions options;
   if (one_of("--sends", flags.sends, {"blocking", "posted"}) == "posted")
     options.sends = schedule::SendModel::Posted;
@@ -43,9 +43,9 @@ void run(const CheckFlags& flags, CommandOutcome& outcome) {
   const schedule::Report report = schedule::check(*parsed, options);
   if (report.ok()) {
     fmt::print("{}: ok; {}, {}, {}, {}, {}\n", file, count_of(parsed->ranks(), "rank"),
-               count_of(parsed->stages().stages(), "stage"), count_of(parsed->microbatches(), "microbatch", "microbatches"),
-               count_of(parsed->actions(), "action"),
-               parsed->has_transfers() ? "lowered" : "compute only");
+               count_of(parsed->stages().stages(), "stage"),
+               count_of(parsed->microbatches(), "microbatch", "microbatches"),
+               count_of(parsed->actions(), "action"), parsed->has_transfers() ? "lowered" : "compute only");
     return;
   }
   outcome.exit_code = 1;
@@ -63,7 +63,8 @@ void run(const CheckFlags& flags, CommandOutcome& outcome) {
 }  // namespace
 
 void add_check_command(CLI::App& app, CommandOutcome& outcome) {
-  CLI::App* command = app.add_subcommand("check", "Check that a schedule is complete, in order and free of deadlocks");
+  CLI::App* command =
+      app.add_subcommand("check", "Check that a schedule is complete, in order and free of deadlocks");
   const auto flags = std::make_shared<CheckFlags>();
   command->add_option("file", flags->file, "Schedule as CSV, one line per rank; - for standard input")
       ->required()

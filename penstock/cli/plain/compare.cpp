@@ -6,10 +6,10 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
-#include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/cli/common/commands.h"
 #include "penstock/cli/plain/schedule_flags.h"
+#include "penstock/errors.h"
 #include "penstock/simulator.h"
 
 namespace penstock::cli {
@@ -44,7 +44,8 @@ class Comparison {
   explicit Comparison(const CompareFlags& flags) : flags_(flags), per_rank_(cost_model(flags.costs)) {
     if (per_rank_.stages.size() > 1 || per_rank_.memory.size() > 1) {
       throw ConfigError(
-          "compare: schedule kinds split the model into different numbers of stages, so costs per stage cannot be "
+          "compare: schedule kinds split the model into different numbers of stages, so costs per stage "
+          "cannot be "
           "compared; "
           "give one number per cost, for one rank's share of the model");
     }
@@ -179,7 +180,8 @@ void run(const CompareFlags& flags) {
 void add_compare_command(CLI::App& app, CommandOutcome&) {
   CLI::App* command = app.add_subcommand("compare", "Compare all schedules, fastest first");
   const auto flags = std::make_shared<CompareFlags>();
-  add_size_flags(*command, flags->shape, "Stages per rank, for kinds that do not fix it (default 2; auto: 1)");
+  add_size_flags(*command, flags->shape,
+                 "Stages per rank, for kinds that do not fix it (default 2; auto: 1)");
   add_cost_flags(*command, flags->costs);
   add_limit_flags(*command, flags->costs);
   command->add_option("--format", flags->format, "text or json (default text)")->type_name("X");

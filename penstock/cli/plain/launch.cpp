@@ -5,10 +5,10 @@
 #include <string>
 #include <vector>
 
-#include "penstock/errors.h"
 #include "penstock/cli/common/commands.h"
 #include "penstock/cli/common/number_options.h"
 #include "penstock/comm/launch/launcher.h"
+#include "penstock/errors.h"
 
 namespace penstock::cli {
 
@@ -70,7 +70,8 @@ void add_launch_command(CLI::App& app, CommandOutcome& outcome) {
   const auto flags = std::make_shared<LaunchFlags>();
   comm::LaunchOptions& options = flags->options;
   add_whole(*command, "-n,--ranks", options.ranks, 1, comm::kMaxLocalRanks, "Number of ranks");
-  add_whole(*command, "--restarts", options.restarts, 0, 1'000'000, "Maximum number of restarts of all ranks after a failure");
+  add_whole(*command, "--restarts", options.restarts, 0, 1'000'000,
+            "Maximum number of restarts of all ranks after a failure");
   add_number(*command, "--grace", flags->grace_s, {.low = 0, .high = 86'400},
              "Seconds that the other ranks have to exit after one has failed, and all ranks after a signal")
       ->type_name("S");
@@ -78,7 +79,8 @@ void add_launch_command(CLI::App& app, CommandOutcome& outcome) {
       ->add_option("--log-dir", options.log_dir,
                    "Also write each rank's output to DIR/attempt<k>/rank<r>.log")
       ->type_name("DIR");
-  add_whole(*command, "--port", options.port, 0, 65535, "MASTER_PORT; 0, the default: a free port, chosen again for each attempt");
+  add_whole(*command, "--port", options.port, 0, 65535,
+            "MASTER_PORT; 0, the default: a free port, chosen again for each attempt");
   command->add_flag("--no-prefix", flags->no_prefix, "Do not prefix lines with [rank r]");
   command->add_flag("--no-color", flags->no_color, "Do not colour the prefix (also: set NO_COLOR)");
   command->add_option("program", flags->first_word, "Program to run and its arguments, after --")

@@ -7,7 +7,8 @@ namespace {
 // Newer versions of CLI11 fill the lines of footers anew, which would spoil examples and tables.
 template <class Formatter>
 void keep_lines(Formatter& formatter) {
-  if constexpr (requires { formatter.enable_footer_formatting(false); }) formatter.enable_footer_formatting(false);
+  if constexpr (requires { formatter.enable_footer_formatting(false); })
+    formatter.enable_footer_formatting(false);
 }
 
 }  // namespace

@@ -23,7 +23,8 @@ void report(const ReportFlags& flags) {
   std::vector<train::RunReport> runs;
   for (const std::string& run : flags.runs) runs.push_back(train::load_run(run));
   std::filesystem::path path = flags.out;
-  if (path.empty()) path = runs.size() == 1 ? runs[0].folder / "report.html" : std::filesystem::path("comparison.html");
+  if (path.empty())
+    path = runs.size() == 1 ? runs[0].folder / "report.html" : std::filesystem::path("comparison.html");
   train::write_page(path, train::report_page(runs));
   for (const train::RunReport& run : runs) fmt::print("{}", printable(train::summary_text(run)));
   fmt::print("report: {}\n", printable(path.string()));
@@ -32,12 +33,18 @@ void report(const ReportFlags& flags) {
 }  // namespace
 
 void add_report_command(CLI::App& app, CommandOutcome&) {
-  CLI::App* command = app.add_subcommand("report", "Write an HTML report of a run, or a comparison of several runs");
+  CLI::App* command =
+      app.add_subcommand("report", "Write an HTML report of a run, or a comparison of several runs");
   const auto flags = std::make_shared<ReportFlags>();
   command->add_option("runs", flags->runs, "Folders of penstock train runs")->required()->type_name("RUN");
-  command->add_option("--out", flags->out, "File to write (default: report.html in the run folder, or comparison.html in the working folder for several runs)")->type_name("FILE.html");
+  command
+      ->add_option("--out", flags->out,
+                   "File to write (default: report.html in the run folder, or comparison.html in the working "
+                   "folder for several runs)")
+      ->type_name("FILE.html");
   command->footer(
-      "The report is one HTML file that works offline: curves, times, the timeline of a traced step, memory, configuration.\n"
+      "The report is one HTML file that works offline: curves, times, the timeline of a traced step, memory, "
+      "configuration.\n"
       "It can be written while the run is in progress, and for a run that was killed.\n"
       "Examples:\n"
       "  penstock report runs/first\n"

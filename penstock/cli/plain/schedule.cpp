@@ -6,14 +6,14 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
-#include "penstock/errors.h"
 #include "penstock/cli/common/commands.h"
 #include "penstock/cli/common/number_options.h"
 #include "penstock/cli/plain/schedule_flags.h"
 #include "penstock/draw.h"
-#include "penstock/simulator.h"
+#include "penstock/errors.h"
 #include "penstock/lower.h"
 #include "penstock/schedule.h"
+#include "penstock/simulator.h"
 #include "penstock/validate.h"
 
 namespace penstock::cli {
@@ -55,10 +55,14 @@ void run(const CLI::App& command, const ScheduleFlags& flags) {
   const std::string format =
       one_of("--format", flags.format, {"csv", "grid", "svg", "html", "perfetto", "json"});
   require_auto_for_limits(command, flags.shape);
-  if (!flags.lowered) refuse_options(command, {"--max-active-stages", "--defer-receives"}, "without --lowered", "add --lowered, or leave it out");
+  if (!flags.lowered)
+    refuse_options(command, {"--max-active-stages", "--defer-receives"}, "without --lowered",
+                   "add --lowered, or leave it out");
   const bool timed = format == "svg" || format == "html" || format == "perfetto";
   if (!timed && !is_auto(flags.shape))
-    refuse_options(command, {"--cost", "--memory", "--communication"}, fmt::format("for the {} format of a fixed schedule", format), "use --format svg, html or perfetto, or penstock simulate");
+    refuse_options(command, {"--cost", "--memory", "--communication"},
+                   fmt::format("for the {} format of a fixed schedule", format),
+                   "use --format svg, html or perfetto, or penstock simulate");
   schedule::Schedule schedule = schedule_of(flags.shape, flags.costs);
   schedule::validate(schedule);
   if (flags.lowered) {
@@ -100,7 +104,8 @@ void add_schedule_command(CLI::App& app, CommandOutcome&) {
   add_shape_flags(*command, flags->shape);
   command->add_flag("--lowered", flags->lowered,
                     "Include transfers, gathers and gradient reductions, as executed");
-  add_whole(*command, "--max-active-stages", flags->max_active_stages, 1, 65536, "Maximum stages whose parameters a rank keeps gathered at once");
+  add_whole(*command, "--max-active-stages", flags->max_active_stages, 1, 65536,
+            "Maximum stages whose parameters a rank keeps gathered at once");
   command->add_flag("--defer-receives", flags->defer_receives,
                     "Receive just before use instead of when the sender sends");
   add_cost_flags(*command, flags->costs);

@@ -13,11 +13,11 @@
 #include <system_error>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/files.h"
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"
 #include "penstock/cli/common/number_options.h"
+#include "penstock/errors.h"
 #include "penstock/plan/cost/cost_text.h"
 
 namespace penstock::cli {
@@ -45,14 +45,17 @@ std::vector<std::string> kind_names() {
 void add_size_flags(CLI::App& command, ShapeFlags& flags, const std::string& stages_help) {
   add_whole(command, "--ranks", flags.ranks, 1, kMostRanks, "Pipeline ranks")->type_name("P");
   add_whole(command, "--stages-per-rank", flags.stages_per_rank, 1, kMostRanks, stages_help)->type_name("V");
-  add_whole(command, "--microbatches", flags.microbatches, 1, kMostMicrobatches, "Microbatches per step")->type_name("M");
+  add_whole(command, "--microbatches", flags.microbatches, 1, kMostMicrobatches, "Microbatches per step")
+      ->type_name("M");
 }
 
 void add_shape_flags(CLI::App& command, ShapeFlags& flags) {
   command
-      .add_option("--kind", flags.kind, fmt::format("Schedule kind, case-insensitive: {}", fmt::join(kind_names(), ", ")))
+      .add_option("--kind", flags.kind,
+                  fmt::format("Schedule kind, case-insensitive: {}", fmt::join(kind_names(), ", ")))
       ->type_name("K");
-  add_size_flags(command, flags, "Stages per rank (default: as the kind requires, 2 for interleaved kinds, 1 for auto)");
+  add_size_flags(command, flags,
+                 "Stages per rank (default: as the kind requires, 2 for interleaved kinds, 1 for auto)");
   add_whole(command, "--group-size", flags.group_size, 1, kMostMicrobatches,
             "Interleaved kinds: microbatches that a rank runs on one stage before it switches to the next")
       ->type_name("G");
@@ -65,9 +68,9 @@ void add_cost_flags(CLI::App& command, CostFlags& flags) {
                   "one value per stage with colons: F=1:1:2:1")
       ->type_name("C");
   command
-      .add_option(
-          "--memory", flags.memory,
-          "Bytes, such as params=2G,grads=2G,act=100M,split=50M; also unsharded; one value per stage with colons")
+      .add_option("--memory", flags.memory,
+                  "Bytes, such as params=2G,grads=2G,act=100M,split=50M; also unsharded; one value per stage "
+                  "with colons")
       ->type_name("B");
   command.add_option("--communication", flags.communication, "overlapped or blocking (default overlapped)")
       ->type_name("X");
@@ -107,11 +110,13 @@ std::vector<plan::MemoryLimit> memory_limits(const CostFlags& flags, int ranks, 
     std::vector<int> values;
     for (std::size_t begin = 0; begin <= flags.max_activations.size();) {
       const std::size_t end = std::min(flags.max_activations.find(':', begin), flags.max_activations.size());
-      values.push_back(static_cast<int>(read_integer("--max-activations", flags.max_activations.substr(begin, end - begin), 0, 1 << 30)));
+      values.push_back(static_cast<int>(
+          read_integer("--max-activations", flags.max_activations.substr(begin, end - begin), 0, 1 << 30)));
       begin = end + 1;
     }
     widen("--max-activations", values.size());
-    for (std::size_t rank = 0; rank < limits.size(); ++rank) limits[rank].activations = values[values.size() == 1 ? 0 : rank];
+    for (std::size_t rank = 0; rank < limits.size(); ++rank)
+      limits[rank].activations = values[values.size() == 1 ? 0 : rank];
   }
   if (!flags.max_bytes.empty()) {
     const auto values = plan::parse_bytes_list("--max-bytes", flags.max_bytes);
@@ -124,12 +129,11 @@ std::vector<plan::MemoryLimit> memory_limits(const CostFlags& flags, int ranks, 
 
 void require_auto_for_limits(const CLI::App& command, const ShapeFlags& flags) {
   if (is_auto(flags)) return;
-  refuse_options(command, {"--max-activations", "--max-bytes"}, "for a fixed schedule", "leave it out, or choose --kind auto");
+  refuse_options(command, {"--max-activations", "--max-bytes"}, "for a fixed schedule",
+                 "leave it out, or choose --kind auto");
 }
 
-bool is_auto(const ShapeFlags& flags) {
-  return to_lower(flags.kind) == "auto";
-}
+bool is_auto(const ShapeFlags& flags) { return to_lower(flags.kind) == "auto"; }
 
 schedule::PipelineShape shape_of(const ShapeFlags& flags) {
   const auto require = [](const char* flag, int value) {
@@ -154,7 +158,9 @@ schedule::Schedule schedule_of(const ShapeFlags& flags, const CostFlags& costs) 
   if (flags.kind.empty())
     throw ConfigError(describe("--kind", "nothing", fmt::format("one of {}", fmt::join(kind_names(), ", "))));
   try {
-    if (is_auto(flags) && flags.group_size > 0) throw ConfigError("--group-size has no effect with --kind auto, which orders microbatches itself; leave it out");
+    if (is_auto(flags) && flags.group_size > 0)
+      throw ConfigError(
+          "--group-size has no effect with --kind auto, which orders microbatches itself; leave it out");
     const schedule::PipelineShape shape = shape_of(flags);
     if (!is_auto(flags)) return generate(schedule::schedule_kind(flags.kind), shape);
     plan::AutoRequest request;
@@ -176,17 +182,18 @@ std::string one_of(std::string_view flag, std::string_view value, const std::vec
     if (to_lower(name) == wanted) return name;
   }
   const std::string nearest = nearest_name(wanted, names);
-  throw ConfigError(describe(flag, quote(value),
-                             fmt::format("one of {}", fmt::join(names, ", ")),
+  throw ConfigError(describe(flag, quote(value), fmt::format("one of {}", fmt::join(names, ", ")),
                              nearest.empty() ? "" : fmt::format("did you mean {}?", nearest)));
 }
 
 std::string read_text(const std::string& path) {
-  if (path != "-") return read_file(path, "schedule", "give a file written by penstock schedule, or - for standard input");
+  if (path != "-")
+    return read_file(path, "schedule", "give a file written by penstock schedule, or - for standard input");
   std::string text;
   char buffer[65536];
   while (const std::size_t count = std::fread(buffer, 1, sizeof buffer, stdin)) text.append(buffer, count);
-  if (std::ferror(stdin) != 0) throw ConfigError(describe("standard input", std::strerror(errno), "a schedule that can be read"));
+  if (std::ferror(stdin) != 0)
+    throw ConfigError(describe("standard input", std::strerror(errno), "a schedule that can be read"));
   return text;
 }
 

@@ -5,12 +5,12 @@
 #include <fmt/format.h>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/cli/common/commands.h"
 #include "penstock/cli/common/number_options.h"
 #include "penstock/cli/plain/schedule_flags.h"
-#include "penstock/plan/simulate/simulation_report.h"
+#include "penstock/errors.h"
 #include "penstock/lower.h"
+#include "penstock/plan/simulate/simulation_report.h"
 #include "penstock/schedule.h"
 #include "penstock/validate.h"
 
@@ -30,8 +30,8 @@ struct SimulateFlags {
 schedule::Schedule read_schedule(const SimulateFlags& flags) {
   std::optional<schedule::StagePlacement> placement;
   if (!flags.placement.empty())
-    placement =
-        schedule::parse_stage_placement(one_of("--placement", flags.placement, {"loop", "v", "bidirectional"}));
+    placement = schedule::parse_stage_placement(
+        one_of("--placement", flags.placement, {"loop", "v", "bidirectional"}));
   const std::string text = read_text(flags.file);
   try {
     return schedule::parse_schedule(text, placement);
@@ -50,7 +50,9 @@ void run(const CLI::App& command, const SimulateFlags& flags) {
     refuse_options(command, {"--placement"}, "without a file: the kind determines the placement");
     require_auto_for_limits(command, flags.shape);
   } else {
-    refuse_options(command, {"--ranks", "--stages-per-rank", "--microbatches", "--group-size", "--max-activations", "--max-bytes"},
+    refuse_options(command,
+                   {"--ranks", "--stages-per-rank", "--microbatches", "--group-size", "--max-activations",
+                    "--max-bytes"},
                    "with a file, which defines ranks, stages and microbatches itself");
   }
   const std::string format = one_of("--format", flags.format, {"text", "json"});

@@ -13,12 +13,17 @@ void add_trace_command(CLI::App& app, CommandOutcome&) {
     std::string file;
     bool csv = false;
   };
-  CLI::App* command = app.add_subcommand("trace", "Compare measured and simulated times of a step, per action and per rank");
+  CLI::App* command =
+      app.add_subcommand("trace", "Compare measured and simulated times of a step, per action and per rank");
   const auto flags = std::make_shared<TraceFlags>();
-  command->add_option("file", flags->file, "Trace of a step, as PipelineRuntime::write_trace writes it")->required()->type_name("FILE.json");
-  command->add_flag("--csv", flags->csv, "Print one line per action: rank,action,begin,end,simulated begin,simulated end,delay");
+  command->add_option("file", flags->file, "Trace of a step, as PipelineRuntime::write_trace writes it")
+      ->required()
+      ->type_name("FILE.json");
+  command->add_flag("--csv", flags->csv,
+                    "Print one line per action: rank,action,begin,end,simulated begin,simulated end,delay");
   command->footer(
-      "The schedule in the trace is simulated with the measured times (medians per stage and kind of action).\n"
+      "The schedule in the trace is simulated with the measured times (medians per stage and kind of "
+      "action).\n"
       "Efficiency is simulated / measured time. The trace file can be opened in ui.perfetto.dev.\n"
       "Examples:\n"
       "  penstock trace step.json\n"

@@ -12,17 +12,17 @@
 #include <vector>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/printable.h"
 #include "penstock/base/quote.h"
 #include "penstock/cli/common/command_line.h"
 #include "penstock/cli/common/commands.h"
 #include "penstock/cli/common/number_options.h"
 #include "penstock/cli/tensor/use_available_cores.h"
-#include "penstock/transformer.h"
+#include "penstock/errors.h"
 #include "penstock/train/data/byte_tokenizer.h"
 #include "penstock/train/job/configured_data.h"
 #include "penstock/train/job/load_model.h"
+#include "penstock/transformer.h"
 
 namespace penstock::cli {
 
@@ -70,24 +70,44 @@ class TextPrinter {
 };
 
 void run(const GenerateFlags& flags) {
-  if (flags.device == "cuda" && !torch::cuda::is_available()) throw ConfigError(describe("--device", "cuda, but LibTorch finds no usable GPU on this machine", "cpu or auto"));
+  if (flags.device == "cuda" && !torch::cuda::is_available())
+    throw ConfigError(
+        describe("--device", "cuda, but LibTorch finds no usable GPU on this machine", "cpu or auto"));
   use_available_cores();
-  const at::Device device = flags.device == "cuda" || (flags.device == "auto" && torch::cuda::is_available()) ? at::kCUDA : at::kCPU;
+  const at::Device device = flags.device == "cuda" || (flags.device == "auto" && torch::cuda::is_available())
+                                ? at::kCUDA
+                                : at::kCPU;
   train::LoadedModel loaded = train::load_model(flags.run, device);
   if (train::tokenizer_is_unknown(loaded.config.data))
-    throw ConfigError(describe(fmt::format("{}: generate", flags.run), "a model trained on token files", "a model trained on text", "Penstock does not know the tokenizer of token files; its own tokenizer has one token per byte"));
+    throw ConfigError(describe(
+        fmt::format("{}: generate", flags.run), "a model trained on token files", "a model trained on text",
+        "Penstock does not know the tokenizer of token files; its own tokenizer has one token per byte"));
   const std::string prompt = flags.prompt.value_or(loaded.config.output.sample_prompt);
   if (prompt.empty())
-    throw ConfigError(describe(flags.prompt ? "--prompt" : "output.sample_prompt of the run", "an empty prompt", "at least one byte, which the model continues", flags.prompt ? "leave it out to use the run's prompt" : "set --prompt"));
+    throw ConfigError(describe(flags.prompt ? "--prompt" : "output.sample_prompt of the run",
+                               "an empty prompt", "at least one byte, which the model continues",
+                               flags.prompt ? "leave it out to use the run's prompt" : "set --prompt"));
   const models::TransformerOptions& model = loaded.model->options();
   std::vector<std::int64_t> tokens;
   for (const char each : prompt) tokens.push_back(static_cast<unsigned char>(each));
-  if (const auto unknown = std::find_if(tokens.begin(), tokens.end(), [&](std::int64_t token) { return token >= model.vocabulary; }); unknown != tokens.end())
-    throw ConfigError(describe("prompt", fmt::format("the byte {}", *unknown), fmt::format("bytes below the model's vocabulary of {}", model.vocabulary)));
+  if (const auto unknown = std::find_if(tokens.begin(), tokens.end(),
+                                        [&](std::int64_t token) { return token >= model.vocabulary; });
+      unknown != tokens.end())
+    throw ConfigError(describe("prompt", fmt::format("the byte {}", *unknown),
+                               fmt::format("bytes below the model's vocabulary of {}", model.vocabulary)));
   if (static_cast<std::int64_t>(tokens.size()) > model.context)
-    fmt::print(stderr, "penstock: the prompt has {} bytes; the model uses only the last {}, its context\n", tokens.size(), model.context);
-  const std::int64_t wanted = flags.tokens > 0 ? flags.tokens : loaded.config.output.sample_tokens > 0 ? loaded.config.output.sample_tokens : train::OutputConfig{}.sample_tokens;
-  const models::GenerateOptions how{.max_tokens = wanted, .temperature = flags.temperature, .top_k = flags.top_k, .seed = flags.seed, .stop_token = kEndOfDocument, .use_cache = true, .slide = true};
+    fmt::print(stderr, "penstock: the prompt has {} bytes; the model uses only the last {}, its context\n",
+               tokens.size(), model.context);
+  const std::int64_t wanted = flags.tokens > 0                         ? flags.tokens
+                              : loaded.config.output.sample_tokens > 0 ? loaded.config.output.sample_tokens
+                                                                       : train::OutputConfig{}.sample_tokens;
+  const models::GenerateOptions how{.max_tokens = wanted,
+                                    .temperature = flags.temperature,
+                                    .top_k = flags.top_k,
+                                    .seed = flags.seed,
+                                    .stop_token = kEndOfDocument,
+                                    .use_cache = true,
+                                    .slide = true};
   fmt::print("{}", printable(prompt));
   TextPrinter printer;
   const at::Tensor start = at::tensor(tokens, at::kLong).unsqueeze(0).to(device);
@@ -113,13 +133,21 @@ void add_generate_command(CLI::App& app, CommandOutcome&) {
   command->footer("Example: penstock generate runs/tiny-20270131-093005 --prompt '#include <' --tokens 200");
   const auto flags = std::make_shared<GenerateFlags>();
   command->add_option("run", flags->run, "Folder of a run, or one of its checkpoints")->required();
-  add_read_option(*command, "--prompt", "TEXT", "Beginning of the text, at least one byte (default: output.sample_prompt of the run)",
+  add_read_option(*command, "--prompt", "TEXT",
+                  "Beginning of the text, at least one byte (default: output.sample_prompt of the run)",
                   [flags](const std::string&, const std::string& text) { flags->prompt = text; });
-  add_whole(*command, "--tokens", flags->tokens, 1, 1 << 20, "Maximum number of tokens (default: output.sample_tokens of the run); beyond the context, the model sees only the last tokens, which is slower");
-  add_number(*command, "--temperature", flags->temperature, {.low = 0, .high = 100}, "Sampling temperature; 0: always the most likely token");
-  add_whole(*command, "--top-k", flags->top_k, 0, 1 << 20, "Sample among this many of the most likely tokens; 0: all");
-  add_whole(*command, "--seed", flags->seed, 0, std::numeric_limits<std::int64_t>::max(), "Random seed; the same seed produces the same text");
-  command->add_option("--device", flags->device, "Device: auto, cpu or cuda")->check(CLI::IsMember({"auto", "cpu", "cuda"}))->capture_default_str();
+  add_whole(*command, "--tokens", flags->tokens, 1, 1 << 20,
+            "Maximum number of tokens (default: output.sample_tokens of the run); beyond the context, the "
+            "model sees only the last tokens, which is slower");
+  add_number(*command, "--temperature", flags->temperature, {.low = 0, .high = 100},
+             "Sampling temperature; 0: always the most likely token");
+  add_whole(*command, "--top-k", flags->top_k, 0, 1 << 20,
+            "Sample among this many of the most likely tokens; 0: all");
+  add_whole(*command, "--seed", flags->seed, 0, std::numeric_limits<std::int64_t>::max(),
+            "Random seed; the same seed produces the same text");
+  command->add_option("--device", flags->device, "Device: auto, cpu or cuda")
+      ->check(CLI::IsMember({"auto", "cpu", "cuda"}))
+      ->capture_default_str();
   command->callback([flags] { run(*flags); });
 }
 

@@ -8,7 +8,9 @@ namespace penstock::cli {
 void add_inspect_command(CLI::App& app, CommandOutcome& outcome) {
   CLI::App* command = add_tensor_subcommand(app, "inspect");
   command->require_subcommand(1);
-  command->footer("Examples: penstock inspect memory my.toml\n          penstock inspect graph --preset tiny --html model.html\nEach subcommand has its own --help.");
+  command->footer(
+      "Examples: penstock inspect memory my.toml\n          penstock inspect graph --preset tiny --html "
+      "model.html\nEach subcommand has its own --help.");
   add_inspect_memory_command(*command, outcome);
   add_inspect_graph_command(*command, outcome);
 }

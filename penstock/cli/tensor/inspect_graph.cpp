@@ -11,19 +11,19 @@
 #include <vector>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/printable.h"
 #include "penstock/cli/common/commands.h"
 #include "penstock/cli/common/number_options.h"
-#include "penstock/graph/tools/draw.h"
+#include "penstock/errors.h"
 #include "penstock/graph/ir/functionalize.h"
-#include "penstock/graph/tools/graph_report.h"
-#include "penstock/graph/run/module_state.h"
 #include "penstock/graph/partition/partition.h"
-#include "penstock/transformer.h"
+#include "penstock/graph/run/module_state.h"
+#include "penstock/graph/tools/draw.h"
+#include "penstock/graph/tools/graph_report.h"
 #include "penstock/train/job/host_check.h"
 #include "penstock/train/job/model_stages.h"
 #include "penstock/train/job/process_memory.h"
+#include "penstock/transformer.h"
 
 namespace penstock::cli {
 namespace {
@@ -48,16 +48,20 @@ graph::GraphFile capture_model(const train::TrainConfig& config, bool min_cut) {
   convention.names.insert(convention.names.end(), {"tokens", "targets"});
   const graph::Function step = [&](const graph::Values& in) -> graph::Values {
     const at::Tensor logits = model->forward(in[state.tensors.size()].toTensor());
-    return {models::token_loss(logits, in[state.tensors.size() + 1].toTensor(), static_cast<double>(tokens.numel()))};
+    return {models::token_loss(logits, in[state.tensors.size() + 1].toTensor(),
+                               static_cast<double>(tokens.numel()))};
   };
   graph::AnalyzedCapture captured = graph::analyze_and_capture(step, inputs, convention);
   graph::GraphFile file;
   file.meta = std::move(captured.meta);
-  file.joint = captured.joint ? std::move(*captured.joint) : graph::capture_joint(step, inputs, file.meta, convention);
+  file.joint =
+      captured.joint ? std::move(*captured.joint) : graph::capture_joint(step, inputs, file.meta, convention);
   file.joint.graph = graph::functionalize(std::move(file.joint.graph), file.joint.forward_outputs);
   graph::remove_dead_nodes(file.joint.graph);
   file.saved = (min_cut ? graph::partition_min_cut(file.joint) : graph::partition_default(file.joint)).saved;
-  file.signature = graph::make_signature(file.joint, file.meta, {.state = &state, .loss_index = 0, .hidden_outputs = 0, .in_spec = "(*, *)", .out_spec = "*"});
+  file.signature = graph::make_signature(
+      file.joint, file.meta,
+      {.state = &state, .loss_index = 0, .hidden_outputs = 0, .in_spec = "(*, *)", .out_spec = "*"});
   return file;
 }
 
@@ -65,18 +69,22 @@ void write_text(const std::string& path, const std::string& text) {
   std::ofstream out(path);
   out << text;
   out.close();
-  if (!out) throw ConfigError(describe("output file", path, "a file that can be written", "check that the folder exists and is writable"));
+  if (!out)
+    throw ConfigError(describe("output file", path, "a file that can be written",
+                               "check that the folder exists and is writable"));
   fmt::print("wrote {}\n", printable(path));
 }
 
 void inspect_graph(const CLI::App& command, const InspectFlags& flags) {
   std::vector<std::string> rest = command.remaining();
-  const bool is_file = !rest.empty() && !rest.front().starts_with("-") && fs::path(rest.front()).extension() != ".toml";
+  const bool is_file =
+      !rest.empty() && !rest.front().starts_with("-") && fs::path(rest.front()).extension() != ".toml";
   graph::GraphFile file;
   std::string title;
   if (is_file) {
     refuse_options(command, {"--min-cut"}, "for a file, which defines what is saved");
-    if (rest.size() > 1) throw ConfigError(describe("argument", rest[1], "nothing after the file", "leave it out"));
+    if (rest.size() > 1)
+      throw ConfigError(describe("argument", rest[1], "nothing after the file", "leave it out"));
     try {
       file = graph::load_graph(rest.front());
     } catch (const ValueError& error) {
@@ -85,12 +93,14 @@ void inspect_graph(const CLI::App& command, const InspectFlags& flags) {
     title = rest.front();
   } else {
     const train::ResolvedConfig resolved = train::load_config(config_sources(command));
-    refuse_keys(resolved, "inspect graph", [](const std::string& key) { return key.starts_with("model.") || key.starts_with("layout."); });
+    refuse_keys(resolved, "inspect graph", [](const std::string& key) {
+      return key.starts_with("model.") || key.starts_with("layout.");
+    });
     // Nothing is computed, but the parameters are allocated.
     train::require_memory(train::minimum_memory_of_capture(resolved.config), train::machine_memory_bytes());
     file = capture_model(resolved.config, flags.min_cut);
-    title = fmt::format("model {}, one microbatch of {} x {} tokens", resolved.config.model.preset, resolved.config.layout.microbatch_size,
-                        resolved.config.model.context);
+    title = fmt::format("model {}, one microbatch of {} x {} tokens", resolved.config.model.preset,
+                        resolved.config.layout.microbatch_size, resolved.config.model.context);
   }
   fmt::print("{}\n{}", printable(title), graph::report_text(file, {.nodes = flags.nodes}));
   const graph::DrawOptions options{.title = title, .saved = file.saved};
@@ -106,19 +116,27 @@ void inspect_graph(const CLI::App& command, const InspectFlags& flags) {
 }  // namespace
 
 void add_inspect_graph_command(CLI::App& inspect, CommandOutcome&) {
-  CLI::App* command = inspect.add_subcommand("graph", "Nodes, aliases, writes and saved bytes of a captured graph");
+  CLI::App* command =
+      inspect.add_subcommand("graph", "Nodes, aliases, writes and saved bytes of a captured graph");
   const auto flags = std::make_shared<InspectFlags>();
-  command->add_option("--html", flags->html, "Write an HTML page; repeated blocks are one box that expands on a click")->type_name("FILE.html");
-  command->add_option("--svg", flags->svg, "Write the initial picture of that page as SVG")->type_name("FILE.svg");
+  command
+      ->add_option("--html", flags->html,
+                   "Write an HTML page; repeated blocks are one box that expands on a click")
+      ->type_name("FILE.html");
+  command->add_option("--svg", flags->svg, "Write the initial picture of that page as SVG")
+      ->type_name("FILE.svg");
   command->add_option("--dot", flags->dot, "Write all nodes as Graphviz input")->type_name("FILE.dot");
   command->add_option("--save", flags->save, "Write the captured graph to a file")->type_name("FILE");
-  add_whole(*command, "--nodes", flags->nodes, 0, 1 << 30, "Rows of the node table to print (default 20; 0: all)");
-  command->add_flag("--min-cut", flags->min_cut, "Report the saved bytes if cheap values are recomputed in the backward");
+  add_whole(*command, "--nodes", flags->nodes, 0, 1 << 30,
+            "Rows of the node table to print (default 20; 0: all)");
+  command->add_flag("--min-cut", flags->min_cut,
+                    "Report the saved bytes if cheap values are recomputed in the backward");
   command->allow_extras();
   command->footer(
       "Usage: penstock inspect graph FILE\n"
       "       penstock inspect graph [CONFIG.toml] [--section.key value ...]\n\n"
-      "FILE is written by --save or by the library's save_graph. Without FILE, the configured model is captured (keys of [model] and [layout]; penstock train --help),\n"
+      "FILE is written by --save or by the library's save_graph. Without FILE, the configured model is "
+      "captured (keys of [model] and [layout]; penstock train --help),\n"
       "forward and backward of one microbatch on the CPU; nothing is computed.\n"
       "Examples:\n"
       "  penstock inspect graph --preset tiny --html model.html --save model.psgraph\n"

@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/quote.h"
 #include "penstock/cli/common/command_line.h"
 #include "penstock/cli/common/commands.h"
@@ -20,10 +19,11 @@
 #include "penstock/cli/common/work_folder.h"
 #include "penstock/comm/launch/launch_cores.h"
 #include "penstock/comm/launch/launcher.h"
-#include "penstock/world.h"
+#include "penstock/errors.h"
 #include "penstock/train/job/host_check.h"
-#include "penstock/train/job/parity.h"
 #include "penstock/train/job/open_data.h"
+#include "penstock/train/job/parity.h"
+#include "penstock/world.h"
 
 namespace penstock::cli {
 
@@ -36,11 +36,11 @@ constexpr const char* kLayout = "layout";
 
 struct ParityFlags {
   int steps = 3;
-  double tolerance = -1;            // negative: the default for the layout
+  double tolerance = -1;  // negative: the default for the layout
   double parameter_tolerance = -1;
   bool all = false;
-  std::string keep;                 // folder to keep
-  std::string worker;               // folder: this process is a rank of `side`
+  std::string keep;    // folder to keep
+  std::string worker;  // folder: this process is a rank of `side`
   std::string side;
 };
 
@@ -50,24 +50,36 @@ void write_config(const fs::path& path, const train::ResolvedConfig& resolved) {
   std::ofstream file(path);
   file << train::to_toml(resolved);
   file.close();
-  if (!file) throw ConfigError(describe("work folder", path.string(), "a file that can be written", "free some space, or set TMPDIR"));
+  if (!file)
+    throw ConfigError(describe("work folder", path.string(), "a file that can be written",
+                               "free some space, or set TMPDIR"));
 }
 
 int run_rank(const ParityFlags& flags) {
   const comm::World world = comm::World::from_env();
   const fs::path folder = flags.worker;
-  const train::TrainConfig config = train::load_config({.file = config_path(folder, flags.side), .arguments = {}}).config;
+  const train::TrainConfig config =
+      train::load_config({.file = config_path(folder, flags.side), .arguments = {}}).config;
   // Both sides share one data folder: the side that runs first creates it.
-  train::record_side(world, config, train::open_data(world, config, folder), folder / flags.side, flags.steps);
+  train::record_side(world, config, train::open_data(world, config, folder), folder / flags.side,
+                     flags.steps);
   return 0;
 }
 
 int start_side(const fs::path& folder, const std::string& side, int ranks, int threads, int steps) {
   comm::LaunchOptions options;
   options.ranks = ranks;
-  options.command = {fs::read_symlink("/proc/self/exe").string(), "parity", "--worker", folder.string(), "--side", side, "--steps", std::to_string(steps)};
+  options.command = {fs::read_symlink("/proc/self/exe").string(),
+                     "parity",
+                     "--worker",
+                     folder.string(),
+                     "--side",
+                     side,
+                     "--steps",
+                     std::to_string(steps)};
   // Matrix products may depend on the number of threads: both sides use the same number.
-  if (std::getenv("OMP_NUM_THREADS") == nullptr) options.environment.emplace_back("OMP_NUM_THREADS", std::to_string(threads));
+  if (std::getenv("OMP_NUM_THREADS") == nullptr)
+    options.environment.emplace_back("OMP_NUM_THREADS", std::to_string(threads));
   const RankErrors errors;
   errors.listen(options);
   const int code = comm::launch(options).exit_code;
@@ -78,11 +90,15 @@ int start_side(const fs::path& folder, const std::string& side, int ranks, int t
 // Both sides use the same kind of device.
 std::string common_device(const train::LayoutConfig& layout) {
   if (layout.device != "auto") return layout.device;
-  return torch::cuda::is_available() && static_cast<std::int64_t>(torch::cuda::device_count()) >= layout.ranks ? "cuda" : "cpu";
+  return torch::cuda::is_available() && static_cast<std::int64_t>(torch::cuda::device_count()) >= layout.ranks
+             ? "cuda"
+             : "cpu";
 }
 
 std::string layout_words(const train::LayoutConfig& layout) {
-  return fmt::format("pp {}, virtual stages {}, dp {}, shard {}, tp {}, {}, {} microbatches of {} rows, {}", layout.pp, layout.virtual_stages, layout.dp, layout.shard, layout.tp, layout.schedule, layout.microbatches, layout.microbatch_size, layout.device);
+  return fmt::format("pp {}, virtual stages {}, dp {}, shard {}, tp {}, {}, {} microbatches of {} rows, {}",
+                     layout.pp, layout.virtual_stages, layout.dp, layout.shard, layout.tp, layout.schedule,
+                     layout.microbatches, layout.microbatch_size, layout.device);
 }
 
 int run(const CLI::App& command, const ParityFlags& flags) {
@@ -101,17 +117,24 @@ int run(const CLI::App& command, const ParityFlags& flags) {
   const WorkFolder folder("parity", flags.keep);
   write_config(config_path(folder.path(), kOne), one);
   write_config(config_path(folder.path(), kLayout), layout);
-  const int ranks = static_cast<int>(layout.config.layout.ranks), threads = comm::threads_per_rank(comm::available_cores(), ranks);
-  fmt::print("{} in one process and in the layout: {}\n", count_of(flags.steps, "step"), layout_words(layout.config.layout));
+  const int ranks = static_cast<int>(layout.config.layout.ranks),
+            threads = comm::threads_per_rank(comm::available_cores(), ranks);
+  fmt::print("{} in one process and in the layout: {}\n", count_of(flags.steps, "step"),
+             layout_words(layout.config.layout));
   if (tolerance.gradients == 0 && tolerance.parameters == 0) {
-    fmt::print("expected: equal values{}\n\n", same_bits ? ", because stages and schedule do not change any sum" : "");
+    fmt::print("expected: equal values{}\n\n",
+               same_bits ? ", because stages and schedule do not change any sum" : "");
   } else {
-    fmt::print("expected: relative differences of at most {:g} in losses and gradients, {:g} in parameters\n\n", tolerance.gradients, tolerance.parameters);
+    fmt::print(
+        "expected: relative differences of at most {:g} in losses and gradients, {:g} in parameters\n\n",
+        tolerance.gradients, tolerance.parameters);
   }
   std::fflush(stdout);
   if (const int code = start_side(folder.path(), kOne, 1, threads, flags.steps); code != 0) return code;
-  if (const int code = start_side(folder.path(), kLayout, ranks, threads, flags.steps); code != 0) return code;
-  const train::ParityReport report = train::compare_sides(folder.path() / kOne, folder.path() / kLayout, flags.steps, tolerance);
+  if (const int code = start_side(folder.path(), kLayout, ranks, threads, flags.steps); code != 0)
+    return code;
+  const train::ParityReport report =
+      train::compare_sides(folder.path() / kOne, folder.path() / kLayout, flags.steps, tolerance);
   fmt::print("{}", train::to_text(report, flags.all));
   return report.ok() ? 0 : 1;
 }
@@ -126,14 +149,20 @@ void add_parity_command(CLI::App& app, CommandOutcome& outcome) {
       "Examples:\n"
       "  penstock parity --pp 2 --schedule ZBVZeroBubble\n"
       "  penstock parity my.toml --dp 2 --tp 2 --tolerance 1e-5 --all\n\n"
-      "Pipelines must produce equal values on the CPU; replicas and tensor parallelism may differ by rounding (docs/training.md).\n"
-      "The length of the learning rate schedule is --training.steps here. Exit codes: 0 equal, 1 different, 2 usage or parse error.");
+      "Pipelines must produce equal values on the CPU; replicas and tensor parallelism may differ by "
+      "rounding (docs/training.md).\n"
+      "The length of the learning rate schedule is --training.steps here. Exit codes: 0 equal, 1 different, "
+      "2 usage or parse error.");
   const auto flags = std::make_shared<ParityFlags>();
   add_whole(*command, "--steps", flags->steps, 1, 10000, "Number of steps to compare");
-  add_number(*command, "--tolerance", flags->tolerance, {.low = 0, .high = 1e9}, "Maximum difference of losses and gradients, relative to a tensor's largest element; ten times as much for parameters");
-  add_number(*command, "--parameter-tolerance", flags->parameter_tolerance, {.low = 0, .high = 1e9}, "Maximum difference of parameters, in the same units");
+  add_number(*command, "--tolerance", flags->tolerance, {.low = 0, .high = 1e9},
+             "Maximum difference of losses and gradients, relative to a tensor's largest element; ten times "
+             "as much for parameters");
+  add_number(*command, "--parameter-tolerance", flags->parameter_tolerance, {.low = 0, .high = 1e9},
+             "Maximum difference of parameters, in the same units");
   command->add_flag("--all", flags->all, "Show every tensor of every step, not only the worst ones");
-  command->add_option("--keep", flags->keep, "Keep the compared files in this new folder")->type_name("FOLDER");
+  command->add_option("--keep", flags->keep, "Keep the compared files in this new folder")
+      ->type_name("FOLDER");
   command->add_option("--worker", flags->worker, "Internal: run as one of the ranks")->group("");
   command->add_option("--side", flags->side, "Internal: which side")->group("");
   command->allow_extras();

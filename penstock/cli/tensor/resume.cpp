@@ -5,11 +5,11 @@
 #include <string>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/quote.h"
 #include "penstock/cli/common/command_line.h"
 #include "penstock/cli/common/commands.h"
 #include "penstock/cli/tensor/train_run.h"
+#include "penstock/errors.h"
 #include "penstock/train/config/run_config.h"
 #include "penstock/train/job/run_folder.h"
 
@@ -23,9 +23,12 @@ void add_resume_command(CLI::App& app, CommandOutcome& outcome) {
       "  penstock resume runs/tiny-20270131-093005\n"
       "  penstock resume runs/tiny-20270131-093005 --steps 500 --lr 1e-4\n"
       "  penstock resume runs/tiny-20270131-093005 --pp 4 --schedule GPipe\n\n"
-      "Uses the run's own configuration; keys given now override it. Model sizes, data, optimizer and seed cannot change: a\n"
-      "refused change leaves the folder untouched. Under mpirun, srun or torchrun, the ranks that they started are used.\n"
-      "Exit codes: 0 ok, 1 a rank failed, 2 invalid usage or configuration, 3 the last checkpoint could not be written.");
+      "Uses the run's own configuration; keys given now override it. Model sizes, data, optimizer and seed "
+      "cannot change: a\n"
+      "refused change leaves the folder untouched. Under mpirun, srun or torchrun, the ranks that they "
+      "started are used.\n"
+      "Exit codes: 0 ok, 1 a rank failed, 2 invalid usage or configuration, 3 the last checkpoint could not "
+      "be written.");
   struct ResumeFlags : TrainFlags {
     std::string run;
   };
@@ -37,10 +40,15 @@ void add_resume_command(CLI::App& app, CommandOutcome& outcome) {
     if (!train::contains_run(flags->run))
       for (const std::string& word : command->remaining())
         if (!word.starts_with("-") && train::contains_run(word))
-          throw ConfigError(describe("resume", quote(flags->run), "the folder of the run as the first argument", fmt::format("penstock resume {} --section.key value ...", word)));
+          throw ConfigError(describe("resume", quote(flags->run),
+                                     "the folder of the run as the first argument",
+                                     fmt::format("penstock resume {} --section.key value ...", word)));
     const train::ConfigSources sources = config_sources(*command);
-    if (sources.file) throw ConfigError(describe("resume", quote(sources.file->string()), "RUN and --section.key value", "the run's own configuration is used"));
-    outcome.exit_code = train_run(*command, *flags, sources, [&] { return train::plan_resume(flags->run, sources); });
+    if (sources.file)
+      throw ConfigError(describe("resume", quote(sources.file->string()), "RUN and --section.key value",
+                                 "the run's own configuration is used"));
+    outcome.exit_code =
+        train_run(*command, *flags, sources, [&] { return train::plan_resume(flags->run, sources); });
   });
 }
 

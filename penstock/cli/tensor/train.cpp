@@ -19,7 +19,6 @@
 #include <vector>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/files.h"
 #include "penstock/base/log.h"
 #include "penstock/base/printable.h"
@@ -28,24 +27,25 @@
 #include "penstock/cli/common/commands.h"
 #include "penstock/cli/common/number_options.h"
 #include "penstock/cli/common/rank_errors.h"
-#include "penstock/cli/tensor/train_run.h"
 #include "penstock/cli/common/status_line.h"
 #include "penstock/cli/common/work_folder.h"
+#include "penstock/cli/tensor/train_run.h"
 #include "penstock/comm/launch/compute_environment.h"
 #include "penstock/comm/launch/launch_env.h"
 #include "penstock/comm/launch/launcher.h"
-#include "penstock/world.h"
+#include "penstock/errors.h"
+#include "penstock/observer.h"
+#include "penstock/train/config/run_config.h"
 #include "penstock/train/job/configured_data.h"
-#include "penstock/train/plan/dry_run.h"
 #include "penstock/train/job/host_check.h"
 #include "penstock/train/job/job.h"
-#include "penstock/observer.h"
+#include "penstock/train/job/run_folder.h"
+#include "penstock/train/plan/dry_run.h"
 #include "penstock/train/report/metrics_file.h"
 #include "penstock/train/report/progress.h"
 #include "penstock/train/report/report_page.h"
-#include "penstock/train/config/run_config.h"
-#include "penstock/train/job/run_folder.h"
 #include "penstock/trainer.h"
+#include "penstock/world.h"
 
 namespace penstock::cli {
 
@@ -74,11 +74,15 @@ void report(const fs::path& folder) {
   try {
     fmt::print("report: {}\n", printable(train::write_report(folder).string()));
   } catch (const ConfigError& error) {
-    fmt::print(stderr, "penstock: the report could not be written: {}; to write it later: penstock report {}\n", printable(error.what()), printable(folder.string()));
+    fmt::print(stderr,
+               "penstock: the report could not be written: {}; to write it later: penstock report {}\n",
+               printable(error.what()), printable(folder.string()));
   }
 }
 
-std::chrono::milliseconds milliseconds(double seconds) { return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000)); }
+std::chrono::milliseconds milliseconds(double seconds) {
+  return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000));
+}
 
 comm::World world_of(const train::TrainConfig& config) {
   comm::WorldOptions options;
@@ -86,10 +90,12 @@ comm::World world_of(const train::TrainConfig& config) {
   return comm::World::from_env(options);
 }
 
-int train_all_steps(const comm::World& world, const train::ResolvedConfig& resolved, const fs::path& folder, const std::function<void()>& accepted) {
+int train_all_steps(const comm::World& world, const train::ResolvedConfig& resolved, const fs::path& folder,
+                    const std::function<void()>& accepted) {
   try {
     const train::TrainConfig config = train::continuing_config(resolved.config, folder);
-    train::Progress progress(world.rank() == 0 ? train::progress_options(config.output) : train::ProgressOptions{});
+    train::Progress progress(world.rank() == 0 ? train::progress_options(config.output)
+                                               : train::ProgressOptions{});
     train::MetricsFile metrics;
     train::TrainerOptions options;
     options.accepted = [&] {
@@ -123,7 +129,8 @@ int run_foreign_rank(const train::RunPlan& plan) {
   const comm::World world = world_of(plan.resolved.config);
   std::unique_ptr<train::RunFolder> held;
   const fs::path folder = train::agree_on_run_folder(world, plan, held);
-  const int exit_code = train_all_steps(world, train::with_absolute_paths(plan.resolved, folder), folder, [] {});
+  const int exit_code =
+      train_all_steps(world, train::with_absolute_paths(plan.resolved, folder), folder, [] {});
   if (world.rank() == 0) report(folder);
   return exit_code;
 }
@@ -132,7 +139,8 @@ void show_dry_run(const train::TrainConfig& config) {
   std::string text;
   {
     StatusLine line("dry run");
-    text = train::to_text(train::dry_run(config, [&](const std::string& what, double share) { line.show(what, share); }));
+    text = train::to_text(
+        train::dry_run(config, [&](const std::string& what, double share) { line.show(what, share); }));
   }
   fmt::print("{}", text);
 }
@@ -148,12 +156,19 @@ int start_ranks(const train::RunPlan& plan, const TrainFlags& flags) {
   std::ofstream config(handed.path() / kHandedConfig);
   config << train::to_toml(resolved);
   config.close();
-  if (!config) throw ConfigError(describe("temporary folder", handed.path().string(), "a writable folder with free space", "set TMPDIR"));
+  if (!config)
+    throw ConfigError(describe("temporary folder", handed.path().string(),
+                               "a writable folder with free space", "set TMPDIR"));
   fmt::print("{}\n", printable(folder.string()));
   std::fflush(stdout);
   comm::LaunchOptions options;
   options.ranks = static_cast<int>(resolved.config.layout.ranks);
-  options.command = {fs::read_symlink("/proc/self/exe").string(), "train", "--worker", folder.string(), "--handed", handed.path().string()};
+  options.command = {fs::read_symlink("/proc/self/exe").string(),
+                     "train",
+                     "--worker",
+                     folder.string(),
+                     "--handed",
+                     handed.path().string()};
   options.restarts = flags.restarts;
   options.final_exit_codes = {2, kNotSaved};
   options.grace = milliseconds(resolved.config.launch.grace_s);
@@ -169,7 +184,8 @@ int start_ranks(const train::RunPlan& plan, const TrainFlags& flags) {
   if (!fs::exists(handed.path() / kAccepted)) return exit_code;  // refused: the folder is unchanged
   if (file_exists(folder / train::MetricsFile::kName)) report(folder);
   // Token files have no known tokenizer, so that there is no text to sample.
-  if (exit_code == 0 && resolved.config.output.sample_tokens > 0 && !train::tokenizer_is_unknown(resolved.config.data)) {
+  if (exit_code == 0 && resolved.config.output.sample_tokens > 0 &&
+      !train::tokenizer_is_unknown(resolved.config.data)) {
     fmt::print("\nSample from the model (penstock generate {}):\n\n", folder.string());
     print_sample(folder.string());
   }
@@ -184,7 +200,8 @@ int run(const CLI::App& command, const TrainFlags& flags) {
 
 }  // namespace
 
-int train_run(const CLI::App& command, const TrainFlags& flags, const train::ConfigSources& sources, const std::function<train::RunPlan()>& plan_of) {
+int train_run(const CLI::App& command, const TrainFlags& flags, const train::ConfigSources& sources,
+              const std::function<train::RunPlan()>& plan_of) {
   const comm::LaunchEnv env = comm::launch_env();
   const bool own_ranks = env.launcher == "none";
   train::RunPlan plan;
@@ -198,36 +215,44 @@ int train_run(const CLI::App& command, const TrainFlags& flags, const train::Con
   }
   if (own_ranks) train::check_local_ranks(plan.resolved.config.layout);
   if (flags.dry_run) {
-    if (plan.continues && env.rank == 0) train::RunFolder held(plan);  // throws if the folder is in use; changes nothing in it
-    if (env.rank == 0) show_dry_run(plan.resolved.config);  // all ranks of another launcher have the same output
+    if (plan.continues && env.rank == 0)
+      train::RunFolder held(plan);  // throws if the folder is in use; changes nothing in it
+    if (env.rank == 0)
+      show_dry_run(plan.resolved.config);  // all ranks of another launcher have the same output
     return 0;
   }
   if (own_ranks) return start_ranks(plan, flags);
-  refuse_options(command, {"--restarts"}, fmt::format("for ranks started by {}", env.launcher), "let the launcher restart them");
+  refuse_options(command, {"--restarts"}, fmt::format("for ranks started by {}", env.launcher),
+                 "let the launcher restart them");
   comm::restart_with_compute_environment(env.local_world_size);
   return run_foreign_rank(plan);
 }
 
 void add_train_flags(CLI::App& command, TrainFlags& flags) {
-  add_whole(command, "--restarts", flags.restarts, 0, 1000, "Maximum number of restarts of all ranks from the last checkpoint after a failure");
-  command.add_flag("--dry-run", flags.dry_run, "Show mesh, partition, schedule, memory and predicted step time without training");
+  add_whole(command, "--restarts", flags.restarts, 0, 1000,
+            "Maximum number of restarts of all ranks from the last checkpoint after a failure");
+  command.add_flag("--dry-run", flags.dry_run,
+                   "Show mesh, partition, schedule, memory and predicted step time without training");
   command.allow_extras();
 }
 
 void add_train_command(CLI::App& app, CommandOutcome& outcome) {
   CLI::App* command = add_tensor_subcommand(app, "train");
   command->footer(
-      std::string("Usage: penstock train [CONFIG.toml] [--section.key value ...]\n\n"
-      "Examples:\n"
-      "  penstock train\n"
-      "  penstock train --data input.txt\n"
-      "  penstock train --preset small --pp 2 --schedule ZBVZeroBubble --steps 500\n"
-      "  penstock train --pp 4 --dry-run\n"
-      "  penstock train my.toml --resume runs/tiny-1/checkpoints/step-00000100 --restarts 2\n\n"
-      "Under mpirun, srun or torchrun, the ranks that they started are used.\n"
-      "If --run_folder contains a run, that run continues with its own configuration; keys given now override it (see penstock resume).\n"
-      "SIGTERM or Ctrl-C saves a checkpoint and ends the run; a second signal ends it immediately.\n"
-      "Exit codes: 0 ok, 1 a rank failed, 2 invalid usage or configuration, 3 the last checkpoint could not be written.\n\n") +
+      std::string(
+          "Usage: penstock train [CONFIG.toml] [--section.key value ...]\n\n"
+          "Examples:\n"
+          "  penstock train\n"
+          "  penstock train --data input.txt\n"
+          "  penstock train --preset small --pp 2 --schedule ZBVZeroBubble --steps 500\n"
+          "  penstock train --pp 4 --dry-run\n"
+          "  penstock train my.toml --resume runs/tiny-1/checkpoints/step-00000100 --restarts 2\n\n"
+          "Under mpirun, srun or torchrun, the ranks that they started are used.\n"
+          "If --run_folder contains a run, that run continues with its own configuration; keys given now "
+          "override it (see penstock resume).\n"
+          "SIGTERM or Ctrl-C saves a checkpoint and ends the run; a second signal ends it immediately.\n"
+          "Exit codes: 0 ok, 1 a rank failed, 2 invalid usage or configuration, 3 the last checkpoint could "
+          "not be written.\n\n") +
       train::configuration_help());
   const auto flags = std::make_shared<TrainFlags>();
   add_train_flags(*command, *flags);

@@ -22,6 +22,7 @@ struct TrainFlags {
 void add_train_flags(CLI::App& command, TrainFlags& flags);
 
 // `plan` is made from `sources`. Returns the exit code.
-int train_run(const CLI::App& command, const TrainFlags& flags, const train::ConfigSources& sources, const std::function<train::RunPlan()>& plan);
+int train_run(const CLI::App& command, const TrainFlags& flags, const train::ConfigSources& sources,
+              const std::function<train::RunPlan()>& plan);
 
 }  // namespace penstock::cli

@@ -12,9 +12,9 @@
 #include <string>
 #include <vector>
 
-#include "penstock/reduce_op.h"
 #include "penstock/comm/rendezvous/store.h"
 #include "penstock/comm/transport/transfer.h"
+#include "penstock/reduce_op.h"
 
 namespace penstock::comm {
 
@@ -28,12 +28,12 @@ class Backend {
   // Which operations the backend implements itself; Group composes the others. Queried once, when a group is
   // created.
   struct Abilities {
-    bool all_gather = false;        // into one tensor
-    bool reduce_scatter = false;    // with a result that does not depend on timing
-    bool average = false;           // ReduceOp::Avg
-    bool half_sums = false;         // float16 and bfloat16 sums accumulated in float32 or better
-    bool self_transfer = false;     // send to and receive from the own rank within one batch
-    bool needs_batch = false;       // several point-to-point operations must be bracketed by begin_batch/end_batch
+    bool all_gather = false;      // into one tensor
+    bool reduce_scatter = false;  // with a result that does not depend on timing
+    bool average = false;         // ReduceOp::Avg
+    bool half_sums = false;       // float16 and bfloat16 sums accumulated in float32 or better
+    bool self_transfer = false;   // send to and receive from the own rank within one batch
+    bool needs_batch = false;  // several point-to-point operations must be bracketed by begin_batch/end_batch
   };
   virtual Abilities abilities() const = 0;
 
@@ -48,7 +48,8 @@ class Backend {
   virtual TransferPtr all_gather(const at::Tensor& output, const at::Tensor& input) = 0;
   virtual TransferPtr reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op) = 0;
   // Splits count elements of dim 0, one entry per member.
-  virtual TransferPtr all_to_all(const at::Tensor& output, const at::Tensor& input, std::vector<std::int64_t> output_splits,
+  virtual TransferPtr all_to_all(const at::Tensor& output, const at::Tensor& input,
+                                 std::vector<std::int64_t> output_splits,
                                  std::vector<std::int64_t> input_splits) = 0;
   virtual TransferPtr barrier() = 0;
 

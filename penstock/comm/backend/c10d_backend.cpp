@@ -15,10 +15,14 @@ std::unique_lock<std::mutex> one_at_a_time() {
 
 c10d::ReduceOp::RedOpType to_c10d(ReduceOp op) {
   switch (op) {
-    case ReduceOp::Sum: return c10d::ReduceOp::SUM;
-    case ReduceOp::Avg: return c10d::ReduceOp::AVG;
-    case ReduceOp::Min: return c10d::ReduceOp::MIN;
-    case ReduceOp::Max: return c10d::ReduceOp::MAX;
+    case ReduceOp::Sum:
+      return c10d::ReduceOp::SUM;
+    case ReduceOp::Avg:
+      return c10d::ReduceOp::AVG;
+    case ReduceOp::Min:
+      return c10d::ReduceOp::MIN;
+    case ReduceOp::Max:
+      return c10d::ReduceOp::MAX;
   }
   return c10d::ReduceOp::SUM;
 }
@@ -28,7 +32,8 @@ c10d::ReduceOp::RedOpType to_c10d(ReduceOp op) {
 // the tensor in use, and a pool would need one more buffer than are ever in use.
 at::Tensor borrowed(const at::Tensor& tensor) {
   if (!tensor.is_cpu()) return tensor;
-  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), tensor.options().requires_grad(false));
+  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(),
+                       tensor.options().requires_grad(false));
 }
 
 }  // namespace
@@ -73,7 +78,8 @@ TransferPtr C10dBackend::reduce_scatter(const at::Tensor& output, const at::Tens
 #endif
 }
 
-TransferPtr C10dBackend::all_to_all(const at::Tensor& output, const at::Tensor& input, std::vector<std::int64_t> output_splits,
+TransferPtr C10dBackend::all_to_all(const at::Tensor& output, const at::Tensor& input,
+                                    std::vector<std::int64_t> output_splits,
                                     std::vector<std::int64_t> input_splits) {
   const auto lock = one_at_a_time();
   at::Tensor out = output;

@@ -31,7 +31,8 @@ class C10dBackend : public Backend {
   TransferPtr broadcast(const at::Tensor& tensor, int source) override;
   TransferPtr all_gather(const at::Tensor& output, const at::Tensor& input) override;
   TransferPtr reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op) override;
-  TransferPtr all_to_all(const at::Tensor& output, const at::Tensor& input, std::vector<std::int64_t> output_splits,
+  TransferPtr all_to_all(const at::Tensor& output, const at::Tensor& input,
+                         std::vector<std::int64_t> output_splits,
                          std::vector<std::int64_t> input_splits) override;
   TransferPtr barrier() override;
 

@@ -51,6 +51,8 @@ class FakeBackend final : public Backend {
 
 }  // namespace
 
-std::shared_ptr<Backend> make_fake_backend(const BackendOptions& options) { return std::make_shared<FakeBackend>(options); }
+std::shared_ptr<Backend> make_fake_backend(const BackendOptions& options) {
+  return std::make_shared<FakeBackend>(options);
+}
 
 }  // namespace penstock::comm

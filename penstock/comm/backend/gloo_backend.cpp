@@ -8,8 +8,8 @@
 // contract of a transfer.
 #include <gloo/transport/unbound_buffer.h>
 #include <sched.h>
-#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <unistd.h>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include <algorithm>
 #include <atomic>
@@ -42,7 +42,9 @@ class GlooPointToPoint final : public Transfer {
  public:
   // Holds the tensor as long as the transfer exists: Gloo reads or writes its memory.
   GlooPointToPoint(gloo::Context& context, at::Tensor tensor, bool sends)
-      : tensor_(std::move(tensor)), buffer_(context.createUnboundBuffer(tensor_.data_ptr(), tensor_.nbytes())), sends_(sends) {}
+      : tensor_(std::move(tensor)),
+        buffer_(context.createUnboundBuffer(tensor_.data_ptr(), tensor_.nbytes())),
+        sends_(sends) {}
 
   void start(int peer, std::uint64_t slot) {
     if (sends_) {
@@ -122,8 +124,12 @@ class GlooBackend final : public C10dBackend {
   // summed in rank order, they give the same bits everywhere.
   Abilities abilities() const override { return {}; }
 
-  TransferPtr send(const at::Tensor& tensor, int peer, std::uint64_t key) override { return start(tensor, true, peer, key); }
-  TransferPtr recv(const at::Tensor& tensor, int peer, std::uint64_t key) override { return start(tensor, false, peer, key); }
+  TransferPtr send(const at::Tensor& tensor, int peer, std::uint64_t key) override {
+    return start(tensor, true, peer, key);
+  }
+  TransferPtr recv(const at::Tensor& tensor, int peer, std::uint64_t key) override {
+    return start(tensor, false, peer, key);
+  }
 
   void abandon() noexcept override {
     // Its destructor would wait for collectives that can no longer end. The process is about to fail anyway,
@@ -132,7 +138,9 @@ class GlooBackend final : public C10dBackend {
   }
 
  protected:
-  TransferPtr collective(C10dWorkPtr work) override { return std::make_shared<GlooCollective>(std::move(work)); }
+  TransferPtr collective(C10dWorkPtr work) override {
+    return std::make_shared<GlooCollective>(std::move(work));
+  }
 
  private:
   TransferPtr start(const at::Tensor& tensor, bool sends, int peer, std::uint64_t key) {

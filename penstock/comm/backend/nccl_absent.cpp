@@ -1,6 +1,6 @@
 // Compiled instead of nccl_backend.cpp where LibTorch has no CUDA.
-#include "penstock/errors.h"
 #include "penstock/comm/backend/backend.h"
+#include "penstock/errors.h"
 
 namespace penstock::comm {
 

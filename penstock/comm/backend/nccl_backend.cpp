@@ -42,7 +42,8 @@ class NcclBackend final : public C10dBackend {
 
   Abilities abilities() const override {
     Abilities can;
-    can.all_gather = can.reduce_scatter = can.average = can.half_sums = can.self_transfer = can.needs_batch = true;
+    can.all_gather = can.reduce_scatter = can.average = can.half_sums = can.self_transfer = can.needs_batch =
+        true;
     return can;
   }
 
@@ -60,7 +61,9 @@ class NcclBackend final : public C10dBackend {
   void abandon() noexcept override { group_.release(); }
 
  protected:
-  TransferPtr collective(C10dWorkPtr work) override { return std::make_shared<NcclTransfer>(std::move(work)); }
+  TransferPtr collective(C10dWorkPtr work) override {
+    return std::make_shared<NcclTransfer>(std::move(work));
+  }
 };
 
 }  // namespace
@@ -82,7 +85,8 @@ std::string gpu_identity(int local_rank, int& index) {
 std::shared_ptr<Backend> make_nccl_backend(const Store& store, const BackendOptions& options) {
   auto nccl = c10d::ProcessGroupNCCL::Options::create();
   nccl->timeout = options.timeout;
-  auto group = c10::make_intrusive<c10d::ProcessGroupNCCL>(store.for_c10d(), options.axis_rank, options.size, nccl);
+  auto group =
+      c10::make_intrusive<c10d::ProcessGroupNCCL>(store.for_c10d(), options.axis_rank, options.size, nccl);
   group->setBoundDeviceId(at::Device(at::kCUDA, static_cast<at::DeviceIndex>(options.device_index)));
   return std::make_shared<NcclBackend>(std::move(group));
 }

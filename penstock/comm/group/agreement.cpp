@@ -32,20 +32,23 @@ std::vector<std::string> lines_of(const std::string& text) {
 }
 
 // Returns the texts of all ranks, in group order.
-std::vector<std::string> exchange(const Group& group, const std::string& text, const std::vector<std::int64_t>& sizes) {
+std::vector<std::string> exchange(const Group& group, const std::string& text,
+                                  const std::vector<std::int64_t>& sizes) {
   std::vector<at::Tensor> parts;
   for (const std::int64_t size : sizes) parts.push_back(at::empty({size}, at::kByte));
   const at::Tensor own = at::empty({static_cast<std::int64_t>(text.size())}, at::kByte);
   if (!text.empty()) std::memcpy(own.data_ptr(), text.data(), text.size());
   group.all_gather_uneven(parts, own, {.label = "differences between ranks", .timeout = {}}).wait();
   std::vector<std::string> texts;
-  for (const at::Tensor& part : parts) texts.emplace_back(static_cast<const char*>(part.data_ptr()), static_cast<std::size_t>(part.numel()));
+  for (const at::Tensor& part : parts)
+    texts.emplace_back(static_cast<const char*>(part.data_ptr()), static_cast<std::size_t>(part.numel()));
   return texts;
 }
 
 }  // namespace
 
-void require_agreement(const Group& group, std::string_view what, const std::vector<std::string>& lines, std::string_view remedy) {
+void require_agreement(const Group& group, std::string_view what, const std::vector<std::string>& lines,
+                       std::string_view remedy) {
   if (group.size() == 1) return;
   std::string text;
   for (std::string line : lines) {
@@ -66,10 +69,16 @@ void require_agreement(const Group& group, std::string_view what, const std::vec
   }
   if (other == 0) return;
   const std::vector<std::string> texts = exchange(group, text, sizes);
-  const std::vector<std::string> expected = lines_of(texts[0]), actual = lines_of(texts[static_cast<std::size_t>(other)]);
-  const auto first = static_cast<std::size_t>(std::mismatch(expected.begin(), expected.end(), actual.begin(), actual.end()).first - expected.begin());
-  const auto line = [&](const std::vector<std::string>& of) { return first < of.size() ? of[first] : fmt::format("no entry (there are only {})", of.size()); };
-  throw ValueError(describe(fmt::format("{}: entry {} on rank {}", what, first, group.rank_at(other)), line(actual), fmt::format("{}, as on rank {}", line(expected), group.rank_at(0)), remedy));
+  const std::vector<std::string> expected = lines_of(texts[0]),
+                                 actual = lines_of(texts[static_cast<std::size_t>(other)]);
+  const auto first = static_cast<std::size_t>(
+      std::mismatch(expected.begin(), expected.end(), actual.begin(), actual.end()).first - expected.begin());
+  const auto line = [&](const std::vector<std::string>& of) {
+    return first < of.size() ? of[first] : fmt::format("no entry (there are only {})", of.size());
+  };
+  throw ValueError(describe(fmt::format("{}: entry {} on rank {}", what, first, group.rank_at(other)),
+                            line(actual), fmt::format("{}, as on rank {}", line(expected), group.rank_at(0)),
+                            remedy));
 }
 
 }  // namespace penstock::comm

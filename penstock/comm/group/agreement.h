@@ -18,6 +18,7 @@ namespace penstock::comm {
 // [collective] Throws ValueError on every rank, with the same text, unless all ranks pass the same lines. The
 // message quotes the first line that differs, from the group's first rank and from the first rank that
 // differs from it. A group of one rank always agrees.
-void require_agreement(const Group& group, std::string_view what, const std::vector<std::string>& lines, std::string_view remedy);
+void require_agreement(const Group& group, std::string_view what, const std::vector<std::string>& lines,
+                       std::string_view remedy);
 
 }  // namespace penstock::comm

@@ -16,6 +16,7 @@ void start_send(WorkState& work, const at::Tensor& data, int position, int tag);
 void start_receive(WorkState& work, const at::Tensor& data, int position, int tag);
 
 // "transfer mismatch: rank 0 sent ..., rank 1 expected ...; ...", with the remedy.
-std::string describe_mismatch(int sender, const Contract& sent, int receiver, const Contract& expected, const std::string& label);
+std::string describe_mismatch(int sender, const Contract& sent, int receiver, const Contract& expected,
+                              const std::string& label);
 
 }  // namespace penstock::comm

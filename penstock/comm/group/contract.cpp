@@ -6,9 +6,9 @@
 #include <cstring>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/comm/message/message.h"
+#include "penstock/errors.h"
 
 namespace penstock::comm {
 
@@ -39,7 +39,8 @@ Contract Contract::of(const at::Tensor& tensor, int tag, std::uint32_t number) {
 
 std::uint64_t Contract::key() const {
   const std::uint64_t place = static_cast<std::uint64_t>(static_cast<std::uint32_t>(tag)) << 32 | number;
-  return mix(mix(place + 0x9e3779b97f4a7c15ull) ^ (bytes << 8 | static_cast<std::uint8_t>(dtype))) & ((1ull << 56) - 1);
+  return mix(mix(place + 0x9e3779b97f4a7c15ull) ^ (bytes << 8 | static_cast<std::uint8_t>(dtype))) &
+         ((1ull << 56) - 1);
 }
 
 std::string Contract::describe() const {
@@ -47,7 +48,8 @@ std::string Contract::describe() const {
                          ? c10::toString(static_cast<at::ScalarType>(dtype))
                          : fmt::format("unknown type {}", static_cast<int>(dtype));
   text += "[";
-  for (int i = 0; i < std::min<int>(dims, kMaxDims); ++i) text += fmt::format("{}{}", i > 0 ? ", " : "", shape[i]);
+  for (int i = 0; i < std::min<int>(dims, kMaxDims); ++i)
+    text += fmt::format("{}{}", i > 0 ? ", " : "", shape[i]);
   if (dims > kMaxDims) text += ", ...";
   return text + fmt::format("] ({})", format_bytes(bytes));
 }

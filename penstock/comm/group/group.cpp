@@ -2,16 +2,17 @@
 
 #include <fmt/format.h>
 
-#include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/comm/group/work_state.h"
+#include "penstock/errors.h"
 
 namespace penstock::comm {
 
 namespace {
 
 const GroupState& need(const std::shared_ptr<GroupState>& state) {
-  if (!state) throw StateError("this Group handle is empty; get one from World::group() or World::new_group()");
+  if (!state)
+    throw StateError("this Group handle is empty; get one from World::group() or World::new_group()");
   return *state;
 }
 
@@ -20,7 +21,9 @@ const GroupState& need(const std::shared_ptr<GroupState>& state) {
 GroupState& Group::member(const char* operation) const {
   const GroupState& group = need(state_);
   if (group.axis_rank < 0)
-    throw StateError(fmt::format("{}: rank {} is not a member of group {} (ranks {}); call it on members only", operation, group.own_rank(), group.name, format_list(group.ranks)));
+    throw StateError(
+        fmt::format("{}: rank {} is not a member of group {} (ranks {}); call it on members only", operation,
+                    group.own_rank(), group.name, format_list(group.ranks)));
   return *state_;
 }
 
@@ -34,7 +37,8 @@ std::chrono::milliseconds Group::timeout() const { return need(state_).timeout; 
 
 std::string Group::describe_backends() const {
   const GroupState& group = need(state_);
-  return fmt::format("CPU {}{}, CUDA {}", group.cpu ? group.cpu->name() : "none", group.ucx ? " (point-to-point ucx)" : "",
+  return fmt::format("CPU {}{}, CUDA {}", group.cpu ? group.cpu->name() : "none",
+                     group.ucx ? " (point-to-point ucx)" : "",
                      group.cuda ? group.cuda->name() : "through host memory");
 }
 

@@ -6,14 +6,14 @@
 #include <mutex>
 #include <set>
 
-#include "penstock/base/env.h"
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
+#include "penstock/base/env.h"
 #include "penstock/base/exception_text.h"
 #include "penstock/base/text.h"
 #include "penstock/comm/group/stall_watch.h"
 #include "penstock/comm/group/work_state.h"
 #include "penstock/comm/launch/launch_env.h"
+#include "penstock/errors.h"
 
 namespace penstock::comm {
 
@@ -31,7 +31,8 @@ Registry& registry() {
 
 P2PTransport resolve(P2PTransport wanted) {
   if (wanted != P2PTransport::Auto) return wanted;
-  return env_choice("PENSTOCK_P2P", {"gloo", "ucx"}, "gloo") == "ucx" ? P2PTransport::Ucx : P2PTransport::Gloo;
+  return env_choice("PENSTOCK_P2P", {"gloo", "ucx"}, "gloo") == "ucx" ? P2PTransport::Ucx
+                                                                      : P2PTransport::Gloo;
 }
 
 // A Gloo connection is complete on one side before it is on the other: a member that leaves at once would be
@@ -48,7 +49,8 @@ void open_backends(GroupState& group, P2PTransport p2p, const std::string& key, 
   options.axis_rank = group.axis_rank;
   options.size = static_cast<int>(group.ranks.size());
   options.timeout = group.timeout;
-  options.loopback_only = core.one_host && (core.env.rendezvous.loopback_only() || core.env.rendezvous.kind != Rendezvous::Kind::Tcp);
+  options.loopback_only = core.one_host && (core.env.rendezvous.loopback_only() ||
+                                            core.env.rendezvous.kind != Rendezvous::Kind::Tcp);
   options.device_index = core.gpu_index;
   if (core.fake) {
     group.cpu = group.cuda = make_fake_backend(options);
@@ -57,10 +59,13 @@ void open_backends(GroupState& group, P2PTransport p2p, const std::string& key, 
     if (core.own_gpus) group.cuda = make_nccl_backend(core.store.with_prefix(key + "/nccl"), options);
     if (resolve(p2p) == P2PTransport::Ucx && options.size > 1) {
       if (!core.one_host)
-        throw ConfigError("UCX supports point-to-point transfers only within one host, but this world spans several; set PENSTOCK_P2P=gloo");
+        throw ConfigError(
+            "UCX supports point-to-point transfers only within one host, but this world spans several; set "
+            "PENSTOCK_P2P=gloo");
       const Store store = core.store.with_prefix(key);
       group.ucx = std::make_shared<UcxTransport>(
-          options.axis_rank, options.size, [&](const std::string& name, const std::string& bytes) { store.set(name, bytes); },
+          options.axis_rank, options.size,
+          [&](const std::string& name, const std::string& bytes) { store.set(name, bytes); },
           [&](const std::string& name) { return store.get(name, deadline, "a member's UCX address"); },
           UcxOptions{.spin = std::nullopt, .ranks_on_host = core.env.local_world_size});
     }
@@ -76,16 +81,21 @@ std::string validation_error(const std::vector<int>& ranks, int world_size) {
   if (ranks.empty()) return "the list is empty; give at least one rank";
   std::set<int> seen;
   for (const int rank : ranks) {
-    if (rank < 0 || rank >= world_size) return fmt::format("rank {} is outside the world of {} ranks", rank, world_size);
+    if (rank < 0 || rank >= world_size)
+      return fmt::format("rank {} is outside the world of {} ranks", rank, world_size);
     if (!seen.insert(rank).second) return fmt::format("rank {} is listed twice; list each rank once", rank);
   }
   return {};
 }
 
-std::string p2p_transport_name(P2PTransport wanted) { return resolve(wanted) == P2PTransport::Ucx ? "ucx" : "gloo"; }
+std::string p2p_transport_name(P2PTransport wanted) {
+  return resolve(wanted) == P2PTransport::Ucx ? "ucx" : "gloo";
+}
 
-std::shared_ptr<GroupState> make_group(const std::shared_ptr<WorldCore>& core, const GroupRecipe& recipe, Clock::time_point deadline) {
-  auto group = std::make_shared<GroupState>(core, recipe.name + core->name_suffix, recipe.ranks, recipe.timeout);
+std::shared_ptr<GroupState> make_group(const std::shared_ptr<WorldCore>& core, const GroupRecipe& recipe,
+                                       Clock::time_point deadline) {
+  auto group =
+      std::make_shared<GroupState>(core, recipe.name + core->name_suffix, recipe.ranks, recipe.timeout);
   group->follow_liveness();
   if (group->axis_rank < 0) return group;
   open_backends(*group, recipe.p2p, recipe.key, deadline);
@@ -93,7 +103,8 @@ std::shared_ptr<GroupState> make_group(const std::shared_ptr<WorldCore>& core, c
     std::lock_guard lock(registry().mutex);
     auto& entry = registry().groups[group->name];
     if (!entry.expired() && !core->fake)
-      throw ValueError(fmt::format("new_group: a group named {} already exists; give each group its own name", group->name));
+      throw ValueError(fmt::format("new_group: a group named {} already exists; give each group its own name",
+                                   group->name));
     entry = group;
   }
   if (!core->fake && recipe.ranks.size() > 1) watch_for_stalls(group);
@@ -127,7 +138,9 @@ Group find_group(const std::string& name) {
     for (const auto& [other, weak] : registry().groups)
       if (!weak.expired()) known.push_back(other);
     const std::string nearest = nearest_name(name, known);
-    throw ValueError(describe("group name", fmt::format("\"{}\"", name), "the name of a group this rank is a member of", nearest.empty() ? "" : fmt::format("did you mean {}?", nearest)));
+    throw ValueError(describe("group name", fmt::format("\"{}\"", name),
+                              "the name of a group this rank is a member of",
+                              nearest.empty() ? "" : fmt::format("did you mean {}?", nearest)));
   }
   return Group(std::move(state));
 }

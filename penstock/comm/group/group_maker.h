@@ -32,7 +32,8 @@ std::string p2p_transport_name(P2PTransport wanted = P2PTransport::Auto);
 
 // Collective over the members. A rank that is not a member gets a state that holds only the name. Any thread
 // may call.
-std::shared_ptr<GroupState> make_group(const std::shared_ptr<WorldCore>& core, const GroupRecipe& recipe, Clock::time_point deadline);
+std::shared_ptr<GroupState> make_group(const std::shared_ptr<WorldCore>& core, const GroupRecipe& recipe,
+                                       Clock::time_point deadline);
 
 // Throws the error for a failed group creation: the current exception, or an error that names the rank known
 // to have died or failed. Also reports the failure to the other ranks. Call from a catch block; argument

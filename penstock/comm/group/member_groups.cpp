@@ -8,11 +8,11 @@
 #include <thread>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/base/text.h"
 #include "penstock/comm/group/group_maker.h"
 #include "penstock/comm/group/work_state.h"
+#include "penstock/errors.h"
 #include "penstock/step_context.h"
 
 namespace penstock::comm {
@@ -57,7 +57,9 @@ struct MemberGroups::Opening {
   std::string here(int rank) const { return fmt::format("{}/here/{}", name, rank); }
 
   // The notice to the other members: "0,1,2;0;purpose".
-  std::string to_notice() const { return fmt::format("{};{};{}", fmt::join(ranks, ","), static_cast<int>(p2p), purpose); }
+  std::string to_notice() const {
+    return fmt::format("{};{};{}", fmt::join(ranks, ","), static_cast<int>(p2p), purpose);
+  }
   static Key parse_notice(const std::string& notice) {
     Key key;
     std::stringstream parts(notice);
@@ -101,8 +103,8 @@ Group MemberGroups::get(const std::vector<int>& ranks, const MemberGroupOptions&
   if (const std::string bad = validation_error(ranks, core_->env.world_size); !bad.empty())
     throw ValueError(fmt::format("group of ranks [{}]: {}", format_list(ranks), bad));
   if (std::find(ranks.begin(), ranks.end(), own) == ranks.end())
-    throw ValueError(describe("group of ranks", fmt::format("[{}] on rank {}", format_list(ranks), own), "a list that contains the own rank",
-                              "call it on members only"));
+    throw ValueError(describe("group of ranks", fmt::format("[{}] on rank {}", format_list(ranks), own),
+                              "a list that contains the own rank", "call it on members only"));
   const auto deadline = Clock::now() + (options.timeout.count() > 0 ? options.timeout : core_->timeout);
   std::string name;
   try {
@@ -110,7 +112,9 @@ Group MemberGroups::get(const std::vector<int>& ranks, const MemberGroupOptions&
     const Key key{ranks, options.purpose, options.p2p};
     // A trial run does not communicate, so it opens no group either: its operations on this group are skipped
     // before they reach a backend.
-    if (StepContext::current()->trial && !is_open(key)) return Group(std::make_shared<GroupState>(core_, name_of(key) + core_->name_suffix, ranks, core_->timeout));
+    if (StepContext::current()->trial && !is_open(key))
+      return Group(
+          std::make_shared<GroupState>(core_, name_of(key) + core_->name_suffix, ranks, core_->timeout));
     Opening& opening = begin(key);
     name = opening.name;
     if (!opening.ended && ranks.size() > 1) {
@@ -187,14 +191,18 @@ std::shared_ptr<GroupState> MemberGroups::open(const Opening& opening) {
   const std::string verdict = core_->fake || opening.ranks.size() == 1 ? "ok" : await_verdict(opening);
   context.elapsed_s = std::chrono::duration<double>(Clock::now() - opening.begin).count();
   if (verdict.starts_with("missing "))
-    throw TimeoutError(fmt::format("group of {}: rank{} {} did not request it in time; let every member request the group, or allow "
-                                   "more time with PENSTOCK_TIMEOUT_S",
-                                   opening.name, verdict.find(',') == std::string::npos ? "" : "s", verdict.substr(8)),
-                       context);
+    throw TimeoutError(
+        fmt::format(
+            "group of {}: rank{} {} did not request it in time; let every member request the group, or allow "
+            "more time with PENSTOCK_TIMEOUT_S",
+            opening.name, verdict.find(',') == std::string::npos ? "" : "s", verdict.substr(8)),
+        context);
   if (verdict.starts_with("left ")) {
     context.lost_rank = std::stoi(verdict.substr(5));
-    throw PeerLostError(fmt::format("group of {}: rank {} has left; let every member request the group before it ends", opening.name, *context.lost_rank),
-                        context);
+    throw PeerLostError(
+        fmt::format("group of {}: rank {} has left; let every member request the group before it ends",
+                    opening.name, *context.lost_rank),
+        context);
   }
   if (verdict.starts_with("error ")) throw ValueError(verdict.substr(6));
   GroupRecipe recipe;
@@ -216,7 +224,8 @@ std::string MemberGroups::await_verdict(const Opening& opening) {
   bool judged = false;
   for (Pause pause;;) {
     if (auto verdict = store.try_get(opening.key("verdict"))) return *verdict;
-    if (judges && !judged && store.add(opening.key("count"), 0) == static_cast<std::int64_t>(opening.ranks.size())) {
+    if (judges && !judged &&
+        store.add(opening.key("count"), 0) == static_cast<std::int64_t>(opening.ranks.size())) {
       decide(opening, judge(opening));
       judged = true;
       continue;
@@ -234,7 +243,8 @@ std::string MemberGroups::await_verdict(const Opening& opening) {
       context.lost_rank = failure->rank;
       context.operation = "group_of";
       context.group = opening.name;
-      throw PeerLostError(fmt::format("{}, while waiting for the group of {}", failure->describe(), opening.name), context);
+      throw PeerLostError(
+          fmt::format("{}, while waiting for the group of {}", failure->describe(), opening.name), context);
     }
     std::this_thread::sleep_for(pause.next());
   }
@@ -245,8 +255,10 @@ std::string MemberGroups::judge(const Opening& opening) const {
   const int first = opening.ranks.front();
   for (const int rank : opening.ranks)
     if (report(rank) != report(first))
-      return fmt::format("error group of {}: rank {} uses {} for point-to-point transfers, rank {} uses {}; set PENSTOCK_P2P to the same value on all ranks",
-                         opening.name, first, report(first), rank, report(rank));
+      return fmt::format(
+          "error group of {}: rank {} uses {} for point-to-point transfers, rank {} uses {}; set "
+          "PENSTOCK_P2P to the same value on all ranks",
+          opening.name, first, report(first), rank, report(rank));
   return "ok";
 }
 

@@ -20,21 +20,26 @@ namespace {
 
 void check(const World& world, const DeviceMesh& mesh) {
   if (mesh.this_rank() != world.rank())
-    throw ValueError(describe("groups of a mesh", fmt::format("the mesh of rank {} on rank {}", mesh.this_rank(), world.rank()),
-                              "the mesh of this rank",
-                              "pass world.rank() when creating the mesh, or use as_rank()"));
+    throw ValueError(describe(
+        "groups of a mesh", fmt::format("the mesh of rank {} on rank {}", mesh.this_rank(), world.rank()),
+        "the mesh of this rank", "pass world.rank() when creating the mesh, or use as_rank()"));
   const std::vector<int>& ranks = mesh.universe();
   if (const int last = *std::max_element(ranks.begin(), ranks.end()); last >= world.size())
     throw ValueError(describe("groups of a mesh", fmt::format("rank {} in {}", last, mesh.to_string()),
-                              fmt::format("ranks below the world size {}", world.size()), "start more ranks or shrink the mesh"));
+                              fmt::format("ranks below the world size {}", world.size()),
+                              "start more ranks or shrink the mesh"));
 }
 
 }  // namespace
 
 struct MeshGroups::State {
   State(World world, DeviceMesh mesh, std::uint64_t id)
-      : world(std::move(world)), mesh(std::move(mesh)), shape(this->mesh.shape()),
-        coordinate(this->mesh.coordinate().value_or(std::vector<std::int64_t>())), id(id), axes(shape.size()) {}
+      : world(std::move(world)),
+        mesh(std::move(mesh)),
+        shape(this->mesh.shape()),
+        coordinate(this->mesh.coordinate().value_or(std::vector<std::int64_t>())),
+        id(id),
+        axes(shape.size()) {}
 
   // Equal ones are the same object, which is found here as long as a handle exists.
   static std::shared_ptr<State> intern(World world, DeviceMesh mesh) {
@@ -92,25 +97,29 @@ Group MeshGroups::group(std::string_view name) const { return group_of(state_->m
 Group MeshGroups::group_of(const DeviceMesh& part) const {
   check(state_->world, part);
   if (!part.contains(part.this_rank()))
-    throw ValueError(describe("group of a mesh", fmt::format("{} on rank {}", part.to_string(), state_->world.rank()),
+    throw ValueError(describe("group of a mesh",
+                              fmt::format("{} on rank {}", part.to_string(), state_->world.rank()),
                               "a mesh that contains this rank", "check contains(rank) first"));
   return state_->world.group_of(part.ranks());
 }
 
 MeshGroups MeshGroups::with_mesh(const DeviceMesh& mesh) const { return {state_->world, mesh}; }
 
-MeshGroups World::mesh(const std::string& device_type, const std::vector<std::pair<std::string, std::int64_t>>& axes) const {
+MeshGroups World::mesh(const std::string& device_type,
+                       const std::vector<std::pair<std::string, std::int64_t>>& axes) const {
   std::vector<std::string> names;
   std::vector<std::int64_t> sizes;
   for (const auto& [name, axis_size] : axes) {
     names.push_back(name);
     sizes.push_back(axis_size);
   }
-  DeviceMesh device_mesh = init_device_mesh(device_type, sizes, names, rank(), size());  // throws if the mesh is too large
+  DeviceMesh device_mesh =
+      init_device_mesh(device_type, sizes, names, rank(), size());  // throws if the mesh is too large
   if (device_mesh.size() < size())
-    throw ValueError(describe("mesh of a world", fmt::format("{}, {} ranks", fmt::join(sizes, " x "), device_mesh.size()),
-                              fmt::format("all {} ranks of the world", size()),
-                              "enlarge an axis, start fewer ranks, or use init_device_mesh for a mesh of some of the ranks"));
+    throw ValueError(describe(
+        "mesh of a world", fmt::format("{}, {} ranks", fmt::join(sizes, " x "), device_mesh.size()),
+        fmt::format("all {} ranks of the world", size()),
+        "enlarge an axis, start fewer ranks, or use init_device_mesh for a mesh of some of the ranks"));
   return {*this, std::move(device_mesh)};
 }
 

@@ -37,9 +37,12 @@ at::Tensor all_gather(const at::Tensor& input, const Group& group);
 // Dim 0 is split evenly.
 at::Tensor reduce_scatter(const at::Tensor& input, ReduceOp op, const Group& group);
 // Parts of different sizes, as flat tensors: member i holds counts[i] elements.
-at::Tensor all_gather_flat(const at::Tensor& input, const std::vector<std::int64_t>& counts, const Group& group);
-at::Tensor reduce_scatter_flat(const at::Tensor& input, ReduceOp op, const std::vector<std::int64_t>& counts, const Group& group);
-at::Tensor all_to_all(const at::Tensor& input, const std::vector<std::int64_t>& output_splits, const std::vector<std::int64_t>& input_splits, const Group& group);
+at::Tensor all_gather_flat(const at::Tensor& input, const std::vector<std::int64_t>& counts,
+                           const Group& group);
+at::Tensor reduce_scatter_flat(const at::Tensor& input, ReduceOp op, const std::vector<std::int64_t>& counts,
+                               const Group& group);
+at::Tensor all_to_all(const at::Tensor& input, const std::vector<std::int64_t>& output_splits,
+                      const std::vector<std::int64_t>& input_splits, const Group& group);
 at::Tensor broadcast(const at::Tensor& input, int source, const Group& group);
 at::Tensor wait_tensor(const at::Tensor& input);
 

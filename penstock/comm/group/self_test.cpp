@@ -5,9 +5,9 @@
 #include <algorithm>
 #include <functional>
 
-#include "penstock/errors.h"
 #include "penstock/base/exception_text.h"
 #include "penstock/comm/transport/transfer.h"
+#include "penstock/errors.h"
 #include "penstock/torch/compat/version.h"
 
 namespace penstock::comm {
@@ -18,11 +18,16 @@ constexpr int kRepeats = 15;
 
 class Probe {
  public:
-  Probe(const Group& group, at::Device device) : group_(group), options_(at::TensorOptions().device(device)), size_(group.size()), own_(group.axis_rank()) {}
+  Probe(const Group& group, at::Device device)
+      : group_(group),
+        options_(at::TensorOptions().device(device)),
+        size_(group.size()),
+        own_(group.axis_rank()) {}
 
   std::vector<ProbeResult> run() {
     point_to_point();
-    for (const auto type : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kInt, at::kLong}) reductions(type);
+    for (const auto type : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kInt, at::kLong})
+      reductions(type);
     movement();
     coalesced();
     timed("barrier", 0, [&] { group_.barrier().wait(); });
@@ -34,14 +39,20 @@ class Probe {
   at::Tensor values(int member, std::int64_t count, at::ScalarType type) const {
     return (at::arange(count, at::kLong) % 7 + member + 1).to(type).to(options_.device());
   }
-  at::Tensor mine(std::int64_t count, at::ScalarType type = at::kFloat) const { return values(own_, count, type); }
-  at::Tensor zeros(std::int64_t count, at::ScalarType type = at::kFloat) const { return at::zeros({count}, options_.dtype(type)); }
+  at::Tensor mine(std::int64_t count, at::ScalarType type = at::kFloat) const {
+    return values(own_, count, type);
+  }
+  at::Tensor zeros(std::int64_t count, at::ScalarType type = at::kFloat) const {
+    return at::zeros({count}, options_.dtype(type));
+  }
 
   at::Tensor reduced(std::int64_t count, at::ScalarType type, ReduceOp op) const {
     at::Tensor result = values(0, count, at::kDouble);
     for (int member = 1; member < size_; ++member) {
       const at::Tensor other = values(member, count, at::kDouble);
-      result = op == ReduceOp::Min ? at::minimum(result, other) : op == ReduceOp::Max ? at::maximum(result, other) : result + other;
+      result = op == ReduceOp::Min   ? at::minimum(result, other)
+               : op == ReduceOp::Max ? at::maximum(result, other)
+                                     : result + other;
     }
     return (op == ReduceOp::Avg ? result / size_ : result).to(type);
   }
@@ -75,10 +86,12 @@ class Probe {
 
   // Adds times to the latest result, or adds a new result if there is none by that name.
   void timed(const std::string& operation, std::uint64_t bytes, const std::function<void()>& body) {
-    if (results_.empty() || results_.back().operation != operation) check(operation, [&] { return body(), true; });
+    if (results_.empty() || results_.back().operation != operation)
+      check(operation, [&] { return body(), true; });
     if (!results_.back().ok) return;
     const double us = median_us(body);
-    (bytes == 0 ? results_.back().latency_us : results_.back().bandwidth_gbs) = bytes == 0 ? us : static_cast<double>(bytes) / us / 1e3;
+    (bytes == 0 ? results_.back().latency_us : results_.back().bandwidth_gbs) =
+        bytes == 0 ? us : static_cast<double>(bytes) / us / 1e3;
   }
 
   void point_to_point() {
@@ -109,7 +122,8 @@ class Probe {
     const auto round = [&](const at::Tensor& tensor) {
       if (!takes_part) return;
       if (alone) {
-        auto works = group_.batch_isend_irecv({P2POp::recv(at::empty_like(tensor), other), P2POp::send(tensor, other)});
+        auto works = group_.batch_isend_irecv(
+            {P2POp::recv(at::empty_like(tensor), other), P2POp::send(tensor, other)});
         wait_all(works);
       } else if (own_ == 0) {
         group_.send(tensor, other);
@@ -125,7 +139,9 @@ class Probe {
     check("batch_isend_irecv", [&] {
       if (!takes_part) return true;
       const at::Tensor a = zeros(5), b = zeros(70'000);
-      auto works = group_.batch_isend_irecv({P2POp::send(mine(5), other, {.tag = 1}), P2POp::send(mine(70'000), other, {.tag = 2}), P2POp::recv(b, other, {.tag = 2}), P2POp::recv(a, other, {.tag = 1})});
+      auto works = group_.batch_isend_irecv(
+          {P2POp::send(mine(5), other, {.tag = 1}), P2POp::send(mine(70'000), other, {.tag = 2}),
+           P2POp::recv(b, other, {.tag = 2}), P2POp::recv(a, other, {.tag = 1})});
       wait_all(works);
       const int from = alone ? 0 : peer;
       return a.equal(values(from, 5, at::kFloat)) && b.equal(values(from, 70'000, at::kFloat));
@@ -176,7 +192,8 @@ class Probe {
       for (int member = 0; member < size_; ++member) outs.push_back(zeros(3 * member));
       group_.all_gather_uneven(outs, mine(3 * own_)).wait();
       for (int member = 0; member < size_; ++member)
-        if (!outs[static_cast<std::size_t>(member)].equal(values(member, 3 * member, at::kFloat))) return false;
+        if (!outs[static_cast<std::size_t>(member)].equal(values(member, 3 * member, at::kFloat)))
+          return false;
       return true;
     });
     check("reduce_scatter_uneven", [&] {
@@ -193,10 +210,13 @@ class Probe {
       for (int other = 0; other < size_; ++other) {
         to.push_back(own_ + other + 1);
         from.push_back(own_ + other + 1);
-        rows.push_back(at::tensor({static_cast<float>(own_), static_cast<float>(other)}).expand({own_ + other + 1, 2}));
-        expected.push_back(at::tensor({static_cast<float>(other), static_cast<float>(own_)}).expand({own_ + other + 1, 2}));
+        rows.push_back(
+            at::tensor({static_cast<float>(own_), static_cast<float>(other)}).expand({own_ + other + 1, 2}));
+        expected.push_back(
+            at::tensor({static_cast<float>(other), static_cast<float>(own_)}).expand({own_ + other + 1, 2}));
       }
-      const at::Tensor in = at::cat(rows).to(options_.device()), want = at::cat(expected).to(options_.device()), out = at::zeros_like(want);
+      const at::Tensor in = at::cat(rows).to(options_.device()),
+                       want = at::cat(expected).to(options_.device()), out = at::zeros_like(want);
       group_.all_to_all(out, in, from, to).wait();
       return out.equal(want);
     });
@@ -206,19 +226,24 @@ class Probe {
     check("all_reduce_coalesced", [&] {
       const at::Tensor a = mine(3), b = mine(40'000), c = mine(5, at::kDouble);
       group_.all_reduce_coalesced({a, b, c}).wait();
-      return a.equal(reduced(3, at::kFloat, ReduceOp::Sum)) && b.equal(reduced(40'000, at::kFloat, ReduceOp::Sum)) && c.equal(reduced(5, at::kDouble, ReduceOp::Sum));
+      return a.equal(reduced(3, at::kFloat, ReduceOp::Sum)) &&
+             b.equal(reduced(40'000, at::kFloat, ReduceOp::Sum)) &&
+             c.equal(reduced(5, at::kDouble, ReduceOp::Sum));
     });
     check("all_gather_coalesced", [&] {
       const at::Tensor a = zeros(2 * size_), b = zeros(3 * size_);
       group_.all_gather_coalesced({a, b}, {mine(2), mine(3)}).wait();
       for (int member = 0; member < size_; ++member)
-        if (!a.narrow(0, 2 * member, 2).equal(values(member, 2, at::kFloat)) || !b.narrow(0, 3 * member, 3).equal(values(member, 3, at::kFloat))) return false;
+        if (!a.narrow(0, 2 * member, 2).equal(values(member, 2, at::kFloat)) ||
+            !b.narrow(0, 3 * member, 3).equal(values(member, 3, at::kFloat)))
+          return false;
       return true;
     });
     check("reduce_scatter_coalesced", [&] {
       const at::Tensor a = zeros(2), b = zeros(3);
       group_.reduce_scatter_coalesced({a, b}, {mine(2 * size_), mine(3 * size_)}).wait();
-      return a.equal(reduced(2 * size_, at::kFloat, ReduceOp::Sum).narrow(0, 2 * own_, 2)) && b.equal(reduced(3 * size_, at::kFloat, ReduceOp::Sum).narrow(0, 3 * own_, 3));
+      return a.equal(reduced(2 * size_, at::kFloat, ReduceOp::Sum).narrow(0, 2 * own_, 2)) &&
+             b.equal(reduced(3 * size_, at::kFloat, ReduceOp::Sum).narrow(0, 3 * own_, 3));
     });
   }
 
@@ -231,6 +256,8 @@ class Probe {
 
 }  // namespace
 
-std::vector<ProbeResult> self_test(const Group& group, at::Device device) { return Probe(group, device).run(); }
+std::vector<ProbeResult> self_test(const Group& group, at::Device device) {
+  return Probe(group, device).run();
+}
 
 }  // namespace penstock::comm

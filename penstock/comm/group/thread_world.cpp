@@ -8,9 +8,9 @@
 #include <thread>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/comm/group/operators.h"
 #include "penstock/comm/group/work_state.h"
+#include "penstock/errors.h"
 #include "penstock/world.h"
 
 namespace penstock::comm {
@@ -55,7 +55,11 @@ void run_ranks(int size, std::chrono::milliseconds timeout, const std::function<
   for (int rank = 0; rank < size; ++rank)
     threads.emplace_back([&, rank] {
       try {
-        auto core = std::make_shared<WorldCore>(WorldCore{.env = {}, .store = store.with_prefix("world"), .liveness = liveness, .monitor = nullptr, .timeout = timeout});
+        auto core = std::make_shared<WorldCore>(WorldCore{.env = {},
+                                                          .store = store.with_prefix("world"),
+                                                          .liveness = liveness,
+                                                          .monitor = nullptr,
+                                                          .timeout = timeout});
         core->env.rank = rank;
         core->env.world_size = size;
         core->env.local_rank = rank;
@@ -87,7 +91,9 @@ void run_ranks(int size, std::chrono::milliseconds timeout, const std::function<
     if (!ended.wait_until(lock, deadline, all_ended)) {
       const int slow = static_cast<int>(std::find(running.begin(), running.end(), true) - running.begin());
       if (!first_error)
-        first_error = std::make_exception_ptr(TimeoutError(fmt::format("rank {} did not finish within the timeout of run_ranks", slow), {.rank = slow, .elapsed_s = std::chrono::duration<double>(timeout).count()}));
+        first_error = std::make_exception_ptr(
+            TimeoutError(fmt::format("rank {} did not finish within the timeout of run_ranks", slow),
+                         {.rank = slow, .elapsed_s = std::chrono::duration<double>(timeout).count()}));
       lock.unlock();
       liveness->report({slow, RankState::Failed, "it did not finish in time"});  // ends every wait
     }

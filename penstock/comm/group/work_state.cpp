@@ -5,15 +5,15 @@
 #include <algorithm>
 #include <thread>
 
-#include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/base/text.h"
 #include "penstock/base/warnings.h"
 #include "penstock/comm/group/checked_transfer.h"
-#include "penstock/group.h"
+#include "penstock/comm/group/stall_watch.h"
 #include "penstock/comm/record/recorder.h"
 #include "penstock/comm/record/recorder_dump.h"
-#include "penstock/comm/group/stall_watch.h"
+#include "penstock/errors.h"
+#include "penstock/group.h"
 
 namespace penstock::comm {
 
@@ -44,11 +44,15 @@ std::string message_of(const std::exception_ptr& error) {
   }
 }
 
-std::string place_text(const WorkState& work) { return fmt::format("{}{}", work.operation(), work.label().empty() ? "" : " \"" + work.label() + "\""); }
+std::string place_text(const WorkState& work) {
+  return fmt::format("{}{}", work.operation(), work.label().empty() ? "" : " \"" + work.label() + "\"");
+}
 
 // Errors of the caller, found before anything moved: the group stays usable.
 bool is_misuse(const std::exception& error) {
-  const auto is_one_of = [&]<class... Types>() { return ((dynamic_cast<const Types*>(&error) != nullptr) || ...); };
+  const auto is_one_of = [&]<class... Types>() {
+    return ((dynamic_cast<const Types*>(&error) != nullptr) || ...);
+  };
   return is_one_of.operator()<ValueError, TypeError, NotImplemented, InvariantError, std::logic_error>();
 }
 
@@ -67,8 +71,9 @@ void WorldCore::fail(const std::string& reason) noexcept {
 
 // ------------------------------------------------------------------------------------------------- WorkState
 
-WorkState::WorkState(std::shared_ptr<GroupState> group, const char* operation, std::string label, std::optional<int> peer,
-                     std::uint64_t bytes, std::optional<std::chrono::milliseconds> timeout, int tag)
+WorkState::WorkState(std::shared_ptr<GroupState> group, const char* operation, std::string label,
+                     std::optional<int> peer, std::uint64_t bytes,
+                     std::optional<std::chrono::milliseconds> timeout, int tag)
     : group_(std::move(group)),
       operation_(operation),
       label_(std::move(label)),
@@ -76,7 +81,13 @@ WorkState::WorkState(std::shared_ptr<GroupState> group, const char* operation, s
       timeout_(timeout.value_or(group_->timeout)),
       deadline_(begin_ + timeout_) {
   group_->check_usable(operation);
-  record_ = Recorder::global().begin({.operation = operation_, .group = std::string_view(group_->name), .label = std::string_view(label_), .tag = tag, .sequence = group_->operations++, .bytes = bytes, .peer = peer_});
+  record_ = Recorder::global().begin({.operation = operation_,
+                                      .group = std::string_view(group_->name),
+                                      .label = std::string_view(label_),
+                                      .tag = tag,
+                                      .sequence = group_->operations++,
+                                      .bytes = bytes,
+                                      .peer = peer_});
 }
 
 WorkState::~WorkState() {
@@ -84,7 +95,11 @@ WorkState::~WorkState() {
   // Dropped without a wait: the transport may still access the memory, so the group takes ownership of it.
   try {
     group_->adopt_abandoned(transfers_, kept_);
-    warn_once("comm", fmt::format("a {} on group {} was dropped without wait(); its memory is kept until the group is destroyed", operation_, group_->name));
+    warn_once(
+        "comm",
+        fmt::format(
+            "a {} on group {} was dropped without wait(); its memory is kept until the group is destroyed",
+            operation_, group_->name));
   } catch (const std::exception& error) {
     log().error("comm: an unfinished {} could not be kept alive: {}", operation_, error.what());
   }
@@ -111,7 +126,8 @@ void WorkState::wait(std::chrono::milliseconds timeout) {
   try {
     std::size_t arrived = 0;
     const auto settle = [&] {
-      for (; arrived < transfers_.size(); ++arrived) group_->wait_for(*TransferPtr(transfers_[arrived]), *this, deadline_);
+      for (; arrived < transfers_.size(); ++arrived)
+        group_->wait_for(*TransferPtr(transfers_[arrived]), *this, deadline_);
     };
     settle();
     for (std::size_t i = 0; i < steps_.size(); ++i) {
@@ -121,7 +137,9 @@ void WorkState::wait(std::chrono::milliseconds timeout) {
   } catch (...) {
     const auto error = std::current_exception();
     timed_out_ = Clock::now() >= deadline_;
-    group_->fail(fmt::format("{} on group {}{}: {}", operation_, group_->name, label_.empty() ? "" : " (" + label_ + ")", first_line(message_of(error))), error);
+    group_->fail(fmt::format("{} on group {}{}: {}", operation_, group_->name,
+                             label_.empty() ? "" : " (" + label_ + ")", first_line(message_of(error))),
+                 error);
     finish(error);
     std::rethrow_exception(error);
   }
@@ -131,7 +149,8 @@ void WorkState::wait(std::chrono::milliseconds timeout) {
 
 bool WorkState::done() {
   if (finished_) return true;
-  return std::all_of(transfers_.begin(), transfers_.end(), [](const auto& transfer) { return transfer->done(); });
+  return std::all_of(transfers_.begin(), transfers_.end(),
+                     [](const auto& transfer) { return transfer->done(); });
 }
 
 void WorkState::wait_for(Transfer& transfer) { group_->wait_for(transfer, *this, deadline_); }
@@ -139,7 +158,9 @@ void WorkState::wait_for(Transfer& transfer) { group_->wait_for(transfer, *this,
 void WorkState::finish(std::exception_ptr error) noexcept {
   finished_ = true;
   error_ = std::move(error);
-  Recorder::global().end(record_, !error_ ? OperationState::Done : timed_out_ ? OperationState::TimedOut : OperationState::Failed);
+  Recorder::global().end(record_, !error_      ? OperationState::Done
+                                  : timed_out_ ? OperationState::TimedOut
+                                               : OperationState::Failed);
   steps_.clear();
   expected_transfers_.clear();
   if (error_) {
@@ -152,9 +173,12 @@ void WorkState::finish(std::exception_ptr error) noexcept {
 
 // ------------------------------------------------------------------------------------------------ GroupState
 
-GroupState::GroupState(std::shared_ptr<WorldCore> world_core, std::string group_name, std::vector<int> members,
-                       std::chrono::milliseconds group_timeout)
-    : world(std::move(world_core)), name(std::move(group_name)), ranks(std::move(members)), timeout(group_timeout) {
+GroupState::GroupState(std::shared_ptr<WorldCore> world_core, std::string group_name,
+                       std::vector<int> members, std::chrono::milliseconds group_timeout)
+    : world(std::move(world_core)),
+      name(std::move(group_name)),
+      ranks(std::move(members)),
+      timeout(group_timeout) {
   const auto found = std::find(ranks.begin(), ranks.end(), world->env.rank);
   if (found != ranks.end()) axis_rank = static_cast<int>(found - ranks.begin());
 }
@@ -208,7 +232,8 @@ void GroupState::wait_for(Transfer& transfer, WorkState& work, Clock::time_point
     }
     GroupState& group;
     std::list<Wait>::iterator place;
-  } registration(*this, {&transfer, Clock::now(), Clock::now() + (deadline - Clock::now()) / kStatusPostFraction, &work});
+  } registration(*this, {&transfer, Clock::now(),
+                         Clock::now() + (deadline - Clock::now()) / kStatusPostFraction, &work});
   // A loss reported before this transfer was registered did not interrupt it.
   if (world->liveness->first_failure()) transfer.interrupt();
 
@@ -225,9 +250,12 @@ void GroupState::wait_for(Transfer& transfer, WorkState& work, Clock::time_point
       raise(first_line(error.what()), work, false);
     }
     switch (result) {
-      case WaitResult::Done: return;
-      case WaitResult::Interrupted: raise("interrupted", work, false);
-      case WaitResult::TimedOut: break;
+      case WaitResult::Done:
+        return;
+      case WaitResult::Interrupted:
+        raise("interrupted", work, false);
+      case WaitResult::TimedOut:
+        break;
     }
     if (Clock::now() >= deadline || !transfer.resumable()) raise("timed out", work, true);
     if (world->liveness->first_failure()) raise("interrupted", work, false);
@@ -253,19 +281,24 @@ void GroupState::raise(const std::string& transport_error, WorkState& work, bool
   for (const int rank : ranks)
     if (rank != own_rank() && world->liveness->state_of(rank).state == RankState::Left) {
       context.lost_rank = rank;
-      throw PeerLostError(fmt::format("rank {} has left the world while this operation still needed it; every rank must start the same "
+      throw PeerLostError(fmt::format("rank {} has left the world while this operation still needed it; "
+                                      "every rank must start the same "
                                       "operations before it leaves",
                                       rank),
                           context);
     }
   if (timed_out) {
     const std::string missing = describe_missing_ranks(work);
-    throw TimeoutError(fmt::format("timed out{}; set a larger PENSTOCK_TIMEOUT_S if ranks are slow; {}", missing, dump_for_error("time-out")), context);
+    throw TimeoutError(fmt::format("timed out{}; set a larger PENSTOCK_TIMEOUT_S if ranks are slow; {}",
+                                   missing, dump_for_error("time-out")),
+                       context);
   }
   throw CommError(fmt::format("the transport failed: {}", transport_error), context);
 }
 
-std::string GroupState::status_key(int position) const { return fmt::format("stall/{}/{}", common_name(), position); }
+std::string GroupState::status_key(int position) const {
+  return fmt::format("stall/{}/{}", common_name(), position);
+}
 
 void GroupState::post_long_wait() {
   if (status_posted_) return;
@@ -304,16 +337,20 @@ std::string GroupState::describe_missing_ranks(WorkState& work) {
     for (const auto until = Clock::now() + kStatusWaitTime;;) {
       silent.clear();
       for (std::size_t i = 0; i < ranks.size(); ++i) {
-        if (statuses[i].empty()) statuses[i] = world->store.try_get(status_key(static_cast<int>(i))).value_or("");
+        if (statuses[i].empty())
+          statuses[i] = world->store.try_get(status_key(static_cast<int>(i))).value_or("");
         if (statuses[i].empty()) silent.push_back(ranks[i]);
       }
       if (silent.empty() || Clock::now() >= until) break;
       std::this_thread::sleep_for(std::chrono::milliseconds(50));
     }
     std::string text;
-    if (!silent.empty()) text += fmt::format("; no status from rank{} {} (busy elsewhere or stopped)", silent.size() > 1 ? "s" : "", format_list(silent));
+    if (!silent.empty())
+      text += fmt::format("; no status from rank{} {} (busy elsewhere or stopped)",
+                          silent.size() > 1 ? "s" : "", format_list(silent));
     for (std::size_t i = 0; i < ranks.size() && i < 16; ++i)
-      if (!statuses[i].empty() && static_cast<int>(i) != axis_rank) text += fmt::format("; rank {} is in {}", ranks[i], statuses[i]);
+      if (!statuses[i].empty() && static_cast<int>(i) != axis_rank)
+        text += fmt::format("; rank {} is in {}", ranks[i], statuses[i]);
     return text;
   } catch (const std::exception& error) {
     return fmt::format("; the store does not answer either ({})", first_line(error.what()));
@@ -356,21 +393,24 @@ void GroupState::started(WorkState& work, const std::function<void()>& start) {
 
 std::uint32_t GroupState::next_number(bool sends, int position, int tag) {
   std::lock_guard lock(numbers_mutex_);
-  return numbers_[static_cast<std::uint64_t>(position) << 33 | static_cast<std::uint64_t>(static_cast<std::uint32_t>(tag)) << 1 | (sends ? 1 : 0)]++;
+  return numbers_[static_cast<std::uint64_t>(position) << 33 |
+                  static_cast<std::uint64_t>(static_cast<std::uint32_t>(tag)) << 1 | (sends ? 1 : 0)]++;
 }
 
 std::string GroupState::find_mismatch(const ExpectedTransfer& expected, const std::string& label) const {
   const int other = ranks[static_cast<std::size_t>(expected.position)];
   const int sender = expected.sends ? own_rank() : other, receiver = expected.sends ? other : own_rank();
   const auto key = [&](bool sends) {
-    return fmt::format("p2p/{}/{}-{}/{}.{}/{}", common_name(), sender, receiver, expected.contract.tag, expected.contract.number, sends ? "send" : "recv");
+    return fmt::format("p2p/{}/{}-{}/{}.{}/{}", common_name(), sender, receiver, expected.contract.tag,
+                       expected.contract.number, sends ? "send" : "recv");
   };
   world->store.set(key(expected.sends), expected.contract.to_bytes());
   const auto posted = world->store.try_get(key(!expected.sends));
   if (!posted) return {};  // the other side has not arrived, or is not waiting
   const Contract theirs = Contract::from_bytes(*posted);
   if (theirs.matches(expected.contract)) return {};
-  return expected.sends ? describe_mismatch(sender, expected.contract, receiver, theirs, label) : describe_mismatch(sender, theirs, receiver, expected.contract, label);
+  return expected.sends ? describe_mismatch(sender, expected.contract, receiver, theirs, label)
+                        : describe_mismatch(sender, theirs, receiver, expected.contract, label);
 }
 
 void GroupState::check_waits() {
@@ -384,7 +424,8 @@ void GroupState::check_waits() {
     std::lock_guard lock(mutex_);
     for (const Wait& wait : waiting_)
       if (Clock::now() - wait.since > kContractCheckDelay)
-        for (const ExpectedTransfer& expected : wait.work->expected_transfers()) lasting.emplace_back(expected, wait.work->label());
+        for (const ExpectedTransfer& expected : wait.work->expected_transfers())
+          lasting.emplace_back(expected, wait.work->label());
   }
   for (const auto& [expected, label] : lasting) {
     std::string found;

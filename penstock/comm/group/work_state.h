@@ -17,14 +17,14 @@
 #include <vector>
 
 #include "penstock/base/env.h"
-#include "penstock/errors.h"
 #include "penstock/comm/backend/backend.h"
 #include "penstock/comm/group/contract.h"
-#include "penstock/comm/transport/liveness.h"
+#include "penstock/comm/launch/launch_env.h"
 #include "penstock/comm/rendezvous/monitor.h"
 #include "penstock/comm/rendezvous/store.h"
+#include "penstock/comm/transport/liveness.h"
 #include "penstock/comm/transport/ucx_transport.h"
-#include "penstock/comm/launch/launch_env.h"
+#include "penstock/errors.h"
 
 namespace penstock::comm {
 
@@ -38,9 +38,9 @@ struct WorldCore {
   std::unique_ptr<Monitor> monitor;  // null in thread worlds and fake worlds, where no rank can die alone
   std::chrono::milliseconds timeout{};
   bool fake = false;
-  std::string name_suffix;           // distinguishes the ranks of one process in a thread world
-  bool one_host = true;              // all ranks are on one host
-  bool own_gpus = false;             // every rank has its own GPU, so NCCL can be used
+  std::string name_suffix;  // distinguishes the ranks of one process in a thread world
+  bool one_host = true;     // all ranks are on one host
+  bool own_gpus = false;    // every rank has its own GPU, so NCCL can be used
   int gpu_index = 0;
   int next_group = 0;
 
@@ -58,8 +58,9 @@ struct ExpectedTransfer {
 // One operation in flight.
 class WorkState {
  public:
-  WorkState(std::shared_ptr<GroupState> group, const char* operation, std::string label, std::optional<int> peer,
-            std::uint64_t bytes, std::optional<std::chrono::milliseconds> timeout, int tag = 0);
+  WorkState(std::shared_ptr<GroupState> group, const char* operation, std::string label,
+            std::optional<int> peer, std::uint64_t bytes, std::optional<std::chrono::milliseconds> timeout,
+            int tag = 0);
   ~WorkState();
   WorkState(const WorkState&) = delete;
   WorkState& operator=(const WorkState&) = delete;
@@ -110,7 +111,8 @@ class WorkState {
 // The state of a group on this rank.
 class GroupState : public std::enable_shared_from_this<GroupState> {
  public:
-  GroupState(std::shared_ptr<WorldCore> world, std::string name, std::vector<int> ranks, std::chrono::milliseconds timeout);
+  GroupState(std::shared_ptr<WorldCore> world, std::string name, std::vector<int> ranks,
+             std::chrono::milliseconds timeout);
   ~GroupState();
 
   // Makes the loss of any rank end the waits of this group. Called once, by the creator of the group.
@@ -156,12 +158,12 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   const std::chrono::milliseconds timeout;
   const DebugLevel debug = debug_level();
 
-  std::shared_ptr<Backend> cpu;             // Gloo or fake; null if this build has none
-  std::shared_ptr<Backend> cuda;            // NCCL or fake; null: CUDA tensors go through host memory
-  std::shared_ptr<UcxTransport> ucx;        // null unless chosen for point-to-point
+  std::shared_ptr<Backend> cpu;       // Gloo or fake; null if this build has none
+  std::shared_ptr<Backend> cuda;      // NCCL or fake; null: CUDA tensors go through host memory
+  std::shared_ptr<UcxTransport> ucx;  // null unless chosen for point-to-point
   Backend::Abilities cpu_can, cuda_can;
-  std::atomic<std::uint64_t> operations{0}; // number started, of any kind
-  std::atomic<std::uint32_t> sequence{0};   // number of composed collectives started
+  std::atomic<std::uint64_t> operations{0};  // number started, of any kind
+  std::atomic<std::uint32_t> sequence{0};    // number of composed collectives started
 
  private:
   std::string find_mismatch(const ExpectedTransfer& expected, const std::string& label) const;
@@ -176,7 +178,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
     Transfer* transfer;
     Clock::time_point since;
     Clock::time_point post_at;  // when to start notifying the other ranks
-    const WorkState* work;  // not modified while it waits
+    const WorkState* work;      // not modified while it waits
   };
   std::list<Wait> waiting_;
   std::string mismatch_;  // found by the stall watch
@@ -190,7 +192,8 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   std::mutex status_mutex_;
 
   std::mutex numbers_mutex_;
-  std::unordered_map<std::uint64_t, std::uint32_t> numbers_;  // transfers started, by direction, member and tag
+  std::unordered_map<std::uint64_t, std::uint32_t>
+      numbers_;  // transfers started, by direction, member and tag
 };
 
 }  // namespace penstock::comm

@@ -10,20 +10,20 @@
 #include <set>
 #include <thread>
 
-#include "penstock/base/env.h"
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
+#include "penstock/base/env.h"
 #include "penstock/base/log.h"
 #include "penstock/base/text.h"
 #include "penstock/comm/group/group_maker.h"
 #include "penstock/comm/group/member_groups.h"
 #include "penstock/comm/group/operators.h"
+#include "penstock/comm/group/work_state.h"
+#include "penstock/comm/launch/launch_env.h"
 #include "penstock/comm/record/recorder.h"
 #include "penstock/comm/record/recorder_dump.h"
 #include "penstock/comm/transport/tcp_listen.h"
 #include "penstock/comm/transport/ucx_transport.h"
-#include "penstock/comm/group/work_state.h"
-#include "penstock/comm/launch/launch_env.h"
+#include "penstock/errors.h"
 
 namespace penstock::comm {
 
@@ -39,8 +39,9 @@ constexpr auto kVerdictReadTime = std::chrono::seconds(2);
 // Every rank posts a text; rank 0 reads them all and posts a verdict for all ranks. `judge` runs on rank 0
 // and returns the verdict, or sets an error text that becomes a ValueError on every rank. If ranks post
 // nothing by the deadline, every rank throws a TimeoutError that names them.
-std::string agree(const WorldCore& core, const std::string& topic, const std::string& own_text, Clock::time_point deadline,
-                  const std::function<std::string(const std::vector<std::string>&, std::string& error)>& judge) {
+std::string agree(
+    const WorldCore& core, const std::string& topic, const std::string& own_text, Clock::time_point deadline,
+    const std::function<std::string(const std::vector<std::string>&, std::string& error)>& judge) {
   const int size = core.env.world_size;
   const auto key = [&](int rank) { return fmt::format("{}/{}", topic, rank); };
   const auto begin = Clock::now();
@@ -58,7 +59,8 @@ std::string agree(const WorldCore& core, const std::string& topic, const std::st
     std::vector<int> missing;
     for (int rank = 0; rank < size; ++rank) {
       try {
-        texts[static_cast<std::size_t>(rank)] = core.store.get(key(rank), deadline, fmt::format("rank {} to join {}", rank, topic));
+        texts[static_cast<std::size_t>(rank)] =
+            core.store.get(key(rank), deadline, fmt::format("rank {} to join {}", rank, topic));
       } catch (const TimeoutError&) {
         missing.push_back(rank);
       }
@@ -66,25 +68,32 @@ std::string agree(const WorldCore& core, const std::string& topic, const std::st
     std::string error;
     const std::string verdict = missing.empty() ? judge(texts, error) : "";
     const bool bad = !missing.empty() || !error.empty();
-    core.store.set(verdict_key, !missing.empty() ? "missing " + format_list(missing) : !error.empty() ? "error " + error : "ok " + verdict);
+    core.store.set(verdict_key, !missing.empty() ? "missing " + format_list(missing)
+                                : !error.empty() ? "error " + error
+                                                 : "ok " + verdict);
     const auto present = size - 1 - static_cast<std::int64_t>(missing.size());
-    for (const auto until = Clock::now() + kVerdictReadTime; bad && Clock::now() < until && core.store.add(topic + "/heard", 0) < present;)
+    for (const auto until = Clock::now() + kVerdictReadTime;
+         bad && Clock::now() < until && core.store.add(topic + "/heard", 0) < present;)
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
   std::string verdict;
   try {
-    verdict = core.store.get(verdict_key, deadline + kAnswerSlack, fmt::format("rank 0's answer on {}", topic));
+    verdict =
+        core.store.get(verdict_key, deadline + kAnswerSlack, fmt::format("rank 0's answer on {}", topic));
   } catch (const TimeoutError&) {
     std::vector<int> missing;
     for (int rank = 0; rank < size; ++rank)
       if (!core.store.has(key(rank))) missing.push_back(rank);
-    verdict = "missing " + (missing.empty() ? std::string("0 (it joined, but did not answer)") : format_list(missing));
+    verdict = "missing " +
+              (missing.empty() ? std::string("0 (it joined, but did not answer)") : format_list(missing));
   }
   if (core.env.rank != 0 && !verdict.starts_with("ok ")) core.store.add(topic + "/heard", 1);
   if (verdict.starts_with("missing "))
-    throw TimeoutError(fmt::format("{}: rank{} {} of {} did not join in time; start all {} ranks, or allow more time with PENSTOCK_TIMEOUT_S",
-                                   topic, verdict.find(',') == std::string::npos ? "" : "s", verdict.substr(8), size, size),
-                       context());
+    throw TimeoutError(
+        fmt::format("{}: rank{} {} of {} did not join in time; start all {} ranks, or allow more time with "
+                    "PENSTOCK_TIMEOUT_S",
+                    topic, verdict.find(',') == std::string::npos ? "" : "s", verdict.substr(8), size, size),
+        context());
   if (verdict.starts_with("error ")) throw ValueError(verdict.substr(6));
   return verdict.substr(3);
 }
@@ -93,21 +102,25 @@ std::string agree(const WorldCore& core, const std::string& topic, const std::st
 // action ends the process silently. A handler that the program installed is kept.
 void survive_broken_pipes() {
   struct sigaction present {};
-  if (sigaction(SIGPIPE, nullptr, &present) == 0 && present.sa_handler == SIG_DFL && (present.sa_flags & SA_SIGINFO) == 0) std::signal(SIGPIPE, SIG_IGN);
+  if (sigaction(SIGPIPE, nullptr, &present) == 0 && present.sa_handler == SIG_DFL &&
+      (present.sa_flags & SA_SIGINFO) == 0)
+    std::signal(SIGPIPE, SIG_IGN);
 }
 
 // Exchanges the facts that ranks need to know about each other: one host or several, GPUs.
 void exchange_host_facts(WorldCore& core, Clock::time_point deadline) {
   const std::string gpu = nccl_available() ? gpu_identity(core.env.local_rank, core.gpu_index) : "";
-  const std::string verdict = agree(core, "rendezvous", own_host_name() + " " + (gpu.empty() ? "-" : gpu), deadline, [](const auto& texts, std::string&) {
-    std::set<std::string> hosts, gpus;
-    bool every_gpu = true;
-    for (const std::string& text : texts) {
-      hosts.insert(text.substr(0, text.find(' ')));
-      every_gpu = every_gpu && !text.ends_with(" -") && gpus.insert(text).second;
-    }
-    return fmt::format("{} {}", hosts.size() == 1 ? 1 : 0, every_gpu ? 1 : 0);
-  });
+  const std::string verdict =
+      agree(core, "rendezvous", own_host_name() + " " + (gpu.empty() ? "-" : gpu), deadline,
+            [](const auto& texts, std::string&) {
+              std::set<std::string> hosts, gpus;
+              bool every_gpu = true;
+              for (const std::string& text : texts) {
+                hosts.insert(text.substr(0, text.find(' ')));
+                every_gpu = every_gpu && !text.ends_with(" -") && gpus.insert(text).second;
+              }
+              return fmt::format("{} {}", hosts.size() == 1 ? 1 : 0, every_gpu ? 1 : 0);
+            });
   core.one_host = verdict.starts_with("1");
   core.own_gpus = verdict.ends_with("1");
 }
@@ -125,7 +138,9 @@ struct World::Membership {
 };
 
 World::World(std::shared_ptr<WorldCore> core, P2PTransport p2p)
-    : core_(std::move(core)), member_groups_(std::make_shared<MemberGroups>(core_)), membership_(std::make_shared<Membership>(core_)) {
+    : core_(std::move(core)),
+      member_groups_(std::make_shared<MemberGroups>(core_)),
+      membership_(std::make_shared<Membership>(core_)) {
   std::vector<int> all(static_cast<std::size_t>(core_->env.world_size));
   for (std::size_t i = 0; i < all.size(); ++i) all[i] = static_cast<int>(i);
   GroupOptions options;
@@ -145,11 +160,18 @@ World World::connect(const LaunchEnv& env, const WorldOptions& options) {
     survive_broken_pipes();
   }
   if (env.world_size > 1 && env.rendezvous.kind == Rendezvous::Kind::None)
-    throw ConfigError(fmt::format("no rendezvous is configured for {} ranks; set MASTER_ADDR and MASTER_PORT, or PENSTOCK_RENDEZVOUS", env.world_size));
+    throw ConfigError(fmt::format(
+        "no rendezvous is configured for {} ranks; set MASTER_ADDR and MASTER_PORT, or PENSTOCK_RENDEZVOUS",
+        env.world_size));
   Recorder::global().set_rank(env.rank);
   Recorder::global().set_world_size(env.world_size);
   if (const auto folder = recorder_directory()) install_fatal_signal_dump(*folder, env.rank);
-  auto core = std::make_shared<WorldCore>(WorldCore{.env = env, .store = env.world_size == 1 ? Store::in_process() : Store::connect(env, deadline), .liveness = std::make_shared<Liveness>(env.world_size), .monitor = nullptr, .timeout = timeout});
+  auto core = std::make_shared<WorldCore>(
+      WorldCore{.env = env,
+                .store = env.world_size == 1 ? Store::in_process() : Store::connect(env, deadline),
+                .liveness = std::make_shared<Liveness>(env.world_size),
+                .monitor = nullptr,
+                .timeout = timeout});
   if (env.world_size > 1) {
     core->monitor = std::make_unique<Monitor>(env, core->store, core->liveness, deadline);
     core->store.watch(core->liveness, env.rank);
@@ -161,8 +183,14 @@ World World::connect(const LaunchEnv& env, const WorldOptions& options) {
 World World::fake(int rank, int size) {
   register_operators();
   if (size < 1 || rank < 0 || rank >= size)
-    throw ValueError(describe("fake world", fmt::format("rank {} of {}", rank, size), "a rank from 0 to size - 1"));
-  auto core = std::make_shared<WorldCore>(WorldCore{.env = {}, .store = Store::in_process(), .liveness = std::make_shared<Liveness>(size), .monitor = nullptr, .timeout = default_timeout(), .fake = true});
+    throw ValueError(
+        describe("fake world", fmt::format("rank {} of {}", rank, size), "a rank from 0 to size - 1"));
+  auto core = std::make_shared<WorldCore>(WorldCore{.env = {},
+                                                    .store = Store::in_process(),
+                                                    .liveness = std::make_shared<Liveness>(size),
+                                                    .monitor = nullptr,
+                                                    .timeout = default_timeout(),
+                                                    .fake = true});
   core->env.rank = rank;
   core->env.world_size = size;
   core->env.local_rank = rank;
@@ -188,8 +216,12 @@ Group World::new_group(const std::vector<int>& ranks, const GroupOptions& option
   const auto judge = [&](const std::vector<std::string>& texts, std::string& error) -> std::string {
     for (std::size_t rank = 1; rank < texts.size(); ++rank)
       if (texts[rank] != texts[0])
-        error = fmt::format("new_group: rank 0 requested {}, rank {} requested {}; every rank must create the same groups in the same order", texts[0], rank, texts[rank]);
-    if (const std::string bad = validation_error(ranks, core.env.world_size); error.empty() && !bad.empty()) error = fmt::format("new_group {}: {}", own_text, bad);
+        error = fmt::format(
+            "new_group: rank 0 requested {}, rank {} requested {}; every rank must create the same groups in "
+            "the same order",
+            texts[0], rank, texts[rank]);
+    if (const std::string bad = validation_error(ranks, core.env.world_size); error.empty() && !bad.empty())
+      error = fmt::format("new_group {}: {}", own_text, bad);
     return "";
   };
   try {
@@ -200,7 +232,8 @@ Group World::new_group(const std::vector<int>& ranks, const GroupOptions& option
     } else {
       agree(core, "new_group " + key, own_text, deadline, judge);
     }
-    return Group(make_group(core_, {.name = base, .key = key, .ranks = ranks, .timeout = timeout, .p2p = options.p2p}, deadline));
+    return Group(make_group(
+        core_, {.name = base, .key = key, .ranks = ranks, .timeout = timeout, .p2p = options.p2p}, deadline));
   } catch (...) {
     rethrow_as_group_error(core, base, "new_group " + own_text);
   }
@@ -212,8 +245,10 @@ Group World::group_of(const std::vector<int>& ranks, std::chrono::milliseconds t
 
 Group World::group_of(const std::vector<int>& ranks, const MemberGroupOptions& options) const {
   if (options.purpose.find_first_of(";/") != std::string::npos)
-    throw ValueError(describe("purpose of a group", options.purpose, "text without ';' and '/'", "use letters, digits and dots"));
-  if (options.purpose.empty() && options.p2p == P2PTransport::Auto && ranks == everyone_.ranks()) return everyone_;
+    throw ValueError(describe("purpose of a group", options.purpose, "text without ';' and '/'",
+                              "use letters, digits and dots"));
+  if (options.purpose.empty() && options.p2p == P2PTransport::Auto && ranks == everyone_.ranks())
+    return everyone_;
   return member_groups_->get(ranks, options);
 }
 
@@ -222,8 +257,12 @@ P2PTransport World::low_latency_transport() const {
   const bool processes_of_one_host = core_->one_host && core_->monitor != nullptr;
   if (env_text("PENSTOCK_P2P") || !ucx_available() || !processes_of_one_host) return P2PTransport::Auto;
   struct statvfs shared {};
-  if (::statvfs("/dev/shm", &shared) != 0 || static_cast<std::uint64_t>(shared.f_blocks) * shared.f_frsize < kLeastSharedMemory) {
-    log().info("comm: /dev/shm has less than {} MB, so point-to-point transfers use Gloo, not UCX; give the container more, or set PENSTOCK_P2P to choose", kLeastSharedMemory >> 20);
+  if (::statvfs("/dev/shm", &shared) != 0 ||
+      static_cast<std::uint64_t>(shared.f_blocks) * shared.f_frsize < kLeastSharedMemory) {
+    log().info(
+        "comm: /dev/shm has less than {} MB, so point-to-point transfers use Gloo, not UCX; give the "
+        "container more, or set PENSTOCK_P2P to choose",
+        kLeastSharedMemory >> 20);
     return P2PTransport::Gloo;
   }
   return P2PTransport::Ucx;

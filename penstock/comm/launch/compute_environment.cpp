@@ -10,8 +10,8 @@
 #include <fstream>
 #include <system_error>
 
-#include "penstock/errors.h"
 #include "penstock/comm/launch/launch_cores.h"
+#include "penstock/errors.h"
 
 namespace penstock::comm {
 
@@ -52,9 +52,12 @@ BlasThreads loaded_blas_threads() {
   const auto parallel = reinterpret_cast<int (*)()>(::dlsym(RTLD_DEFAULT, "openblas_get_parallel"));
   if (parallel == nullptr) return BlasThreads::NoOpenBlas;
   switch (parallel()) {
-    case 0: return BlasThreads::Sequential;
-    case 1: return BlasThreads::OwnPool;
-    default: return BlasThreads::OpenMp;
+    case 0:
+      return BlasThreads::Sequential;
+    case 1:
+      return BlasThreads::OwnPool;
+    default:
+      return BlasThreads::OpenMp;
   }
 }
 
@@ -69,26 +72,32 @@ std::string openmp_blas_folder(const std::string& libraries) {
   return folder.string();
 }
 
-std::vector<std::pair<std::string, std::string>> compute_environment(int threads, const EnvironmentReader& environment) {
+std::vector<std::pair<std::string, std::string>> compute_environment(int threads,
+                                                                     const EnvironmentReader& environment) {
   std::vector<std::pair<std::string, std::string>> result;
   std::string count = environment("OMP_NUM_THREADS");
   if (count.empty()) count = environment("MKL_NUM_THREADS");
   if (count.empty()) count = fmt::format("{}", threads);
   for (const char* name : {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"})
     if (environment(name).empty()) result.emplace_back(name, count);
-  if (environment("OMP_WAIT_POLICY").empty() && environment("GOMP_SPINCOUNT").empty()) result.emplace_back("GOMP_SPINCOUNT", kSpinCount);
+  if (environment("OMP_WAIT_POLICY").empty() && environment("GOMP_SPINCOUNT").empty())
+    result.emplace_back("GOMP_SPINCOUNT", kSpinCount);
   if (const std::string folder = openmp_blas_folder(kSystemLibraries); !folder.empty()) {
     const std::string others = environment("LD_LIBRARY_PATH");
-    if (!(others + ":").starts_with(folder + ":")) result.emplace_back("LD_LIBRARY_PATH", others.empty() ? folder : folder + ":" + others);
+    if (!(others + ":").starts_with(folder + ":"))
+      result.emplace_back("LD_LIBRARY_PATH", others.empty() ? folder : folder + ":" + others);
   }
-  for (const auto& [name, value] : {std::pair{"MALLOC_MMAP_THRESHOLD_", "33554432"}, {"MALLOC_TRIM_THRESHOLD_", "17179869184"}, {"MIMALLOC_PURGE_DELAY", "-1"}})
+  for (const auto& [name, value] : {std::pair{"MALLOC_MMAP_THRESHOLD_", "33554432"},
+                                    {"MALLOC_TRIM_THRESHOLD_", "17179869184"},
+                                    {"MIMALLOC_PURGE_DELAY", "-1"}})
     if (environment(name).empty()) result.emplace_back(name, value);
   return result;
 }
 
 void restart_with_compute_environment(int ranks_on_host) {
   if (!from_process("PENSTOCK_LAUNCH_ID").empty() || !from_process(kRestarted).empty()) return;
-  const int threads = bound_to_cores() ? available_cores() : threads_per_rank(available_cores(), ranks_on_host);
+  const int threads =
+      bound_to_cores() ? available_cores() : threads_per_rank(available_cores(), ranks_on_host);
   const auto missing = compute_environment(threads, from_process);
   if (missing.empty()) return;
   for (const auto& [name, value] : missing) ::setenv(name.c_str(), value.c_str(), 1);
@@ -98,7 +107,10 @@ void restart_with_compute_environment(int ranks_on_host) {
   for (std::string& word : words) argv.push_back(word.data());
   argv.push_back(nullptr);
   ::execv("/proc/self/exe", argv.data());
-  throw StateError(fmt::format("train: the program could not be restarted with settings for threads and memory: {}; set {}=1 to train without them", std::generic_category().message(errno), kRestarted));
+  throw StateError(
+      fmt::format("train: the program could not be restarted with settings for threads and memory: {}; set "
+                  "{}=1 to train without them",
+                  std::generic_category().message(errno), kRestarted));
 }
 
 }  // namespace penstock::comm

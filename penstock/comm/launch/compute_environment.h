@@ -39,7 +39,8 @@ std::string openmp_blas_folder(const std::string& libraries);
 // environment. Variables that are already set are kept: OMP_NUM_THREADS (or else MKL_NUM_THREADS) then also
 // applies to the libraries that have no value of their own, and OMP_WAIT_POLICY or GOMP_SPINCOUNT keep their
 // wait policy.
-std::vector<std::pair<std::string, std::string>> compute_environment(int threads, const EnvironmentReader& environment);
+std::vector<std::pair<std::string, std::string>> compute_environment(int threads,
+                                                                     const EnvironmentReader& environment);
 
 // For a rank that another launcher started (mpirun, srun, torchrun), before it computes: if variables are
 // missing, sets them and executes this program again in the same process with the same arguments. Returns if

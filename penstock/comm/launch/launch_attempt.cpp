@@ -13,8 +13,8 @@
 #include <map>
 #include <set>
 
-#include "penstock/errors.h"
 #include "penstock/base/text.h"
+#include "penstock/errors.h"
 
 namespace penstock::comm {
 
@@ -96,13 +96,9 @@ class Attempt {
   bool explained_ = false;  // whether the caller explains the first failure; see LaunchOptions
 };
 
-std::string elapsed(double seconds) {
-  return fmt::format("{:.1f} s", seconds);
-}
+std::string elapsed(double seconds) { return fmt::format("{:.1f} s", seconds); }
 
-std::string count_ranks(int count) {
-  return count == 1 ? "1 rank" : fmt::format("{} ranks", count);
-}
+std::string count_ranks(int count) { return count == 1 ? "1 rank" : fmt::format("{} ranks", count); }
 
 bool Attempt::start() {
   const int port = options_.port != 0 ? options_.port : free_port();
@@ -199,7 +195,8 @@ void Attempt::take_signals() {
     if (result_.stopped_by == 0) {
       result_.stopped_by = signal;
       stopped_at_ = now;
-      print_launcher_line(context_.terminal,
+      print_launcher_line(
+          context_.terminal,
           fmt::format("{} received: passed on to {}, killed if still running in {}; {}", signal_name(signal),
                       count_ranks(alive()), elapsed(std::chrono::duration<double>(stop_grace()).count()),
                       "a second SIGINT kills at once"));
@@ -311,7 +308,8 @@ bool Attempt::take_output(RankState& rank, Stream& stream) {
 void Attempt::show(RankState& rank, Channel channel, const LineSplitter::Line& line) {
   std::string text(line.text);
   if (line.newline) text += '\n';
-  if (const std::string failure = rank.log.append(text); !failure.empty()) print_launcher_line(context_.terminal, failure);
+  if (const std::string failure = rank.log.append(text); !failure.empty())
+    print_launcher_line(context_.terminal, failure);
   if (line.continued && line.text.empty()) return;  // only the newline of a line already shown in full
   if (!line.newline) text += '\n';
   if (options_.prefix) text.insert(0, line_prefix(rank.outcome.rank, color_[static_cast<int>(channel)]));
@@ -355,19 +353,23 @@ void Attempt::next_step() {
   step_at_.reset();
   if (count == 0) return;
   if (ending_ == Ending::Grace) {
-    print_launcher_line(context_.terminal, fmt::format("{} still running: sending SIGTERM", count_ranks(count)));
+    print_launcher_line(context_.terminal,
+                        fmt::format("{} still running: sending SIGTERM", count_ranks(count)));
     send(SIGTERM);
     ending_ = Ending::Terminated;
     step_at_ = now + options_.kill_after;
   } else if (ending_ == Ending::Interrupted || ending_ == Ending::Terminated) {
-    print_launcher_line(context_.terminal, fmt::format("{} still running: sending SIGKILL", count_ranks(count)));
+    print_launcher_line(context_.terminal,
+                        fmt::format("{} still running: sending SIGKILL", count_ranks(count)));
     send(SIGKILL);
     ending_ = Ending::Killed;
     step_at_ = now + kStuckNotice;
   } else {
-    print_launcher_line(context_.terminal, fmt::format("{} not ended by SIGKILL yet: stuck in the kernel, often because of a file "
-                                       "system or a device that does not answer",
-                                       count_ranks(count)));
+    print_launcher_line(
+        context_.terminal,
+        fmt::format("{} not ended by SIGKILL yet: stuck in the kernel, often because of a file "
+                    "system or a device that does not answer",
+                    count_ranks(count)));
   }
 }
 
@@ -421,7 +423,8 @@ void Attempt::summarize() {
       low = std::min(low, rank->elapsed_s);
       high = std::max(high, rank->elapsed_s);
     }
-    print_launcher_line(context_.terminal,
+    print_launcher_line(
+        context_.terminal,
         fmt::format(
             "summary: {} {}: {}, after {}", ranks.size() == 1 ? "rank" : "ranks", format_list(numbers), way,
             elapsed(low) == elapsed(high) ? elapsed(low) : fmt::format("{:.1f} to {}", low, elapsed(high))));

@@ -92,8 +92,6 @@ int available_cores() {
   return std::max(1, static_cast<int>(std::floor(*limit)));
 }
 
-int threads_per_rank(int cores, int ranks) {
-  return std::max(1, cores / std::max(1, ranks));
-}
+int threads_per_rank(int cores, int ranks) { return std::max(1, cores / std::max(1, ranks)); }
 
 }  // namespace penstock::comm

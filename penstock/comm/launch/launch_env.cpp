@@ -4,11 +4,11 @@
 
 #include <cstdint>
 
-#include "penstock/base/env.h"
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
+#include "penstock/base/env.h"
 #include "penstock/base/number.h"
 #include "penstock/base/quote.h"
+#include "penstock/errors.h"
 
 namespace penstock::comm {
 
@@ -17,7 +17,8 @@ namespace {
 using Get = std::function<std::optional<std::string>(const char*)>;
 
 int to_int(const std::string& name, const std::string& text, int low, int high) {
-  return static_cast<int>(read_integer(fmt::format("environment variable {}", name), text, low, high, "let the launcher set it, or unset it to run one rank"));
+  return static_cast<int>(read_integer(fmt::format("environment variable {}", name), text, low, high,
+                                       "let the launcher set it, or unset it to run one rank"));
 }
 
 std::optional<int> get_int(const Get& get, const char* name, int low, int high) {
@@ -28,7 +29,8 @@ std::optional<int> get_int(const Get& get, const char* name, int low, int high) 
 
 int need_int(const Get& get, const char* name, int low, int high, const char* because) {
   if (const auto value = get_int(get, name, low, high)) return *value;
-  throw ConfigError(fmt::format("environment variable {} is not set, but {} is; set both, or neither to run one rank", name, because));
+  throw ConfigError(fmt::format(
+      "environment variable {} is not set, but {} is; set both, or neither to run one rank", name, because));
 }
 
 constexpr int kMaxWorld = 1 << 20;
@@ -67,8 +69,10 @@ void set_tcp(LaunchEnv& env, const Get& get, const std::string& host, int port) 
   env.rendezvous.host = get("MASTER_ADDR").value_or(host);
   env.rendezvous.port = get_int(get, "MASTER_PORT", 1, 65535).value_or(port);
   if (env.rendezvous.host.empty())
-    throw ConfigError(fmt::format("{} started ranks on several hosts, but MASTER_ADDR is not set; set it to the address of rank 0's host",
-                                  env.launcher));
+    throw ConfigError(
+        fmt::format("{} started ranks on several hosts, but MASTER_ADDR is not set; set it to the address of "
+                    "rank 0's host",
+                    env.launcher));
 }
 
 void check(const LaunchEnv& env, const char* rank_name, const char* size_name) {
@@ -86,9 +90,12 @@ void check(const LaunchEnv& env, const char* rank_name, const char* size_name) {
 
 std::string Rendezvous::describe() const {
   switch (kind) {
-    case Kind::None: return "none";
-    case Kind::Tcp: return fmt::format("tcp://{}:{}", host, port);
-    case Kind::File: return fmt::format("file://{}", path);
+    case Kind::None:
+      return "none";
+    case Kind::Tcp:
+      return fmt::format("tcp://{}:{}", host, port);
+    case Kind::File:
+      return fmt::format("file://{}", path);
   }
   return {};
 }
@@ -130,8 +137,11 @@ LaunchEnv parse_launch_env(const Get& get) {
     const char* size_name = get("SLURM_STEP_NUM_TASKS") ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS";
     env.world_size = need_int(get, size_name, 1, kMaxWorld, "SLURM_PROCID");
     env.local_rank = need_int(get, "SLURM_LOCALID", 0, kMaxWorld - 1, "SLURM_PROCID");
-    const int nodes = get_int(get, get("SLURM_STEP_NUM_NODES") ? "SLURM_STEP_NUM_NODES" : "SLURM_NNODES", 1, kMaxWorld).value_or(1);
-    env.local_world_size = nodes == 1 ? env.world_size : std::max(env.local_rank + 1, (env.world_size + nodes - 1) / nodes);
+    const int nodes =
+        get_int(get, get("SLURM_STEP_NUM_NODES") ? "SLURM_STEP_NUM_NODES" : "SLURM_NNODES", 1, kMaxWorld)
+            .value_or(1);
+    env.local_world_size =
+        nodes == 1 ? env.world_size : std::max(env.local_rank + 1, (env.world_size + nodes - 1) / nodes);
     check(env, "SLURM_PROCID", size_name);
     const auto node_list = get("SLURM_STEP_NODELIST").value_or(get("SLURM_JOB_NODELIST").value_or(""));
     set_tcp(env, get, nodes == 1 ? "127.0.0.1" : first_slurm_host(node_list),
@@ -154,12 +164,13 @@ std::string first_slurm_host(const std::string& node_list) {
   if (open == std::string::npos || comma < open) return node_list.substr(0, comma);
   const auto end = node_list.find_first_of("-,]", open + 1);
   if (end == std::string::npos)
-    throw ConfigError(penstock::describe("Slurm node list", fmt::format("\"{}\"", node_list), "a closing bracket",
-                                         "set MASTER_ADDR to rank 0's host"));
+    throw ConfigError(penstock::describe("Slurm node list", fmt::format("\"{}\"", node_list),
+                                         "a closing bracket", "set MASTER_ADDR to rank 0's host"));
   // Node names may continue after the bracket ("rack[1-2]-gpu"), up to the next comma.
   const auto close = node_list.find(']', end);
   const auto rest_end = node_list.find(',', close == std::string::npos ? end : close);
-  const std::string rest = close == std::string::npos ? "" : node_list.substr(close + 1, rest_end - close - 1);
+  const std::string rest =
+      close == std::string::npos ? "" : node_list.substr(close + 1, rest_end - close - 1);
   return node_list.substr(0, open) + node_list.substr(open + 1, end - open - 1) + rest;
 }
 

@@ -16,11 +16,11 @@ namespace penstock::comm {
 struct Rendezvous {
   enum class Kind { None, Tcp, File };
   Kind kind = Kind::None;
-  std::string host;           // Tcp
-  int port = 0;               // Tcp
-  std::string path;           // File
+  std::string host;             // Tcp
+  int port = 0;                 // Tcp
+  std::string path;             // File
   bool hosted_by_rank0 = true;  // Tcp: false if the launcher hosts the store (as torchrun's agent does)
-  std::string prefix;         // prefix of all keys; differs between restarts that share a store
+  std::string prefix;           // prefix of all keys; differs between restarts that share a store
 
   std::string describe() const;
   // Whether all ranks must be on this host. Sockets then listen on loopback only.

@@ -94,13 +94,9 @@ bool Terminal::congested(Channel channel) const {
   return queues_[shared_ ? 0 : static_cast<int>(channel)].bytes > kQueueLimit;
 }
 
-bool Terminal::is_tty(Channel channel) const {
-  return targets_[static_cast<int>(channel)].tty;
-}
+bool Terminal::is_tty(Channel channel) const { return targets_[static_cast<int>(channel)].tty; }
 
-bool Terminal::drained() const {
-  return queues_[0].texts.empty() && queues_[1].texts.empty();
-}
+bool Terminal::drained() const { return queues_[0].texts.empty() && queues_[1].texts.empty(); }
 
 void Terminal::add_to_poll(std::vector<pollfd>& list) const {
   for (const Queue& queue : queues_)
@@ -166,8 +162,8 @@ LogFile::LogFile(const std::string& path) : path_(path) {
   }
   if (failure)
     throw ConfigError(
-        fmt::format("launch: log file {} cannot be written: {}; set --log-dir to a writable folder",
-                    path, failure.message()));
+        fmt::format("launch: log file {} cannot be written: {}; set --log-dir to a writable folder", path,
+                    failure.message()));
 }
 
 std::string LogFile::append(std::string_view bytes) {
@@ -177,8 +173,8 @@ std::string LogFile::append(std::string_view bytes) {
     if (wrote < 0) {
       const int error = errno;
       fd_.reset();
-      return fmt::format("log file {} cannot be written: {}; further output of this rank is not logged", path_,
-                         std::strerror(error));
+      return fmt::format("log file {} cannot be written: {}; further output of this rank is not logged",
+                         path_, std::strerror(error));
     }
     bytes.remove_prefix(static_cast<std::size_t>(wrote));
   }

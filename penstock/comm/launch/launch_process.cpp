@@ -20,9 +20,9 @@
 #include <fstream>
 #include <iterator>
 
-#include "penstock/errors.h"
 #include "penstock/comm/launch/launch_signals.h"
 #include "penstock/comm/launch/launcher.h"
+#include "penstock/errors.h"
 
 namespace penstock::comm {
 
@@ -313,9 +313,7 @@ Subreaper::Subreaper() {
   prctl(PR_SET_CHILD_SUBREAPER, 1);
 }
 
-Subreaper::~Subreaper() {
-  prctl(PR_SET_CHILD_SUBREAPER, before_);
-}
+Subreaper::~Subreaper() { prctl(PR_SET_CHILD_SUBREAPER, before_); }
 
 int kill_stray_processes(const std::string& entry) {
   int killed = 0;

@@ -98,9 +98,7 @@ LaunchSignals::~LaunchSignals() {
   in_use.store(false);
 }
 
-int LaunchSignals::wake_fd() const {
-  return wake_read.load();
-}
+int LaunchSignals::wake_fd() const { return wake_read.load(); }
 
 void LaunchSignals::clear() {
   char bytes[256];
@@ -123,8 +121,6 @@ AllSignalsBlocked::AllSignalsBlocked() {
   pthread_sigmask(SIG_SETMASK, &all, &old_mask_);
 }
 
-AllSignalsBlocked::~AllSignalsBlocked() {
-  pthread_sigmask(SIG_SETMASK, &old_mask_, nullptr);
-}
+AllSignalsBlocked::~AllSignalsBlocked() { pthread_sigmask(SIG_SETMASK, &old_mask_, nullptr); }
 
 }  // namespace penstock::comm

@@ -15,10 +15,10 @@
 #include <random>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/comm/launch/compute_environment.h"
 #include "penstock/comm/launch/launch_attempt.h"
 #include "penstock/comm/launch/launch_cores.h"
+#include "penstock/errors.h"
 
 extern char** environ;
 
@@ -36,7 +36,8 @@ void check(const LaunchOptions& options) {
     if (!holds) throw ConfigError(describe(std::string("launch: ") + what, actual, expected, remedy));
   };
   need(options.ranks >= 1 && options.ranks <= kMaxLocalRanks, "number of ranks",
-       fmt::format("{}", options.ranks), fmt::format("1 to {} on one host", kMaxLocalRanks), "set it with -n");
+       fmt::format("{}", options.ranks), fmt::format("1 to {} on one host", kMaxLocalRanks),
+       "set it with -n");
   need(!options.command.empty() && !options.command.front().empty(), "program to run", "none",
        "a program after --", kExample);
   need(options.restarts >= 0 && options.restarts <= 1'000'000, "number of restarts",
@@ -46,7 +47,8 @@ void check(const LaunchOptions& options) {
   need(options.grace >= 0ms && options.grace <= 24h, "grace", fmt::format("{} ms", options.grace.count()),
        "0 s to one day", "set it with --grace");
   const auto stop_grace = options.stop_grace.value_or(options.grace);
-  need(stop_grace >= 0ms && stop_grace <= 24h, "grace after a signal", fmt::format("{} ms", stop_grace.count()), "0 s to one day", "");
+  need(stop_grace >= 0ms && stop_grace <= 24h, "grace after a signal",
+       fmt::format("{} ms", stop_grace.count()), "0 s to one day", "");
   need(options.kill_after >= 0ms && options.kill_after <= 24h, "time from SIGTERM to SIGKILL",
        fmt::format("{} ms", options.kill_after.count()), "0 s to one day", "");
   for (const auto& [name, value] : options.environment)
@@ -147,7 +149,8 @@ std::vector<std::string> rank_environment(const LaunchContext& context, int atte
   for (char** entry = environ; entry != nullptr && *entry != nullptr; ++entry) entries.emplace_back(*entry);
   for (const auto& [name, value] : options.environment) set(name, value);
   const auto value_of = [&](const std::string& name) {
-    const auto entry = std::find_if(entries.begin(), entries.end(), [&](const std::string& each) { return is(each, name); });
+    const auto entry =
+        std::find_if(entries.begin(), entries.end(), [&](const std::string& each) { return is(each, name); });
     return entry == entries.end() ? std::string() : entry->substr(name.size() + 1);
   };
   for (const auto& [name, value] : compute_environment(context.threads, value_of)) set(name, value);
@@ -226,19 +229,21 @@ LaunchResult launch(const LaunchOptions& options) {
     const RankOutcome& first = result.ranks[static_cast<std::size_t>(*result.first_failed_rank)];
     result.exit_code = first.code();
     if (result.stopped_by != 0 || options.restarts == 0) break;
-    if (std::find(options.final_exit_codes.begin(), options.final_exit_codes.end(), first.exit_code) != options.final_exit_codes.end()) break;
+    if (std::find(options.final_exit_codes.begin(), options.final_exit_codes.end(), first.exit_code) !=
+        options.final_exit_codes.end())
+      break;
     if (options.explained && options.explained(first.rank)) break;
     const std::string why =
         fmt::format("rank {}, {} after {:.1f} s", first.rank, first.describe(), first.elapsed_s);
     if (attempt == options.restarts) {
-      print_launcher_line(terminal, fmt::format("attempt {} of {} failed ({}); no restart is left", attempt + 1,
-                                options.restarts + 1, why));
+      print_launcher_line(terminal, fmt::format("attempt {} of {} failed ({}); no restart is left",
+                                                attempt + 1, options.restarts + 1, why));
       break;
     }
     if ((result.stopped_by = signals.take_stop()) != 0)
       break;  // it came while the attempt was being cleaned up
-    print_launcher_line(terminal, fmt::format("attempt {} of {} failed ({}); starting attempt {}", attempt + 1,
-                              options.restarts + 1, why, attempt + 2));
+    print_launcher_line(terminal, fmt::format("attempt {} of {} failed ({}); starting attempt {}",
+                                              attempt + 1, options.restarts + 1, why, attempt + 2));
   }
   if (result.stopped_by == SIGPIPE) result.exit_code = 128 + SIGPIPE;
   drain(terminal, signals);

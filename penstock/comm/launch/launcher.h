@@ -48,9 +48,9 @@ struct LaunchOptions {
   // replaced.
   std::vector<std::pair<std::string, std::string>> environment;
 
-  int restarts = 0;  // further attempts after a failed one; none follows a stop by a signal
+  int restarts = 0;                   // further attempts after a failed one; none follows a stop by a signal
   std::vector<int> final_exit_codes;  // no further attempt follows a rank that fails with one of these codes
-  int port = 0;      // MASTER_PORT; 0: a free one, chosen for each attempt
+  int port = 0;                       // MASTER_PORT; 0: a free one, chosen for each attempt
 
   // After the first failure the other ranks have `grace` to end on their own (they notice the loss themselves
   // and print what they were doing); then SIGTERM, and SIGKILL after `kill_after`. A stop signal is passed on

@@ -5,8 +5,8 @@
 #include <cstring>
 #include <limits>
 
-#include "penstock/base/text.h"
 #include "penstock/base/describe.h"
+#include "penstock/base/text.h"
 
 namespace penstock::comm {
 
@@ -21,8 +21,9 @@ constexpr std::size_t kKindAt = 8;
 constexpr std::size_t kLengthAt = 12;
 constexpr std::size_t kChecksumAt = 16;
 
-constexpr const char* kDamaged = "the message was truncated or damaged, or these bytes are not a message; "
-                                 "check that both sides agree on who sends what to whom";
+constexpr const char* kDamaged =
+    "the message was truncated or damaged, or these bytes are not a message; "
+    "check that both sides agree on who sends what to whom";
 constexpr const char* kOversize = "send less in one message, or raise the limit on both sides";
 constexpr const char* kSameBuild = "run the same build of Penstock on all ranks";
 
@@ -34,21 +35,23 @@ void put(std::uint8_t* at, T value) {
 template <class T>
 T get(std::span<const std::uint8_t> bytes, std::size_t at) {
   T value = 0;
-  for (std::size_t i = 0; i < sizeof(T); ++i) value = static_cast<T>(value | static_cast<T>(bytes[at + i]) << (8 * i));
+  for (std::size_t i = 0; i < sizeof(T); ++i)
+    value = static_cast<T>(value | static_cast<T>(bytes[at + i]) << (8 * i));
   return value;
 }
 
 // "SHAP", or the bytes in hex if they are not printable.
 std::string show(std::span<const std::uint8_t> code) {
   std::string text;
-  for (const std::uint8_t c : code) text += c > ' ' && c <= '~' ? std::string(1, static_cast<char>(c)) : fmt::format("\\x{:02x}", c);
+  for (const std::uint8_t c : code)
+    text += c > ' ' && c <= '~' ? std::string(1, static_cast<char>(c)) : fmt::format("\\x{:02x}", c);
   return '"' + text + '"';
 }
 
 [[noreturn]] void fail(MessageKind kind, std::size_t offset, std::string_view what, std::string_view actual,
                        std::string_view expected, std::string_view remedy) {
-  throw MismatchError(
-      describe(fmt::format("message \"{}\", byte {}: {}", kind.code(), offset, what), actual, expected, remedy));
+  throw MismatchError(describe(fmt::format("message \"{}\", byte {}: {}", kind.code(), offset, what), actual,
+                               expected, remedy));
 }
 
 std::uint64_t frame_checksum(std::span<const std::uint8_t> message) {
@@ -89,7 +92,8 @@ void MessageWriter::append_count(std::size_t count) {
 }
 
 std::vector<std::uint8_t> MessageWriter::finish() {
-  if (finished_) throw StateError("MessageWriter: finish was called twice; create a new writer for each message");
+  if (finished_)
+    throw StateError("MessageWriter: finish was called twice; create a new writer for each message");
   finished_ = true;
   std::copy(kMagic.begin(), kMagic.end(), bytes_.begin());
   put(bytes_.data() + kFormatAt, kFormat);
@@ -105,7 +109,8 @@ MessageReader::MessageReader(std::span<const std::uint8_t> bytes, MessageKind ki
     : bytes_(bytes), kind_(kind), offset_(kMessageHeaderBytes) {
   if (understood.oldest > understood.newest)
     throw ValueError(describe(fmt::format("versions of message \"{}\"", kind.code()),
-                              fmt::format("{} to {}", understood.oldest, understood.newest), "the oldest first"));
+                              fmt::format("{} to {}", understood.oldest, understood.newest),
+                              "the oldest first"));
   if (bytes.size() > max_bytes)
     fail(kind, 0, "the message is too large", fmt::format("{} bytes", bytes.size()),
          fmt::format("at most {} ({})", max_bytes, format_bytes(max_bytes)), kOversize);
@@ -119,7 +124,8 @@ MessageReader::MessageReader(std::span<const std::uint8_t> bytes, MessageKind ki
   if (const auto format = get<std::uint16_t>(bytes, kFormatAt); format != kFormat)
     fail(kind, kFormatAt, "the message format differs", fmt::format("format {}", format),
          fmt::format("format {}", kFormat), kSameBuild);
-  if (const std::size_t length = get<std::uint32_t>(bytes, kLengthAt); length != bytes.size() - kMessageHeaderBytes)
+  if (const std::size_t length = get<std::uint32_t>(bytes, kLengthAt);
+      length != bytes.size() - kMessageHeaderBytes)
     fail(kind, kLengthAt, "the length does not match the received bytes",
          fmt::format("{} bytes after the header", bytes.size() - kMessageHeaderBytes),
          fmt::format("{}, according to the header", length), kDamaged);
@@ -132,8 +138,10 @@ MessageReader::MessageReader(std::span<const std::uint8_t> bytes, MessageKind ki
 
   const auto code = bytes.subspan(kKindAt, kind.code().size());
   if (!std::equal(code.begin(), code.end(), kind.code().begin()))
-    fail(kind, kKindAt, "another kind of message was received", show(code), fmt::format("\"{}\"", kind.code()),
-         "ranks are at different points of the program; check that all of them make the same calls in the same order");
+    fail(kind, kKindAt, "another kind of message was received", show(code),
+         fmt::format("\"{}\"", kind.code()),
+         "ranks are at different points of the program; check that all of them make the same calls in the "
+         "same order");
   version_ = get<std::uint16_t>(bytes, kVersionAt);
   if (version_ < understood.oldest || version_ > understood.newest)
     fail(kind, kVersionAt, "the sender's version of this message is not supported",
@@ -165,7 +173,8 @@ std::size_t MessageReader::take_count(std::size_t minimum_bytes) {
 
 void MessageReader::expect_end() const {
   if (remaining() != 0)
-    fail(kind_, offset_, "bytes are left over after the last field", fmt::format("{}", remaining()), "0", kSameBuild);
+    fail(kind_, offset_, "bytes are left over after the last field", fmt::format("{}", remaining()), "0",
+         kSameBuild);
 }
 
 void MessageReader::refuse(std::size_t offset, std::string_view what, std::string_view actual,
@@ -180,9 +189,13 @@ void decode(MessageReader& reader, bool& value) {
   value = byte == 1;
 }
 
-void decode(MessageReader& reader, float& value) { value = std::bit_cast<float>(reader.read<std::uint32_t>()); }
+void decode(MessageReader& reader, float& value) {
+  value = std::bit_cast<float>(reader.read<std::uint32_t>());
+}
 
-void decode(MessageReader& reader, double& value) { value = std::bit_cast<double>(reader.read<std::uint64_t>()); }
+void decode(MessageReader& reader, double& value) {
+  value = std::bit_cast<double>(reader.read<std::uint64_t>());
+}
 
 void encode(MessageWriter& writer, std::string_view text) {
   writer.append_count(text.size());

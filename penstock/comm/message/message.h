@@ -75,8 +75,9 @@ struct VersionRange {
 
 // Integers of a width that is part of the type. Character types are text, not numbers.
 template <class T>
-concept WireInteger = std::integral<T> && !std::same_as<T, bool> && !std::same_as<T, char> && !std::same_as<T, wchar_t> &&
-                      !std::same_as<T, char8_t> && !std::same_as<T, char16_t> && !std::same_as<T, char32_t>;
+concept WireInteger =
+    std::integral<T> && !std::same_as<T, bool> && !std::same_as<T, char> && !std::same_as<T, wchar_t> &&
+    !std::same_as<T, char8_t> && !std::same_as<T, char16_t> && !std::same_as<T, char32_t>;
 
 class MessageWriter {
  public:
@@ -143,8 +144,8 @@ class MessageReader {
 
   // For `decode`: throws for the field at `offset`, whose bytes are intact but whose value is not allowed (an
   // unknown enum value, ...). Without a remedy the message asks for the same build on all ranks.
-  [[noreturn]] void refuse(std::size_t offset, std::string_view what, std::string_view actual, std::string_view expected,
-                           std::string_view remedy = {}) const;
+  [[noreturn]] void refuse(std::size_t offset, std::string_view what, std::string_view actual,
+                           std::string_view expected, std::string_view remedy = {}) const;
 
  private:
   std::span<const std::uint8_t> bytes_;
@@ -170,7 +171,8 @@ void decode(MessageReader& reader, T& value) {
   const auto bytes = reader.take(sizeof(T));
   std::make_unsigned_t<T> bits = 0;
   for (std::size_t i = 0; i < sizeof(T); ++i)
-    bits = static_cast<std::make_unsigned_t<T>>(bits | static_cast<std::make_unsigned_t<T>>(bytes[i]) << (8 * i));
+    bits = static_cast<std::make_unsigned_t<T>>(bits | static_cast<std::make_unsigned_t<T>>(bytes[i])
+                                                           << (8 * i));
   value = static_cast<T>(bits);
 }
 
@@ -224,8 +226,9 @@ void encode(MessageWriter& writer, const std::vector<T>& values) {
   } else {
     for (const auto& value : values) writer.write(static_cast<const T&>(value));
   }
-  PENSTOCK_INVARIANT(writer.size() - before >= values.size(),
-                     "an element of a vector must occupy at least one byte, or its count could not be checked");
+  PENSTOCK_INVARIANT(
+      writer.size() - before >= values.size(),
+      "an element of a vector must occupy at least one byte, or its count could not be checked");
 }
 template <class T>
 void decode(MessageReader& reader, std::vector<T>& values) {

@@ -41,7 +41,8 @@ class OperationTotalsTable {
       const OperationName kind = row.load_kind();
       if (const OperationTotals totals = row.load_totals(); totals.operations > 0) seen(kind.view(), totals);
     }
-    if (const OperationTotals totals = others_.load_totals(); totals.operations > 0) seen("other kinds", totals);
+    if (const OperationTotals totals = others_.load_totals(); totals.operations > 0)
+      seen("other kinds", totals);
   }
 
  private:

@@ -12,8 +12,8 @@
 #include <thread>
 #include <utility>
 
-#include "penstock/base/env.h"
 #include "penstock/base/describe.h"
+#include "penstock/base/env.h"
 #include "penstock/errors.h"
 
 namespace penstock::comm {
@@ -43,10 +43,14 @@ std::int32_t thread_number() noexcept {
 
 std::string_view to_text(OperationState state) {
   switch (state) {
-    case OperationState::Running: return "running";
-    case OperationState::Done: return "done";
-    case OperationState::Failed: return "failed";
-    case OperationState::TimedOut: return "timed out";
+    case OperationState::Running:
+      return "running";
+    case OperationState::Done:
+      return "done";
+    case OperationState::Failed:
+      return "failed";
+    case OperationState::TimedOut:
+      return "timed out";
   }
   return "unknown";
 }
@@ -88,24 +92,27 @@ bool Recorder::Slot::read(OperationRecord& record, int attempts) const noexcept 
 
 Recorder::Recorder(std::size_t entries) : entries_(entries) {
   if (entries == 0 || entries > kMostEntries)
-    throw ValueError(describe("size of the recorder", fmt::format("{} entries", entries), fmt::format("1 to {}", kMostEntries)));
+    throw ValueError(describe("size of the recorder", fmt::format("{} entries", entries),
+                              fmt::format("1 to {}", kMostEntries)));
   slots_ = std::make_unique<Slot[]>(entries);
   if (std::has_single_bit(entries)) mask_ = entries - 1;
-  if (::gethostname(host_.data(), host_.size() - 1) != 0) std::snprintf(host_.data(), host_.size(), "unknown");
+  if (::gethostname(host_.data(), host_.size() - 1) != 0)
+    std::snprintf(host_.data(), host_.size(), "unknown");
   anchor_steady_ns_ = now_ns(CLOCK_MONOTONIC);
   anchor_wall_ns_ = now_ns(CLOCK_REALTIME);
 }
 
 Recorder& Recorder::global() {
   // Never destroyed: threads and signal handlers may record and read until the process ends.
-  static Recorder* const instance = new Recorder(static_cast<std::size_t>(
-      env_int("PENSTOCK_RECORDER_SIZE", 1, kMostEntries).value_or(kDefaultEntries)));
+  static Recorder* const instance = new Recorder(
+      static_cast<std::size_t>(env_int("PENSTOCK_RECORDER_SIZE", 1, kMostEntries).value_or(kDefaultEntries)));
   return *instance;
 }
 
 std::uint64_t Recorder::begin(const Operation& operation) noexcept {
   totals_.add(operation.operation, operation.bytes);
-  if (frozen_.load(std::memory_order_relaxed)) [[unlikely]] return 0;
+  if (frozen_.load(std::memory_order_relaxed)) [[unlikely]]
+    return 0;
   const std::uint64_t id = next_.fetch_add(1, std::memory_order_relaxed);
   const std::int64_t begin_ns = now_ns(CLOCK_MONOTONIC);
   const std::int32_t thread = thread_number();
@@ -257,9 +264,9 @@ void Recorder::dump(const std::string& path, std::string_view reason) const {
   if (written && std::rename(partial.c_str(), path.c_str()) == 0) return;
   if (written) error = errno;
   std::remove(partial.c_str());
-  throw ConfigError(describe("dump of the recorder", fmt::format("\"{}\" for {}", std::strerror(error), path),
-                             "a writable file",
-                             "set PENSTOCK_RECORDER_DIR to a folder with free space that this user may write to"));
+  throw ConfigError(describe(
+      "dump of the recorder", fmt::format("\"{}\" for {}", std::strerror(error), path), "a writable file",
+      "set PENSTOCK_RECORDER_DIR to a folder with free space that this user may write to"));
 }
 
 }  // namespace penstock::comm

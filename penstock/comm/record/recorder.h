@@ -39,11 +39,11 @@ std::string_view to_text(OperationState state);
 
 // Description of an operation, given by the caller.
 struct Operation {
-  OperationName operation{};           // kind: "all_reduce", "send", ...; totals are kept by it
-  ShortText<32> group{};               // name of the group
-  ShortText<48> label{};               // free text, "2F0 -> stage 3"; cut after 47 bytes
+  OperationName operation{};  // kind: "all_reduce", "send", ...; totals are kept by it
+  ShortText<32> group{};      // name of the group
+  ShortText<48> label{};      // free text, "2F0 -> stage 3"; cut after 47 bytes
   std::int64_t tag = 0;
-  std::uint64_t sequence = 0;          // number of operations the group had started before
+  std::uint64_t sequence = 0;  // number of operations the group had started before
   std::uint64_t bytes = 0;
   std::optional<std::int32_t> peer{};  // global rank on the other side, for point-to-point
 };
@@ -96,7 +96,8 @@ class Recorder {
 
  private:
   static constexpr std::size_t kWords = sizeof(Operation) / sizeof(std::uint64_t);
-  static_assert(std::is_trivially_copyable_v<Operation> && sizeof(Operation) == kWords * sizeof(std::uint64_t));
+  static_assert(std::is_trivially_copyable_v<Operation> &&
+                sizeof(Operation) == kWords * sizeof(std::uint64_t));
 
   // Aligned so that neighbours, written by different threads, share no cache line.
   struct alignas(64) Slot {

@@ -18,10 +18,10 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/base/env.h"
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
+#include "penstock/base/env.h"
 #include "penstock/comm/record/recorder.h"
+#include "penstock/errors.h"
 
 namespace penstock::comm {
 
@@ -38,8 +38,8 @@ struct NamedSignal {
   bool fault;  // raised by an instruction, which raises it again when the handler returns
 };
 constexpr NamedSignal kSignals[] = {
-    {SIGSEGV, "fatal signal SIGSEGV", true, true}, {SIGBUS, "fatal signal SIGBUS", true, true},
-    {SIGFPE, "fatal signal SIGFPE", true, true},   {SIGILL, "fatal signal SIGILL", true, true},
+    {SIGSEGV, "fatal signal SIGSEGV", true, true},  {SIGBUS, "fatal signal SIGBUS", true, true},
+    {SIGFPE, "fatal signal SIGFPE", true, true},    {SIGILL, "fatal signal SIGILL", true, true},
     {SIGABRT, "fatal signal SIGABRT", true, false}, {SIGTERM, "signal SIGTERM", false, false},
     {SIGQUIT, "signal SIGQUIT", false, false},
 };
@@ -130,7 +130,9 @@ void dump_now(const Target& where, const char* reason) {
     written = written && ::rename(partial.c_str(), path.c_str()) == 0;
   }
   PathBuffer line;
-  line.add("penstock: ").add(reason).add(written ? ": recorder dump in " : ": could not write the recorder dump ");
+  line.add("penstock: ")
+      .add(reason)
+      .add(written ? ": recorder dump in " : ": could not write the recorder dump ");
   write_stderr(line.c_str());
   write_stderr(path.c_str());
   write_stderr("\n");
@@ -189,7 +191,8 @@ void set_signal_stack() {
   stack.ss_sp = memory;
   stack.ss_size = kBytes;
   if (memory == MAP_FAILED || ::sigaltstack(&stack, nullptr) != 0)
-    throw StateError(fmt::format("cannot allocate a signal handler stack for this thread: {}", std::strerror(errno)));
+    throw StateError(
+        fmt::format("cannot allocate a signal handler stack for this thread: {}", std::strerror(errno)));
 }
 
 }  // namespace
@@ -253,7 +256,8 @@ void install_fatal_signal_dump(const std::string& directory, int rank, FatalSign
     installed[i].active.store(true);
     if (::sigaction(kSignals[i].number, nullptr, &installed[i].previous) != 0 ||
         ::sigaction(kSignals[i].number, &action, nullptr) != 0)
-      throw StateError(fmt::format("cannot install the handler for signal {}: {}", kSignals[i].number, std::strerror(errno)));
+      throw StateError(fmt::format("cannot install the handler for signal {}: {}", kSignals[i].number,
+                                   std::strerror(errno)));
   }
 }
 

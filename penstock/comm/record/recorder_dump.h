@@ -31,6 +31,7 @@ enum class FatalSignals {
 //
 // May be called again to change the folder or rank. Throws ConfigError if the folder cannot be created or
 // written to.
-void install_fatal_signal_dump(const std::string& directory, int rank, FatalSignals signals = FatalSignals::Crashes);
+void install_fatal_signal_dump(const std::string& directory, int rank,
+                               FatalSignals signals = FatalSignals::Crashes);
 
 }  // namespace penstock::comm

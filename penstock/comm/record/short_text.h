@@ -21,7 +21,9 @@ class ShortText {
   }
   constexpr ShortText(const char* text) : ShortText(std::string_view(text)) {}
 
-  constexpr std::string_view view() const { return {bytes_.data(), std::char_traits<char>::length(bytes_.data())}; }
+  constexpr std::string_view view() const {
+    return {bytes_.data(), std::char_traits<char>::length(bytes_.data())};
+  }
   constexpr bool operator==(const ShortText&) const = default;
 
  private:

@@ -1,7 +1,7 @@
 #include "penstock/comm/rendezvous/monitor.h"
 
-#include <fmt/format.h>
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
@@ -20,10 +20,10 @@
 #include <random>
 #include <sstream>
 
-#include "penstock/errors.h"
 #include "penstock/base/log.h"
-#include "penstock/comm/transport/tcp_listen.h"
 #include "penstock/comm/launch/launch_env.h"
+#include "penstock/comm/transport/tcp_listen.h"
+#include "penstock/errors.h"
 
 namespace penstock::comm {
 
@@ -44,7 +44,8 @@ constexpr int kStrangerLimit = 64;
 
 std::string encode(const Notice& notice) {
   const std::string text = notice.text.substr(0, kMaxText);
-  const std::uint32_t fields[2] = {htonl(static_cast<std::uint32_t>(notice.rank)), htonl(static_cast<std::uint32_t>(text.size()))};
+  const std::uint32_t fields[2] = {htonl(static_cast<std::uint32_t>(notice.rank)),
+                                   htonl(static_cast<std::uint32_t>(text.size()))};
   std::string bytes(1, static_cast<char>(notice.kind));
   bytes.append(reinterpret_cast<const char*>(fields), sizeof fields);
   return bytes + text;
@@ -58,7 +59,8 @@ bool decode(std::string& buffer, Notice& notice) {
   std::memcpy(fields, buffer.data() + 1, sizeof fields);
   const std::uint32_t length = ntohl(fields[1]);
   const auto kind = static_cast<std::uint8_t>(buffer[0]);
-  if (kind < 1 || kind > 4 || length > kMaxText) throw MismatchError("monitor: received bytes that are not a notice");
+  if (kind < 1 || kind > 4 || length > kMaxText)
+    throw MismatchError("monitor: received bytes that are not a notice");
   if (buffer.size() < kHeaderBytes + length) return false;
   notice.kind = static_cast<NoticeKind>(kind);
   notice.rank = static_cast<int>(ntohl(fields[0]));
@@ -102,9 +104,11 @@ bool send_all(int fd, const std::string& bytes) noexcept {
 // 0.
 class Monitor::Loop {
  public:
-  Loop(int rank, int size, std::shared_ptr<Liveness> liveness) : rank_(rank), size_(size), liveness_(std::move(liveness)) {
+  Loop(int rank, int size, std::shared_ptr<Liveness> liveness)
+      : rank_(rank), size_(size), liveness_(std::move(liveness)) {
     wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (wake_ < 0) throw StateError(fmt::format("monitor: cannot create an event descriptor: {}", std::strerror(errno)));
+    if (wake_ < 0)
+      throw StateError(fmt::format("monitor: cannot create an event descriptor: {}", std::strerror(errno)));
   }
 
   ~Loop() {
@@ -120,7 +124,8 @@ class Monitor::Loop {
   void join(int hub_fd, const std::string& secret) {
     keep_alive(hub_fd);
     if (!send_all(hub_fd, encode({NoticeKind::Hello, rank_, secret})))
-      throw CommError("monitor: rank 0 closed the connection during the handshake", {.rank = rank_, .operation = "rendezvous"});
+      throw CommError("monitor: rank 0 closed the connection during the handshake",
+                      {.rank = rank_, .operation = "rendezvous"});
     peers_[hub_fd] = Peer{0, {}};
   }
 
@@ -131,7 +136,8 @@ class Monitor::Loop {
       if (listener_.fd() >= 0) polled.push_back({listener_.fd(), POLLIN, 0});
       for (const auto& [fd, peer] : peers_) polled.push_back({fd, POLLIN, 0});
       if (poll(polled.data(), polled.size(), -1) < 0 && errno != EINTR) {
-        log().error("monitor: poll failed: {}; lost ranks will only be detected by timeout", std::strerror(errno));
+        log().error("monitor: poll failed: {}; lost ranks will only be detected by timeout",
+                    std::strerror(errno));
         return;
       }
       for (const pollfd& ready : polled) {
@@ -156,7 +162,8 @@ class Monitor::Loop {
       stop_ = stop_ || last;
     }
     const std::uint64_t one = 1;
-    if (write(wake_, &one, sizeof one) < 0 && errno != EAGAIN) log().error("monitor: cannot wake the monitor thread: {}", std::strerror(errno));
+    if (write(wake_, &one, sizeof one) < 0 && errno != EAGAIN)
+      log().error("monitor: cannot wake the monitor thread: {}", std::strerror(errno));
   }
 
   void await_sent(std::chrono::milliseconds limit) {
@@ -183,7 +190,8 @@ class Monitor::Loop {
   void accept_one() {
     const int fd = accept4(listener_.fd(), nullptr, nullptr, SOCK_CLOEXEC);
     if (fd < 0) return;
-    const auto strangers = std::count_if(peers_.begin(), peers_.end(), [](const auto& entry) { return entry.second.rank < 0; });
+    const auto strangers =
+        std::count_if(peers_.begin(), peers_.end(), [](const auto& entry) { return entry.second.rank < 0; });
     if (strangers >= kStrangerLimit + size_) {
       close(fd);
       return;
@@ -226,7 +234,8 @@ class Monitor::Loop {
       }
       return;
     }
-    if (peer.rank < 0 || notice.rank < 0 || notice.rank >= size_) return drop(fd, "it sent a notice before Hello");
+    if (peer.rank < 0 || notice.rank < 0 || notice.rank >= size_)
+      return drop(fd, "it sent a notice before Hello");
     report(notice);
     if (rank_ == 0) spread(notice);
   }
@@ -289,14 +298,19 @@ class Monitor::Loop {
   bool stop_ = false;
 };
 
-Monitor::Monitor(const LaunchEnv& env, const Store& store, std::shared_ptr<Liveness> liveness, Clock::time_point deadline)
+Monitor::Monitor(const LaunchEnv& env, const Store& store, std::shared_ptr<Liveness> liveness,
+                 Clock::time_point deadline)
     : loop_(std::make_shared<Loop>(env.rank, env.world_size, std::move(liveness))) {
   if (env.rank == 0) {
     const bool by_file = env.rendezvous.kind == Rendezvous::Kind::File;
     const bool local = env.rendezvous.loopback_only() || (by_file && env.local_world_size == env.world_size);
-    auto listener = ListeningSocket::bind(local ? ListenOn::Loopback : ListenOn::AllInterfaces, 0, "free some TCP ports");
+    auto listener =
+        ListeningSocket::bind(local ? ListenOn::Loopback : ListenOn::AllInterfaces, 0, "free some TCP ports");
     const std::string secret = random_secret();
-    store.set("monitor", fmt::format("{} {} {}", listener.port(), secret, local ? "127.0.0.1" : by_file ? own_host_name() : env.rendezvous.host));
+    store.set("monitor", fmt::format("{} {} {}", listener.port(), secret,
+                                     local     ? "127.0.0.1"
+                                     : by_file ? own_host_name()
+                                               : env.rendezvous.host));
     loop_->host(std::move(listener), secret);
   } else {
     const std::string place = store.get("monitor", deadline, "rank 0 to open its monitor");
@@ -305,7 +319,8 @@ Monitor::Monitor(const LaunchEnv& env, const Store& store, std::shared_ptr<Liven
     std::istringstream(place) >> port >> secret >> host;
     const int fd = connect_to(host, port);
     if (fd < 0)
-      throw PeerLostError(fmt::format("cannot reach rank 0's monitor at {}:{} ({}); rank 0 has probably died", host, port, std::strerror(errno)),
+      throw PeerLostError(fmt::format("cannot reach rank 0's monitor at {}:{} ({}); rank 0 has probably died",
+                                      host, port, std::strerror(errno)),
                           {.rank = env.rank, .lost_rank = 0, .operation = "rendezvous"});
     loop_->join(fd, secret);
   }

@@ -14,15 +14,16 @@
 #include <thread>
 
 #include "penstock/comm/launch/launch_env.h"
-#include "penstock/comm/transport/liveness.h"
 #include "penstock/comm/rendezvous/store.h"
+#include "penstock/comm/transport/liveness.h"
 
 namespace penstock::comm {
 
 class Monitor {
  public:
   // Collective over the world. Reports into `liveness` from its own thread.
-  Monitor(const LaunchEnv& env, const Store& store, std::shared_ptr<Liveness> liveness, Clock::time_point deadline);
+  Monitor(const LaunchEnv& env, const Store& store, std::shared_ptr<Liveness> liveness,
+          Clock::time_point deadline);
 
   // Announces that this rank leaves, unless `fail` was called. Never waits for another rank.
   ~Monitor();

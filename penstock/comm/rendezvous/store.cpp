@@ -1,10 +1,10 @@
 #include "penstock/comm/rendezvous/store.h"
 
 #include <fmt/format.h>
+#include <unistd.h>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -15,12 +15,12 @@
 #include <thread>
 #include <type_traits>
 
-#include "penstock/errors.h"
 #include "penstock/base/exception_text.h"
+#include "penstock/comm/launch/launch_env.h"
 #include "penstock/comm/transport/call_with_timeout.h"
 #include "penstock/comm/transport/tcp_listen.h"
+#include "penstock/errors.h"
 #include "penstock/torch/compat/version.h"
-#include "penstock/comm/launch/launch_env.h"
 
 namespace penstock::comm {
 
@@ -32,7 +32,9 @@ using Bytes = std::vector<std::uint8_t>;
 // thread.
 constexpr std::chrono::milliseconds kShortestAnswer{1000}, kLongestAnswer{15000};
 
-double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
+double seconds_since(Clock::time_point begin) {
+  return std::chrono::duration<double>(Clock::now() - begin).count();
+}
 
 }  // namespace
 
@@ -42,7 +44,8 @@ class Store::Interruptible final : public c10d::Store {
  public:
   // `caller`: for a store in another process, which may be stopped. Calls own what they use, because they may
   // be abandoned.
-  Interruptible(c10::intrusive_ptr<c10d::Store> inner, std::string prefix, std::shared_ptr<CallWithTimeout> caller = nullptr)
+  Interruptible(c10::intrusive_ptr<c10d::Store> inner, std::string prefix,
+                std::shared_ptr<CallWithTimeout> caller = nullptr)
       : inner_(std::move(inner)), prefix_(std::move(prefix)), caller_(std::move(caller)) {
     timeout_ = inner_->getTimeout();
   }
@@ -51,7 +54,9 @@ class Store::Interruptible final : public c10d::Store {
     asked([inner = inner_, key = prefix_ + key, value] { return inner->set(key, value); });
   }
   Bytes compareSet(const std::string& key, const Bytes& expected, const Bytes& desired) override {
-    return asked([inner = inner_, key = prefix_ + key, expected, desired] { return inner->compareSet(key, expected, desired); });
+    return asked([inner = inner_, key = prefix_ + key, expected, desired] {
+      return inner->compareSet(key, expected, desired);
+    });
   }
   Bytes get(const std::string& key) override {
     wait({key}, timeout_);
@@ -76,12 +81,14 @@ class Store::Interruptible final : public c10d::Store {
   }
   void wait(const std::vector<std::string>& keys) override { wait(keys, timeout_); }
   void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) override {
-    await(keys, Clock::now() + (timeout == kNoTimeout ? timeout_ : timeout), fmt::format("key {}", keys.front()));
+    await(keys, Clock::now() + (timeout == kNoTimeout ? timeout_ : timeout),
+          fmt::format("key {}", keys.front()));
   }
 #if PENSTOCK_TORCH_AT_LEAST(2, 8)
   c10::intrusive_ptr<c10d::Store> clone() override {
     // It has its own connection, so it needs its own caller.
-    auto copy = c10::make_intrusive<Interruptible>(inner_->clone(), prefix_, caller_ ? std::make_shared<CallWithTimeout>() : nullptr);
+    auto copy = c10::make_intrusive<Interruptible>(inner_->clone(), prefix_,
+                                                   caller_ ? std::make_shared<CallWithTimeout>() : nullptr);
     copy->liveness_ = liveness_;
     copy->own_rank_ = own_rank_;
     return copy;
@@ -89,7 +96,8 @@ class Store::Interruptible final : public c10d::Store {
   bool hasExtendedApi() const override { return false; }
 #endif
 
-  void await(const std::vector<std::string>& keys, Clock::time_point deadline, const std::string& waiting_for) {
+  void await(const std::vector<std::string>& keys, Clock::time_point deadline,
+             const std::string& waiting_for) {
     const auto begin = Clock::now();
     auto pause = std::chrono::microseconds(200);
     while (!check(keys)) {
@@ -100,7 +108,8 @@ class Store::Interruptible final : public c10d::Store {
       if (liveness_)
         if (const auto failure = liveness_->first_failure()) {
           context.lost_rank = failure->rank;
-          throw PeerLostError(fmt::format("{}, while waiting for {}", failure->describe(), waiting_for), context);
+          throw PeerLostError(fmt::format("{}, while waiting for {}", failure->describe(), waiting_for),
+                              context);
         }
       if (Clock::now() >= deadline)
         throw TimeoutError(fmt::format("timed out waiting for {}", waiting_for), context);
@@ -120,7 +129,10 @@ class Store::Interruptible final : public c10d::Store {
       context.rank = own_rank_;
       context.operation = "store";
       context.elapsed_s = std::chrono::duration<double>(limit).count();
-      throw TimeoutError("the rendezvous store does not answer; the process that hosts it, usually rank 0, is stopped or unreachable", context);
+      throw TimeoutError(
+          "the rendezvous store does not answer; the process that hosts it, usually rank 0, is stopped or "
+          "unreachable",
+          context);
     };
     if constexpr (std::is_void_v<Result>) {
       run(std::move(call));
@@ -144,10 +156,12 @@ class Store::Interruptible final : public c10d::Store {
       CommContext context;
       context.rank = own_rank_;
       context.operation = "store";
-      const auto failure = liveness_ ? liveness_->await_failure(Clock::now() + std::chrono::seconds(1)) : std::nullopt;
+      const auto failure =
+          liveness_ ? liveness_->await_failure(Clock::now() + std::chrono::seconds(1)) : std::nullopt;
       context.lost_rank = failure ? failure->rank : 0;
       throw PeerLostError(failure ? failure->describe()
-                                  : fmt::format("the rendezvous store does not answer ({}); the process that hosts it, usually rank 0, has ended",
+                                  : fmt::format("the rendezvous store does not answer ({}); the process that "
+                                                "hosts it, usually rank 0, has ended",
                                                 words.substr(0, words.find('\n'))),
                           context);
     }
@@ -175,14 +189,18 @@ Store Store::connect(const LaunchEnv& env, Clock::time_point deadline) {
   if (place.kind == Rendezvous::Kind::None) return in_process();
   if (place.kind == Rendezvous::Kind::File) {
     // c10d would wait until the deadline for a file that cannot be created.
-    if (const std::string folder = std::filesystem::path(place.path).parent_path().string(); ::access(folder.c_str(), W_OK | X_OK) != 0)
-      throw ConfigError(fmt::format("rendezvous at {}: {}: {}; set PENSTOCK_RENDEZVOUS to a file in a folder that all ranks can write", place.describe(), folder, std::strerror(errno)));
+    if (const std::string folder = std::filesystem::path(place.path).parent_path().string();
+        ::access(folder.c_str(), W_OK | X_OK) != 0)
+      throw ConfigError(fmt::format(
+          "rendezvous at {}: {}: {}; set PENSTOCK_RENDEZVOUS to a file in a folder that all ranks can write",
+          place.describe(), folder, std::strerror(errno)));
     auto file = c10::make_intrusive<c10d::FileStore>(place.path, env.world_size);
     file->setTimeout(left);
     return Store(c10::make_intrusive<Interruptible>(std::move(file), prefix));
   }
   // c10d would look up the name repeatedly until the deadline, with a warning each time.
-  require_known_host(place.host, deadline, "set MASTER_ADDR (or PENSTOCK_RENDEZVOUS) to the name or address of rank 0's host");
+  require_known_host(place.host, deadline,
+                     "set MASTER_ADDR (or PENSTOCK_RENDEZVOUS) to the name or address of rank 0's host");
   c10d::TCPStoreOptions options;
   options.port = static_cast<std::uint16_t>(place.port);
   options.isServer = place.hosted_by_rank0 && env.rank == 0;
@@ -198,8 +216,9 @@ Store Store::connect(const LaunchEnv& env, Clock::time_point deadline) {
   if (options.isServer) {
     // Bound here first: a port in use is then distinguished from other failures, and the socket listens only
     // where the other ranks can be.
-    listener = ListeningSocket::bind(place.loopback_only() ? ListenOn::Loopback : ListenOn::AllInterfaces, place.port,
-                                     "set MASTER_PORT to a free port, or end the process that uses it");
+    listener =
+        ListeningSocket::bind(place.loopback_only() ? ListenOn::Loopback : ListenOn::AllInterfaces,
+                              place.port, "set MASTER_PORT to a free port, or end the process that uses it");
 #if PENSTOCK_TORCH_AT_LEAST(2, 2)
     options.masterListenFd = listener.release();
 #else
@@ -213,10 +232,12 @@ Store Store::connect(const LaunchEnv& env, Clock::time_point deadline) {
 #if !PENSTOCK_TORCH_AT_LEAST(2, 2)
     if (options.isServer && place.loopback_only()) restrict_to_loopback(place.port);
 #endif
-    return Store(c10::make_intrusive<Interruptible>(std::move(store), prefix, options.isServer ? nullptr : std::make_shared<CallWithTimeout>()));
+    return Store(c10::make_intrusive<Interruptible>(
+        std::move(store), prefix, options.isServer ? nullptr : std::make_shared<CallWithTimeout>()));
   } catch (const std::exception& error) {
     context.elapsed_s = seconds_since(begin);
-    throw CommError(fmt::format("rendezvous at {} failed: {}; check MASTER_ADDR and MASTER_PORT", place.describe(), without_backtrace(error.what())),
+    throw CommError(fmt::format("rendezvous at {} failed: {}; check MASTER_ADDR and MASTER_PORT",
+                                place.describe(), without_backtrace(error.what())),
                     context);
   }
 }
@@ -245,9 +266,12 @@ void Store::set(const std::string& key, const std::string& value) const {
 
 bool Store::has(const std::string& key) const { return store_->check({key}); }
 
-std::int64_t Store::add(const std::string& key, std::int64_t amount) const { return store_->add(key, amount); }
+std::int64_t Store::add(const std::string& key, std::int64_t amount) const {
+  return store_->add(key, amount);
+}
 
-std::string Store::get(const std::string& key, Clock::time_point deadline, const std::string& waiting_for) const {
+std::string Store::get(const std::string& key, Clock::time_point deadline,
+                       const std::string& waiting_for) const {
   typed()->await({key}, deadline, waiting_for);
   return *try_get(key);
 }

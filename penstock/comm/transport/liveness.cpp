@@ -7,10 +7,14 @@ namespace penstock::comm {
 
 std::string RankEvent::describe() const {
   switch (state) {
-    case RankState::Running: return fmt::format("rank {} is running", rank);
-    case RankState::Left: return fmt::format("rank {} has left the world", rank);
-    case RankState::Failed: return fmt::format("rank {} failed: {}", rank, reason);
-    case RankState::Lost: return fmt::format("rank {} was lost: {}", rank, reason);
+    case RankState::Running:
+      return fmt::format("rank {} is running", rank);
+    case RankState::Left:
+      return fmt::format("rank {} has left the world", rank);
+    case RankState::Failed:
+      return fmt::format("rank {} failed: {}", rank, reason);
+    case RankState::Lost:
+      return fmt::format("rank {} was lost: {}", rank, reason);
   }
   return {};
 }

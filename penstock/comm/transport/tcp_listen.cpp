@@ -61,7 +61,8 @@ ListeningSocket ListeningSocket::bind(ListenOn where, int port, const std::strin
   address.sin_family = AF_INET;
   address.sin_port = htons(static_cast<std::uint16_t>(port));
   address.sin_addr.s_addr = htonl(where == ListenOn::Loopback ? INADDR_LOOPBACK : INADDR_ANY);
-  if (::bind(result.fd_, reinterpret_cast<sockaddr*>(&address), sizeof address) != 0 || listen(result.fd_, 1024) != 0)
+  if (::bind(result.fd_, reinterpret_cast<sockaddr*>(&address), sizeof address) != 0 ||
+      listen(result.fd_, 1024) != 0)
     throw ConfigError(fmt::format("cannot listen on TCP port {}: {}; {}", port, errno_text(), remedy));
   return result;
 }
@@ -80,11 +81,11 @@ void restrict_to_loopback(int port) {
   // source address 127.x. IPv6: ::1.
   constexpr std::uint32_t kNet = static_cast<std::uint32_t>(SKF_NET_OFF);
   sock_filter program[] = {
-      BPF_STMT(BPF_LD | BPF_B | BPF_ABS, kNet + 0),       // version and header length
+      BPF_STMT(BPF_LD | BPF_B | BPF_ABS, kNet + 0),  // version and header length
       BPF_STMT(BPF_ALU | BPF_RSH | BPF_K, 4),
-      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, 4, 0, 2),       // IPv6: skip to the word compares
-      BPF_STMT(BPF_LD | BPF_B | BPF_ABS, kNet + 12),      // first byte of the source address
-      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, 127, 8, 9),     // accept or drop
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, 4, 0, 2),    // IPv6: skip to the word compares
+      BPF_STMT(BPF_LD | BPF_B | BPF_ABS, kNet + 12),   // first byte of the source address
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, 127, 8, 9),  // accept or drop
       BPF_STMT(BPF_LD | BPF_W | BPF_ABS, kNet + 8),
       BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, 0, 0, 7),
       BPF_STMT(BPF_LD | BPF_W | BPF_ABS, kNet + 12),
@@ -93,8 +94,8 @@ void restrict_to_loopback(int port) {
       BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, 0, 0, 3),
       BPF_STMT(BPF_LD | BPF_W | BPF_ABS, kNet + 20),
       BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, 1, 0, 1),
-      BPF_STMT(BPF_RET | BPF_K, 0xffffffff),              // accept
-      BPF_STMT(BPF_RET | BPF_K, 0),                       // drop
+      BPF_STMT(BPF_RET | BPF_K, 0xffffffff),  // accept
+      BPF_STMT(BPF_RET | BPF_K, 0),           // drop
   };
   sock_fprog filter{static_cast<unsigned short>(std::size(program)), program};
   bool found = false;
@@ -107,7 +108,8 @@ void restrict_to_loopback(int port) {
     closedir(folder);
   }
   if (!found)
-    warn_once("comm", fmt::format("the rendezvous store on port {} listens on all interfaces, and this kernel refused to restrict it to "
+    warn_once("comm", fmt::format("the rendezvous store on port {} listens on all interfaces, and this "
+                                  "kernel refused to restrict it to "
                                   "loopback; close the port in the firewall",
                                   port));
 }
@@ -164,7 +166,8 @@ void require_known_host(const std::string& host, Clock::time_point deadline, con
       return;
     }
     if (error != EAI_AGAIN || Clock::now() >= last)
-      throw ConfigError(fmt::format("rendezvous: the host \"{}\" cannot be resolved ({}); {}", host, error == EAI_SYSTEM ? errno_text() : gai_strerror(error), remedy));
+      throw ConfigError(fmt::format("rendezvous: the host \"{}\" cannot be resolved ({}); {}", host,
+                                    error == EAI_SYSTEM ? errno_text() : gai_strerror(error), remedy));
     std::this_thread::sleep_for(std::chrono::milliseconds(200));
   }
 }
@@ -180,7 +183,8 @@ void await_listening(const std::string& host, int port, Clock::time_point deadli
     const std::string why = errno_text();
     if (Clock::now() >= deadline) {
       context.elapsed_s = std::chrono::duration<double>(Clock::now() - begin).count();
-      throw TimeoutError(fmt::format("no answer from the rendezvous at {}:{} ({}); check that rank 0 is running and that MASTER_ADDR "
+      throw TimeoutError(fmt::format("no answer from the rendezvous at {}:{} ({}); check that rank 0 is "
+                                     "running and that MASTER_ADDR "
                                      "and MASTER_PORT name its host and port",
                                      host, port, why),
                          context);

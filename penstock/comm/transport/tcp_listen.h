@@ -3,8 +3,8 @@
 
 #include <string>
 
-#include "penstock/errors.h"
 #include "penstock/comm/transport/transfer.h"
+#include "penstock/errors.h"
 
 namespace penstock::comm {
 

@@ -16,12 +16,12 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/base/env.h"
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
+#include "penstock/base/env.h"
 #include "penstock/base/log.h"
 #include "penstock/comm/transport/ucx_wake_event.h"
 #include "penstock/comm/transport/ucx_worker.h"
+#include "penstock/errors.h"
 
 namespace penstock::comm {
 
@@ -51,8 +51,9 @@ microseconds choose_spin(const UcxOptions& options, int size) {
   if (const auto chosen = env_int("PENSTOCK_UCX_SPIN_US", 0, 10'000'000)) return microseconds(*chosen);
   cpu_set_t cores;
   CPU_ZERO(&cores);
-  const int usable = sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores)
-                                                                     : static_cast<int>(std::thread::hardware_concurrency());
+  const int usable = sched_getaffinity(0, sizeof cores, &cores) == 0
+                         ? CPU_COUNT(&cores)
+                         : static_cast<int>(std::thread::hardware_concurrency());
   // Sleeping and waking cost about 11 us more than polling (UCX 1.13.1, 4 B): polling a few times as long
   // gains almost everything that can be gained and wastes little.
   return microseconds(std::max(options.ranks_on_host, size) > usable ? 5 : 50);
@@ -68,8 +69,8 @@ class UcxTransport::Core {
     Core* core = nullptr;
     bool receives = false;
     int peer = 0;
-    void* request = nullptr;  // null when UCX has finished with it
-    bool dropped = false;     // the handle is destroyed: nobody will read the result
+    void* request = nullptr;          // null when UCX has finished with it
+    bool dropped = false;             // the handle is destroyed: nobody will read the result
     WakeEvent* wake_event = nullptr;  // of the wait that sleeps for it
     ucs_status_t status = UCS_INPROGRESS;
     Arrival arrival;
@@ -97,7 +98,10 @@ class UcxTransport::Core {
   enum class Sleep { Woken, Napped };
 
   Core(int axis_rank, int size, const Publish& publish, const Fetch& fetch, const UcxOptions& options)
-      : axis_rank_(axis_rank), size_(size), spin_(choose_spin(options, size)), worker_(axis_rank, size, publish, fetch) {}
+      : axis_rank_(axis_rank),
+        size_(size),
+        spin_(choose_spin(options, size)),
+        worker_(axis_rank, size, publish, fetch) {}
 
   int axis_rank() const { return axis_rank_; }
   microseconds spin() const { return spin_; }
@@ -113,14 +117,18 @@ class UcxTransport::Core {
   unsigned try_progress();
   // Sleeps until any transport has something to do, the operation's wake event is signalled, or `nap` or the
   // deadline passes.
-  Sleep sleep(Operation& operation, const std::atomic<bool>& interrupted, Clock::time_point deadline, microseconds nap);
+  Sleep sleep(Operation& operation, const std::atomic<bool>& interrupted, Clock::time_point deadline,
+              microseconds nap);
   // Called when a wait that had slept ends: another sleeper must take over listening.
   void pass_on() noexcept;
   void close() noexcept;
 
   // Any thread may call, without a Turn.
   bool has_unfinished() const { return unfinished_.load(std::memory_order_relaxed) > 0; }
-  bool has_unfinished_sends() const { return unfinished_sends_.load(std::memory_order_relaxed) > 0 && !sends_may_never_finish_.load(std::memory_order_relaxed); }
+  bool has_unfinished_sends() const {
+    return unfinished_sends_.load(std::memory_order_relaxed) > 0 &&
+           !sends_may_never_finish_.load(std::memory_order_relaxed);
+  }
   // Like try_progress, for callers that have other work if another thread is making progress.
   unsigned help() noexcept;
 
@@ -135,15 +143,16 @@ class UcxTransport::Core {
   std::size_t running() const;
   void settle_until(Clock::time_point deadline) noexcept;
   static void on_sent(void* request, ucs_status_t status, void* operation);
-  static void on_received(void* request, ucs_status_t status, const ucp_tag_recv_info_t* info, void* operation);
+  static void on_received(void* request, ucs_status_t status, const ucp_tag_recv_info_t* info,
+                          void* operation);
 
   const int axis_rank_;
   const int size_;
   const microseconds spin_;
-  std::atomic<int> turns_ = 0;  // callers that wait for the mutex
+  std::atomic<int> turns_ = 0;                              // callers that wait for the mutex
   std::atomic<int> unfinished_ = 0, unfinished_sends_ = 0;  // with UCX; changed under the mutex
   std::atomic<bool> sends_may_never_finish_ = false;        // a peer is lost or the transport is closed
-  std::mutex mutex_;            // guards the members below
+  std::mutex mutex_;                                        // guards the members below
   UcxWorker worker_;
   bool closed_ = false;
   std::deque<Operation> operations_;  // a deque keeps addresses stable
@@ -178,7 +187,8 @@ class UcxTransport::Mover {
   // Processes arrivals for the other transports. Returns whether more may still come.
   bool help_others(const Core* own) {
     bool unfinished = false;
-    for (const auto& core : cores_that([&](const Core& each) { return &each != own && each.has_unfinished(); })) {
+    for (const auto& core :
+         cores_that([&](const Core& each) { return &each != own && each.has_unfinished(); })) {
       core->help();
       unfinished = true;
     }
@@ -263,22 +273,25 @@ UcxTransport::Core::Operation* UcxTransport::Core::started(Operation* operation,
   return operation;
 }
 
-UcxTransport::Core::Operation* UcxTransport::Core::send(const void* data, std::size_t bytes, int peer, std::uint32_t tag,
-                                                        std::uint16_t kind) {
+UcxTransport::Core::Operation* UcxTransport::Core::send(const void* data, std::size_t bytes, int peer,
+                                                        std::uint32_t tag, std::uint16_t kind) {
   Operation* operation = take();
   operation->receives = false;
   operation->peer = peer;
   operation->arrival = {bytes, kind};
   if (worker_.is_lost(peer)) return started(operation, reinterpret_cast<ucs_status_ptr_t>(kLost));
   ucp_request_param_t params{};
-  params.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE;
+  params.op_attr_mask =
+      UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE;
   params.cb.send = on_sent;
   params.user_data = operation;
   params.memory_type = UCS_MEMORY_TYPE_HOST;
-  return started(operation, ucp_tag_send_nbx(worker_.endpoint(peer), data, bytes, wire_tag(axis_rank_, tag, kind), &params));
+  return started(operation, ucp_tag_send_nbx(worker_.endpoint(peer), data, bytes,
+                                             wire_tag(axis_rank_, tag, kind), &params));
 }
 
-UcxTransport::Core::Operation* UcxTransport::Core::recv(void* data, std::size_t capacity, int peer, std::uint32_t tag) {
+UcxTransport::Core::Operation* UcxTransport::Core::recv(void* data, std::size_t capacity, int peer,
+                                                        std::uint32_t tag) {
   Operation* operation = take();
   operation->receives = true;
   operation->peer = peer;
@@ -286,14 +299,16 @@ UcxTransport::Core::Operation* UcxTransport::Core::recv(void* data, std::size_t 
   ucp_request_param_t params{};
   // Always use the callback: otherwise UCX 1.13 leaves the size and tag of a message that had already arrived
   // unset.
-  params.op_attr_mask =
-      UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE | UCP_OP_ATTR_FLAG_NO_IMM_CMPL;
+  params.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA |
+                        UCP_OP_ATTR_FIELD_MEMORY_TYPE | UCP_OP_ATTR_FLAG_NO_IMM_CMPL;
   params.cb.recv = on_received;
   params.user_data = operation;
   params.memory_type = UCS_MEMORY_TYPE_HOST;
-  started(operation, ucp_tag_recv_nbx(worker_.get(), data, capacity, wire_tag(peer, tag, 0), kMatchMask, &params));
+  started(operation,
+          ucp_tag_recv_nbx(worker_.get(), data, capacity, wire_tag(peer, tag, 0), kMatchMask, &params));
   // What a dead peer had sent can still be received; nothing more will come.
-  if (operation->request != nullptr && worker_.is_lost(peer)) ucp_request_cancel(worker_.get(), operation->request);
+  if (operation->request != nullptr && worker_.is_lost(peer))
+    ucp_request_cancel(worker_.get(), operation->request);
   return operation;
 }
 
@@ -303,7 +318,8 @@ void UcxTransport::Core::on_sent(void* request, ucs_status_t status, void* opera
   ucp_request_free(request);
 }
 
-void UcxTransport::Core::on_received(void* request, ucs_status_t status, const ucp_tag_recv_info_t* info, void* operation) {
+void UcxTransport::Core::on_received(void* request, ucs_status_t status, const ucp_tag_recv_info_t* info,
+                                     void* operation) {
   auto& received = *static_cast<Operation*>(operation);
   received.arrival = {info->length, static_cast<std::uint16_t>(info->sender_tag)};
   received.core->finish(received, status);
@@ -361,7 +377,8 @@ unsigned UcxTransport::Core::try_progress() {
   return moved;
 }
 
-UcxTransport::Core::Sleep UcxTransport::Core::sleep(Operation& operation, const std::atomic<bool>& interrupted,
+UcxTransport::Core::Sleep UcxTransport::Core::sleep(Operation& operation,
+                                                    const std::atomic<bool>& interrupted,
                                                     Clock::time_point deadline, microseconds nap) {
   std::unique_ptr<WakeEvent> wake_event;
   bool armed = false;
@@ -369,10 +386,12 @@ UcxTransport::Core::Sleep UcxTransport::Core::sleep(Operation& operation, const 
   {
     const Turn turn(*this);
     for (int attempt = 0; attempt < 3 && !armed; ++attempt) {
-      if (progress() > 0 || closed_ || operation.done.load(std::memory_order_relaxed) || interrupted.load()) return Sleep::Woken;
+      if (progress() > 0 || closed_ || operation.done.load(std::memory_order_relaxed) || interrupted.load())
+        return Sleep::Woken;
       const ucs_status_t status = ucp_worker_arm(worker_.get());
       if (status != UCS_OK && status != UCS_ERR_BUSY)
-        throw std::runtime_error(fmt::format("UCX transport: axis rank {} cannot wait for events: {}", axis_rank_, ucs_status_string(status)));
+        throw std::runtime_error(fmt::format("UCX transport: axis rank {} cannot wait for events: {}",
+                                             axis_rank_, ucs_status_string(status)));
       armed = status == UCS_OK;
     }
     if (spare_wake_events_.empty()) {
@@ -400,7 +419,8 @@ UcxTransport::Core::Sleep UcxTransport::Core::sleep(Operation& operation, const 
   wake_event->reset();
   spare_wake_events_.push_back(std::move(wake_event));
   if (failure != 0 && failure != EINTR)
-    throw std::runtime_error(fmt::format("UCX transport: axis rank {} cannot wait for events: {}", axis_rank_, std::strerror(failure)));
+    throw std::runtime_error(fmt::format("UCX transport: axis rank {} cannot wait for events: {}", axis_rank_,
+                                         std::strerror(failure)));
   if (ready > 0 && waits[2].revents != 0) lose(operation.peer);
   return armed ? Sleep::Woken : Sleep::Napped;
 }
@@ -426,7 +446,8 @@ void UcxTransport::Core::pass_on() noexcept {
 }
 
 std::size_t UcxTransport::Core::running() const {
-  return static_cast<std::size_t>(std::count_if(operations_.begin(), operations_.end(), [](const Operation& o) { return o.request != nullptr; }));
+  return static_cast<std::size_t>(std::count_if(operations_.begin(), operations_.end(),
+                                                [](const Operation& o) { return o.request != nullptr; }));
 }
 
 void UcxTransport::Core::settle_until(Clock::time_point deadline) noexcept {
@@ -438,13 +459,16 @@ void UcxTransport::Core::close() noexcept {
   const Turn turn(*this);
   // Receives end at once; sends get a short time to complete, because the peer may be about to receive them.
   for (Operation& operation : operations_)
-    if (operation.request != nullptr && operation.receives) ucp_request_cancel(worker_.get(), operation.request);
+    if (operation.request != nullptr && operation.receives)
+      ucp_request_cancel(worker_.get(), operation.request);
   settle_until(Clock::now() + kCancelTime);
   for (Operation& operation : operations_)
     if (operation.request != nullptr) ucp_request_cancel(worker_.get(), operation.request);
   settle_until(Clock::now() + kCancelTime);
   const std::size_t left = running();
-  if (left > 0) log().debug("UCX transport: axis rank {} closes with {} unfinished transfers; its worker is leaked", axis_rank_, left);
+  if (left > 0)
+    log().debug("UCX transport: axis rank {} closes with {} unfinished transfers; its worker is leaked",
+                axis_rank_, left);
   worker_.close(left > 0);
   closed_ = true;
   sends_may_never_finish_ = true;
@@ -487,7 +511,8 @@ class UcxTransport::Handle final : public UcxTransfer {
 
   Arrival arrival() const override {
     if (operation_ != nullptr || status_ != UCS_OK)
-      throw StateError(fmt::format("UCX transport: arrival of {} was requested before it was done; call wait() first", name()));
+      throw StateError(fmt::format(
+          "UCX transport: arrival of {} was requested before it was done; call wait() first", name()));
     return arrival_;
   }
 
@@ -507,8 +532,10 @@ class UcxTransport::Handle final : public UcxTransfer {
   }
 
   std::string name() const {
-    return receives_ ? fmt::format("the receive from axis rank {} with tag {} (at axis rank {})", peer_, tag_, core_->axis_rank())
-                     : fmt::format("the send of {} bytes to axis rank {} with tag {} (at axis rank {})", bytes_, peer_, tag_, core_->axis_rank());
+    return receives_ ? fmt::format("the receive from axis rank {} with tag {} (at axis rank {})", peer_, tag_,
+                                   core_->axis_rank())
+                     : fmt::format("the send of {} bytes to axis rank {} with tag {} (at axis rank {})",
+                                   bytes_, peer_, tag_, core_->axis_rank());
   }
 
   WaitResult result() const;
@@ -527,13 +554,18 @@ class UcxTransport::Handle final : public UcxTransfer {
 WaitResult UcxTransport::Handle::result() const {
   if (status_ == UCS_OK) return WaitResult::Done;
   if (status_ == UCS_ERR_MESSAGE_TRUNCATED)
-    throw MismatchError(describe(
-        fmt::format("UCX transport: message from axis rank {} with tag {} is longer than its receive (at axis rank {})", peer_, tag_, core_->axis_rank()),
-        arrival_.bytes > bytes_ ? fmt::format("{} bytes", arrival_.bytes) : std::string("more"), fmt::format("at most {} bytes", bytes_),
-        "make both sides agree on shape and dtype, or receive into a larger buffer"));
-  if (status_ == UCS_ERR_CANCELED) throw StateError(fmt::format("the UCX transport was closed during {}; finish transfers first", name()));
-  throw std::runtime_error(fmt::format("UCX transport: {} failed: {}; axis rank {} has probably died, see its log", name(),
-                                       ucs_status_string(status_), peer_));
+    throw MismatchError(
+        describe(fmt::format("UCX transport: message from axis rank {} with tag {} is longer than its "
+                             "receive (at axis rank {})",
+                             peer_, tag_, core_->axis_rank()),
+                 arrival_.bytes > bytes_ ? fmt::format("{} bytes", arrival_.bytes) : std::string("more"),
+                 fmt::format("at most {} bytes", bytes_),
+                 "make both sides agree on shape and dtype, or receive into a larger buffer"));
+  if (status_ == UCS_ERR_CANCELED)
+    throw StateError(fmt::format("the UCX transport was closed during {}; finish transfers first", name()));
+  throw std::runtime_error(
+      fmt::format("UCX transport: {} failed: {}; axis rank {} has probably died, see its log", name(),
+                  ucs_status_string(status_), peer_));
 }
 
 WaitResult UcxTransport::Handle::wait(Clock::time_point deadline) {
@@ -549,7 +581,9 @@ WaitResult UcxTransport::Handle::wait(Clock::time_point deadline) {
   for (unsigned round = 0;; ++round) {
     const unsigned moved = core_->try_progress();
     if (look()) break;
-    if (moved > 0 && (interrupted_.load(std::memory_order_relaxed) || Clock::now() >= deadline) && --last_rounds > 0) continue;
+    if (moved > 0 && (interrupted_.load(std::memory_order_relaxed) || Clock::now() >= deadline) &&
+        --last_rounds > 0)
+      continue;
     if (interrupted_.load(std::memory_order_relaxed)) {
       ended = WaitResult::Interrupted;
       break;
@@ -590,7 +624,8 @@ bool ucx_available() { return true; }
 
 std::string ucx_version() { return ucp_get_version_string(); }
 
-UcxTransport::UcxTransport(int axis_rank, int size, const Publish& publish, const Fetch& fetch, UcxOptions options) {
+UcxTransport::UcxTransport(int axis_rank, int size, const Publish& publish, const Fetch& fetch,
+                           UcxOptions options) {
   if (size < 1 || size > kMaxSize || axis_rank < 0 || axis_rank >= size)
     throw ValueError(describe("UCX transport: axis rank and size", fmt::format("{} of {}", axis_rank, size),
                               fmt::format("0 <= axis rank < size <= {}", kMaxSize)));
@@ -600,7 +635,8 @@ UcxTransport::UcxTransport(int axis_rank, int size, const Publish& publish, cons
 
 UcxTransport::~UcxTransport() { core_->close(); }
 
-std::shared_ptr<UcxTransfer> UcxTransport::send(const void* data, std::size_t bytes, int peer, std::uint32_t tag, std::uint16_t kind) {
+std::shared_ptr<UcxTransfer> UcxTransport::send(const void* data, std::size_t bytes, int peer,
+                                                std::uint32_t tag, std::uint16_t kind) {
   core_->check_peer(peer);
   auto handle = std::make_shared<Handle>(core_, false, peer, tag, bytes);
   const Core::Turn turn(*core_);
@@ -608,7 +644,8 @@ std::shared_ptr<UcxTransfer> UcxTransport::send(const void* data, std::size_t by
   return handle;
 }
 
-std::shared_ptr<UcxTransfer> UcxTransport::recv(void* data, std::size_t capacity, int peer, std::uint32_t tag) {
+std::shared_ptr<UcxTransfer> UcxTransport::recv(void* data, std::size_t capacity, int peer,
+                                                std::uint32_t tag) {
   core_->check_peer(peer);
   auto handle = std::make_shared<Handle>(core_, true, peer, tag, capacity);
   const Core::Turn turn(*core_);

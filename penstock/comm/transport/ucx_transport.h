@@ -89,7 +89,8 @@ class UcxTransport {
   UcxTransport& operator=(const UcxTransport&) = delete;
 
   // Both return at once. Throw ValueError if `peer` is not another member.
-  std::shared_ptr<UcxTransfer> send(const void* data, std::size_t bytes, int peer, std::uint32_t tag, std::uint16_t kind);
+  std::shared_ptr<UcxTransfer> send(const void* data, std::size_t bytes, int peer, std::uint32_t tag,
+                                    std::uint16_t kind);
   std::shared_ptr<UcxTransfer> recv(void* data, std::size_t capacity, int peer, std::uint32_t tag);
 
   // Whether large messages are fetched from the sender's memory (see Progress).

@@ -1,6 +1,6 @@
 // Compiled instead of the transport if the build found no UCX.
-#include "penstock/errors.h"
 #include "penstock/comm/transport/ucx_transport.h"
+#include "penstock/errors.h"
 
 namespace penstock::comm {
 
@@ -24,7 +24,9 @@ UcxTransport::UcxTransport(int, int, const Publish&, const Fetch&, UcxOptions) {
 
 UcxTransport::~UcxTransport() = default;
 
-std::shared_ptr<UcxTransfer> UcxTransport::send(const void*, std::size_t, int, std::uint32_t, std::uint16_t) { refuse(); }
+std::shared_ptr<UcxTransfer> UcxTransport::send(const void*, std::size_t, int, std::uint32_t, std::uint16_t) {
+  refuse();
+}
 
 std::shared_ptr<UcxTransfer> UcxTransport::recv(void*, std::size_t, int, std::uint32_t) { refuse(); }
 

@@ -17,8 +17,9 @@ class WakeEvent {
  public:
   WakeEvent() : fd_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
     if (fd_ < 0)
-      throw std::runtime_error(fmt::format(
-          "UCX transport: cannot create an event descriptor: {}; raise the limit of open files", std::strerror(errno)));
+      throw std::runtime_error(
+          fmt::format("UCX transport: cannot create an event descriptor: {}; raise the limit of open files",
+                      std::strerror(errno)));
   }
   ~WakeEvent() { ::close(fd_); }
   WakeEvent(const WakeEvent&) = delete;

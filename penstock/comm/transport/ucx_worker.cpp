@@ -12,10 +12,10 @@
 #include <cstring>
 #include <random>
 
-#include "penstock/base/env.h"
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
+#include "penstock/base/env.h"
 #include "penstock/base/log.h"
+#include "penstock/errors.h"
 
 namespace penstock::comm {
 
@@ -24,7 +24,8 @@ namespace {
 constexpr auto kCloseTime = std::chrono::milliseconds(200);
 
 void check(ucs_status_t status, const std::string& what, const char* remedy) {
-  if (status != UCS_OK) throw ConfigError(fmt::format("UCX transport: {}: {}; {}", what, ucs_status_string(status), remedy));
+  if (status != UCS_OK)
+    throw ConfigError(fmt::format("UCX transport: {}: {}; {}", what, ucs_status_string(status), remedy));
 }
 
 // What a member publishes to the others. Only processes of the same host and the same UCX read it, so plain
@@ -50,14 +51,16 @@ Record split(const std::string& bytes, int peer, std::string& address) {
     address = bytes.substr(sizeof record);
   }
   if (record.magic != kMagic)
-    throw ConfigError(describe(fmt::format("UCX transport: record published by axis rank {}", peer),
-                               fmt::format("{} bytes of another format", bytes.size()), "a UCX worker address",
-                               "give every transport its own key space and start every rank from the same build"));
+    throw ConfigError(
+        describe(fmt::format("UCX transport: record published by axis rank {}", peer),
+                 fmt::format("{} bytes of another format", bytes.size()), "a UCX worker address",
+                 "give every transport its own key space and start every rank from the same build"));
   unsigned major = 0, minor = 0, release = 0;
   ucp_get_version(&major, &minor, &release);
   if (record.ucx_major != major || record.ucx_minor != minor)
     throw ConfigError(describe(fmt::format("UCX transport: version of axis rank {}", peer),
-                               fmt::format("{}.{}", record.ucx_major, record.ucx_minor), fmt::format("{}.{}", major, minor),
+                               fmt::format("{}.{}", record.ucx_major, record.ucx_minor),
+                               fmt::format("{}.{}", major, minor),
                                "start every rank with the same UCX library"));
   return record;
 }
@@ -89,9 +92,11 @@ int watch_process(const Record& record) {
 
 // Limits UCX's own log to errors: its warnings are about devices that this transport does not use.
 void quiet_ucx() {
-  const std::string level = env_choice("PENSTOCK_LOG", {"trace", "debug", "info", "warn", "error", "off"}, "info");
+  const std::string level =
+      env_choice("PENSTOCK_LOG", {"trace", "debug", "info", "warn", "error", "off"}, "info");
   if (env_text("UCX_LOG_LEVEL") || level == "debug" || level == "trace") return;
-  check(ucs_global_opts_set_value("LOG_LEVEL", "error"), "setting the log level of UCX", "set UCX_LOG_LEVEL yourself");
+  check(ucs_global_opts_set_value("LOG_LEVEL", "error"), "setting the log level of UCX",
+        "set UCX_LOG_LEVEL yourself");
 }
 
 // Only if the user chose it with UCX_TLS: on UCX 1.13 a peer that dies while its memory is read also ends the
@@ -108,7 +113,10 @@ bool wants_cma() {
 
 class Config {
  public:
-  Config() { check(ucp_config_read(nullptr, nullptr, &config_), "reading the UCX_* environment variables", "unset or correct them"); }
+  Config() {
+    check(ucp_config_read(nullptr, nullptr, &config_), "reading the UCX_* environment variables",
+          "unset or correct them");
+  }
   ~Config() { ucp_config_release(config_); }
   Config(const Config&) = delete;
   Config& operator=(const Config&) = delete;
@@ -116,7 +124,8 @@ class Config {
   // The user's environment takes precedence.
   void set_default(const char* name, const char* value) {
     if (env_text(fmt::format("UCX_{}", name).c_str())) return;
-    check(ucp_config_modify(config_, name, value), fmt::format("setting {}={}", name, value), "set UCX_TLS to override this default");
+    check(ucp_config_modify(config_, name, value), fmt::format("setting {}={}", name, value),
+          "set UCX_TLS to override this default");
   }
   const ucp_config_t* get() const { return config_; }
 
@@ -126,7 +135,8 @@ class Config {
 
 }  // namespace
 
-UcxWorker::UcxWorker(int axis_rank, int size, const UcxTransport::Publish& publish, const UcxTransport::Fetch& fetch)
+UcxWorker::UcxWorker(int axis_rank, int size, const UcxTransport::Publish& publish,
+                     const UcxTransport::Fetch& fetch)
     : axis_rank_(axis_rank), peers_(static_cast<std::size_t>(size)) {
   quiet_ucx();
   try {
@@ -150,12 +160,15 @@ UcxWorker::UcxWorker(int axis_rank, int size, const UcxTransport::Publish& publi
     for (int peer = 0; peer < size; ++peer)
       if (peer != axis_rank) readable = fetch(key_of("readable", peer)) == "1" && readable;
     if (!readable) {
-      log().debug("UCX transport: the kernel does not let members read each other's memory; large messages are sent in pieces");
+      log().debug(
+          "UCX transport: the kernel does not let members read each other's memory; large messages are sent "
+          "in pieces");
       shut();
       open(false, size);
       publish(key_of("address2", axis_rank), own_record(0, 0));
       for (int peer = 0; peer < size; ++peer)
-        if (peer != axis_rank) split(fetch(key_of("address2", peer)), peer, addresses[static_cast<std::size_t>(peer)]);
+        if (peer != axis_rank)
+          split(fetch(key_of("address2", peer)), peer, addresses[static_cast<std::size_t>(peer)]);
     }
     for (int peer = 0; peer < size; ++peer)
       if (peer != axis_rank) connect(peer, addresses[static_cast<std::size_t>(peer)]);
@@ -197,10 +210,12 @@ void UcxWorker::open(bool use_cma, int size) {
   }
 
   ucp_params_t params{};
-  params.field_mask = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_ESTIMATED_NUM_EPS | UCP_PARAM_FIELD_MT_WORKERS_SHARED;
+  params.field_mask =
+      UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_ESTIMATED_NUM_EPS | UCP_PARAM_FIELD_MT_WORKERS_SHARED;
   params.features = UCP_FEATURE_TAG | UCP_FEATURE_WAKEUP;
   params.estimated_num_eps = static_cast<std::size_t>(size);
-  check(ucp_init(&params, config.get(), &context_), "opening a context", "check the UCX_* environment variables and that /dev/shm is writable");
+  check(ucp_init(&params, config.get(), &context_), "opening a context",
+        "check the UCX_* environment variables and that /dev/shm is writable");
 
   ucp_worker_params_t worker{};
   worker.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
@@ -223,7 +238,8 @@ std::string UcxWorker::own_record(std::uint64_t probe_address, std::uint64_t pro
   record.pid_namespace = own_pid_namespace();
   ucp_address_t* address = nullptr;
   std::size_t length = 0;
-  check(ucp_worker_get_address(worker_, &address, &length), "getting the worker's address", "leave UCX_TLS unset");
+  check(ucp_worker_get_address(worker_, &address, &length), "getting the worker's address",
+        "leave UCX_TLS unset");
   std::string bytes(reinterpret_cast<const char*>(&record), sizeof record);
   bytes.append(reinterpret_cast<const char*>(address), length);
   ucp_worker_release_address(worker_, address);
@@ -252,7 +268,8 @@ void UcxWorker::close(bool requests_left) noexcept {
       void* request = ucp_ep_close_nbx(peer.endpoint, &params);
       peer.endpoint = nullptr;
       if (!UCS_PTR_IS_PTR(request)) continue;
-      while (ucp_request_check_status(request) == UCS_INPROGRESS && Clock::now() < deadline) ucp_worker_progress(worker_);
+      while (ucp_request_check_status(request) == UCS_INPROGRESS && Clock::now() < deadline)
+        ucp_worker_progress(worker_);
       if (ucp_request_check_status(request) == UCS_INPROGRESS) all_closed = false;
       ucp_request_free(request);
     }

@@ -12,8 +12,8 @@
 #include <utility>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/dtensor/plan/split_order.h"
+#include "penstock/errors.h"
 
 namespace penstock {
 namespace {
@@ -34,7 +34,8 @@ struct Edge {
 
 class Planner {
  public:
-  Planner(const TensorSize& tensor, const std::vector<std::int64_t>& mesh_shape, const std::vector<AxisCost>& costs, PartialTarget partial_target)
+  Planner(const TensorSize& tensor, const std::vector<std::int64_t>& mesh_shape,
+          const std::vector<AxisCost>& costs, PartialTarget partial_target)
       : tensor_(tensor), mesh_shape_(mesh_shape), costs_(costs), partial_target_(partial_target) {
     if (costs_.empty()) costs_.resize(1);
     if (costs_.size() == 1) costs_.resize(mesh_shape.size(), costs_[0]);
@@ -44,7 +45,8 @@ class Planner {
   }
 
   RedistributePlan run(const SplitOrder& from, const SplitOrder& to) {
-    for (std::size_t axis = 0; axis < to.partial.size(); ++axis) check_target(from, to, static_cast<int>(axis));
+    for (std::size_t axis = 0; axis < to.partial.size(); ++axis)
+      check_target(from, to, static_cast<int>(axis));
     struct Reached {
       double seconds;
       std::size_t steps;
@@ -64,7 +66,9 @@ class Planner {
       for (Edge& edge : edges(state, to)) {
         const double total = seconds + cost(state, edge).seconds;
         const auto found = reached.find(edge.to);
-        if (found != reached.end() && std::pair(found->second.seconds, found->second.steps) <= std::pair(total, steps + 1)) continue;
+        if (found != reached.end() &&
+            std::pair(found->second.seconds, found->second.steps) <= std::pair(total, steps + 1))
+          continue;
         queue.emplace(total, steps + 1, edge.to);
         const SplitOrder next = edge.to;
         reached.insert_or_assign(next, Reached{total, steps + 1, std::pair(state, std::move(edge))});
@@ -73,7 +77,8 @@ class Planner {
     RedistributePlan plan;
     for (SplitOrder at = to; at != from;) {
       const auto found = reached.find(at);
-      PENSTOCK_INVARIANT(found != reached.end() && found->second.by, "every placement can be reached through Replicate");
+      PENSTOCK_INVARIANT(found != reached.end() && found->second.by,
+                         "every placement can be reached through Replicate");
       const auto& [before, edge] = *found->second.by;
       plan.steps.push_back(step(before, edge));
       at = SplitOrder(before);
@@ -91,11 +96,14 @@ class Planner {
 
   void check_target(const SplitOrder& from, const SplitOrder& to, int axis) const {
     const auto at = static_cast<std::size_t>(axis);
-    if (!to.partial[at] || from.partial[at] == to.partial[at] || partial_target_ == PartialTarget::Allow) return;
+    if (!to.partial[at] || from.partial[at] == to.partial[at] || partial_target_ == PartialTarget::Allow)
+      return;
     if (*to.partial[at] == PartialOp::Sum && from.dim_of(axis)) return;
-    throw ValueError(describe(fmt::format("redistribute to {} on mesh axis {}", Placement(Partial{*to.partial[at]}).to_string(), axis),
-                              from.placements(mesh_shape_)[at].to_string(), "the same Partial, or a shard for P(sum)",
-                              "redistribute to Replicate or Shard instead; partial values are created by operators"));
+    throw ValueError(
+        describe(fmt::format("redistribute to {} on mesh axis {}",
+                             Placement(Partial{*to.partial[at]}).to_string(), axis),
+                 from.placements(mesh_shape_)[at].to_string(), "the same Partial, or a shard for P(sum)",
+                 "redistribute to Replicate or Shard instead; partial values are created by operators"));
   }
 
   // Steps from a state. Partial is created only if the target has it.
@@ -106,7 +114,8 @@ class Planner {
       if (state.partial[at]) {
         SplitOrder reduced = state;
         reduced.partial[at].reset();
-        for (SplitOrder& scattered : with_split(reduced, axis, target)) result.push_back({RedistributeKind::ReduceScatter, axis, std::move(scattered)});
+        for (SplitOrder& scattered : with_split(reduced, axis, target))
+          result.push_back({RedistributeKind::ReduceScatter, axis, std::move(scattered)});
         result.push_back({RedistributeKind::AllReduce, axis, std::move(reduced)});
       } else if (const auto dim = state.dim_of(axis)) {
         if (state.splits[*dim].back().axis != axis) continue;  // another axis split this dim later
@@ -122,7 +131,8 @@ class Planner {
         }
         result.push_back({RedistributeKind::AllGather, axis, std::move(joined)});
       } else {
-        for (SplitOrder& sliced : with_split(state, axis, target)) result.push_back({RedistributeKind::Slice, axis, std::move(sliced)});
+        for (SplitOrder& sliced : with_split(state, axis, target))
+          result.push_back({RedistributeKind::Slice, axis, std::move(sliced)});
         if (target.partial[at] && partial_target_ == PartialTarget::Allow) {
           SplitOrder term = state;
           term.partial[at] = target.partial[at];
@@ -145,9 +155,11 @@ class Planner {
     for (std::size_t dim = 0; dim < state.splits.size(); ++dim) {
       const auto& held = state.splits[dim];
       const auto& wanted = target.splits[dim];
-      const bool literal = std::any_of(held.begin(), held.end(), [](const AxisSplit& split) { return split.literal_factor != 0; });
+      const bool literal = std::any_of(held.begin(), held.end(),
+                                       [](const AxisSplit& split) { return split.literal_factor != 0; });
       if (!literal) add(dim, {axis, 0});
-      if (held.size() < wanted.size() && wanted[held.size()].axis == axis && (literal || wanted[held.size()].literal_factor != 0) &&
+      if (held.size() < wanted.size() && wanted[held.size()].axis == axis &&
+          (literal || wanted[held.size()].literal_factor != 0) &&
           std::equal(held.begin(), held.end(), wanted.begin()))
         add(dim, wanted[held.size()]);
     }
@@ -181,14 +193,24 @@ class Planner {
     switch (edge.kind) {
       case RedistributeKind::Slice:
       case RedistributeKind::Embed:
-      case RedistributeKind::Term: break;
-      case RedistributeKind::AllGather: sent = (n - 1) * before; break;
-      case RedistributeKind::ReduceScatter: sent = (n - 1) * after; break;
-      case RedistributeKind::AllReduce: sent = 2 * (n - 1) * ((before + n - 1) / n); break;
-      case RedistributeKind::AllToAll: sent = (n - 1) * ((before + n - 1) / n); break;
+      case RedistributeKind::Term:
+        break;
+      case RedistributeKind::AllGather:
+        sent = (n - 1) * before;
+        break;
+      case RedistributeKind::ReduceScatter:
+        sent = (n - 1) * after;
+        break;
+      case RedistributeKind::AllReduce:
+        sent = 2 * (n - 1) * ((before + n - 1) / n);
+        break;
+      case RedistributeKind::AllToAll:
+        sent = (n - 1) * ((before + n - 1) / n);
+        break;
     }
     const double local = kLocalLatency + static_cast<double>(before + after) / kLocalBytesPerSecond;
-    const bool alone = edge.kind == RedistributeKind::Slice || edge.kind == RedistributeKind::Embed || edge.kind == RedistributeKind::Term;
+    const bool alone = edge.kind == RedistributeKind::Slice || edge.kind == RedistributeKind::Embed ||
+                       edge.kind == RedistributeKind::Term;
     if (n == 1 || alone) return {0, local};
     const AxisCost& link = costs_[static_cast<std::size_t>(edge.axis)];
     return {sent, local + link.latency_s + static_cast<double>(sent) / link.bytes_per_s};
@@ -218,13 +240,20 @@ class Planner {
 
 std::string_view to_text(RedistributeKind kind) {
   switch (kind) {
-    case RedistributeKind::Slice: return "slice";
-    case RedistributeKind::AllGather: return "all_gather";
-    case RedistributeKind::AllToAll: return "all_to_all";
-    case RedistributeKind::AllReduce: return "all_reduce";
-    case RedistributeKind::ReduceScatter: return "reduce_scatter";
-    case RedistributeKind::Embed: return "embed";
-    case RedistributeKind::Term: return "term";
+    case RedistributeKind::Slice:
+      return "slice";
+    case RedistributeKind::AllGather:
+      return "all_gather";
+    case RedistributeKind::AllToAll:
+      return "all_to_all";
+    case RedistributeKind::AllReduce:
+      return "all_reduce";
+    case RedistributeKind::ReduceScatter:
+      return "reduce_scatter";
+    case RedistributeKind::Embed:
+      return "embed";
+    case RedistributeKind::Term:
+      return "term";
   }
   return "?";
 }
@@ -233,13 +262,14 @@ std::string RedistributePlan::to_string() const {
   if (steps.empty()) return "nothing to do\n";
   std::string text;
   for (const RedistributeStep& step : steps)
-    text += fmt::format("axis {}  {:<20} {:<15} {:>12} bytes\n", step.axis, step.from.to_string() + " -> " + step.to.to_string(),
-                        to_text(step.kind), step.bytes);
+    text += fmt::format("axis {}  {:<20} {:<15} {:>12} bytes\n", step.axis,
+                        step.from.to_string() + " -> " + step.to.to_string(), to_text(step.kind), step.bytes);
   return text;
 }
 
-RedistributePlan plan_redistribute(const TensorSize& tensor, const std::vector<std::int64_t>& mesh_shape, const Placements& from,
-                                   const Placements& to, const std::vector<AxisCost>& costs, PartialTarget partial_target) {
+RedistributePlan plan_redistribute(const TensorSize& tensor, const std::vector<std::int64_t>& mesh_shape,
+                                   const Placements& from, const Placements& to,
+                                   const std::vector<AxisCost>& costs, PartialTarget partial_target) {
   const int axes = static_cast<int>(mesh_shape.size());
   const auto dims = static_cast<std::int64_t>(tensor.shape.size());
   const SplitOrder source(normalize_placements(from, axes, dims), mesh_shape, tensor.shape.size());

@@ -1,7 +1,8 @@
 // Plans a redistribution: the cheapest sequence of collectives from one set of placements to another, each on
 // one mesh axis.
 //
-//   plan_redistribute({.shape = {1024, 1024}, .element_bytes = 4}, {2, 4}, {Partial{}, Replicate{}}, {Shard{0}, Shard{1}})
+//   plan_redistribute({.shape = {1024, 1024}, .element_bytes = 4}, {2, 4}, {Partial{}, Replicate{}},
+//   {Shard{0}, Shard{1}})
 //     axis 1  R -> S(1)        slice
 //     axis 0  P(sum) -> S(0)   reduce_scatter     524288 bytes
 //
@@ -38,9 +39,9 @@ struct RedistributeStep {
   RedistributeKind kind = RedistributeKind::Slice;
   int axis = 0;
   Placement from, to;
-  Placements before, after;    // of all axes
-  std::int64_t bytes = 0;      // sent by the busiest rank in a ring; 0 without communication
-  double seconds = 0;          // in the cost model
+  Placements before, after;  // of all axes
+  std::int64_t bytes = 0;    // sent by the busiest rank in a ring; 0 without communication
+  double seconds = 0;        // in the cost model
 };
 
 struct RedistributePlan {
@@ -69,8 +70,9 @@ enum class PartialTarget { Refuse, Allow };
 
 // Throws ValueError for placements that do not match the mesh or the tensor, and, with PartialTarget::Refuse,
 // for a target that is Partial while the source is neither the same nor, for a sum, a shard.
-RedistributePlan plan_redistribute(const TensorSize& tensor, const std::vector<std::int64_t>& mesh_shape, const Placements& from,
-                                   const Placements& to, const std::vector<AxisCost>& costs = {},
+RedistributePlan plan_redistribute(const TensorSize& tensor, const std::vector<std::int64_t>& mesh_shape,
+                                   const Placements& from, const Placements& to,
+                                   const std::vector<AxisCost>& costs = {},
                                    PartialTarget partial_target = PartialTarget::Refuse);
 
 }  // namespace penstock

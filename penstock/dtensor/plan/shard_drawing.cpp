@@ -22,7 +22,9 @@ constexpr std::size_t kMostRows = 256;
 // A single dim is drawn horizontally if it fits, otherwise vertically.
 constexpr std::size_t kMostToTheRight = 12;
 
-std::string padded(const std::string& text, std::size_t width) { return text + std::string(width - std::min(width, text.size()), ' '); }
+std::string padded(const std::string& text, std::size_t width) {
+  return text + std::string(width - std::min(width, text.size()), ' ');
+}
 
 void add_line(std::string& out, std::string line) {
   line.erase(line.find_last_not_of(' ') + 1);
@@ -91,12 +93,14 @@ std::string picture(const ShardGrid& shards) {
   else if (shards.drawn.size() == 1)
     out = fmt::format("dim {} {}; cells name ranks\n\n", shards.drawn[0], down ? "down" : "to the right");
   else
-    out = fmt::format("dim {} down, dim {} to the right; cells name ranks\n\n", shards.drawn[0], shards.drawn[1]);
+    out = fmt::format("dim {} down, dim {} to the right; cells name ranks\n\n", shards.drawn[0],
+                      shards.drawn[1]);
   if (shards.drawn.size() == 2) grid.left = range_texts(shards.rows());
   if (!shards.drawn.empty()) (down ? grid.left : grid.above) = range_texts(shards.columns());
   for (std::size_t row = 0; row < shards.rows().size(); ++row) {
     std::vector<Lines> line;
-    for (std::size_t column = 0; column < shards.columns().size(); ++column) line.push_back(label_lines(shards.ranks_of(row, column), sign));
+    for (std::size_t column = 0; column < shards.columns().size(); ++column)
+      line.push_back(label_lines(shards.ranks_of(row, column), sign));
     if (down)
       for (Lines& label : line) grid.labels.push_back({std::move(label)});
     else
@@ -106,11 +110,13 @@ std::string picture(const ShardGrid& shards) {
 }
 
 std::string table(const ShardGrid& grid) {
-  std::vector<Lines> rows{{"rank", grid.names.empty() ? "at" : fmt::format("({})", fmt::join(grid.names, ", "))}};
+  std::vector<Lines> rows{
+      {"rank", grid.names.empty() ? "at" : fmt::format("({})", fmt::join(grid.names, ", "))}};
   for (std::size_t dim = 0; dim < grid.shape.size(); ++dim) rows[0].push_back(fmt::format("dim {}", dim));
   for (const detail::RankPart& part : grid.parts) {
     Lines row{std::to_string(part.rank), fmt::format("({})", fmt::join(part.coordinate, ", "))};
-    for (std::size_t dim = 0; dim < grid.shape.size(); ++dim) row.push_back(detail::ranges_text(part.segments[dim], grid.shape[dim]));
+    for (std::size_t dim = 0; dim < grid.shape.size(); ++dim)
+      row.push_back(detail::ranges_text(part.segments[dim], grid.shape[dim]));
     rows.push_back(std::move(row));
   }
   std::vector<std::size_t> widths(rows[0].size());
@@ -127,7 +133,8 @@ std::string table(const ShardGrid& grid) {
 
 }  // namespace
 
-std::string draw_sharding_text(const std::vector<std::int64_t>& global_shape, const DeviceMesh& mesh, const Placements& placements) {
+std::string draw_sharding_text(const std::vector<std::int64_t>& global_shape, const DeviceMesh& mesh,
+                               const Placements& placements) {
   const ShardGrid grid(global_shape, mesh, placements);
   std::string out = fmt::format("{} on {}\n", grid.title(), grid.mesh_text());
   const bool drawn = fits(grid) && (grid.shape.size() <= 2 || !grid.drawn.empty());

@@ -34,11 +34,13 @@
 namespace penstock {
 
 // Lines, each ended by a newline. A tensor in too many pieces for a grid gets only the table.
-std::string draw_sharding_text(const std::vector<std::int64_t>& global_shape, const DeviceMesh& mesh, const Placements& placements);
+std::string draw_sharding_text(const std::vector<std::int64_t>& global_shape, const DeviceMesh& mesh,
+                               const Placements& placements);
 
 // A self-contained <svg>: cells in proportion, coloured by rank (striped if several ranks hold a cell,
 // hatched if they hold partial values), and a legend of what each rank holds. Follows the viewer's light or
 // dark theme.
-std::string draw_sharding_svg(const std::vector<std::int64_t>& global_shape, const DeviceMesh& mesh, const Placements& placements);
+std::string draw_sharding_svg(const std::vector<std::int64_t>& global_shape, const DeviceMesh& mesh,
+                              const Placements& placements);
 
 }  // namespace penstock

@@ -29,28 +29,39 @@ Numbers coordinate_of(std::int64_t index, const Numbers& shape) {
 }
 
 bool holds(const std::vector<Segment>& segments, const Segment& cell) {
-  return std::any_of(segments.begin(), segments.end(),
-                     [&](const Segment& segment) { return segment.offset <= cell.offset && cell.offset < segment.offset + segment.length; });
+  return std::any_of(segments.begin(), segments.end(), [&](const Segment& segment) {
+    return segment.offset <= cell.offset && cell.offset < segment.offset + segment.length;
+  });
 }
 
 std::string_view sign_of(PartialOp op) {
   switch (op) {
-    case PartialOp::Sum: return "+";
-    case PartialOp::Avg: return "avg";
-    case PartialOp::Min: return "min";
-    case PartialOp::Max: return "max";
-    case PartialOp::Product: return "*";
+    case PartialOp::Sum:
+      return "+";
+    case PartialOp::Avg:
+      return "avg";
+    case PartialOp::Min:
+      return "min";
+    case PartialOp::Max:
+      return "max";
+    case PartialOp::Product:
+      return "*";
   }
   return "";
 }
 
 std::string_view result_of(PartialOp op) {
   switch (op) {
-    case PartialOp::Sum: return "sum";
-    case PartialOp::Avg: return "mean";
-    case PartialOp::Min: return "minimum";
-    case PartialOp::Max: return "maximum";
-    case PartialOp::Product: return "product";
+    case PartialOp::Sum:
+      return "sum";
+    case PartialOp::Avg:
+      return "mean";
+    case PartialOp::Min:
+      return "minimum";
+    case PartialOp::Max:
+      return "maximum";
+    case PartialOp::Product:
+      return "product";
   }
   return "";
 }
@@ -74,8 +85,11 @@ std::vector<std::string> rank_words(const std::vector<int>& ranks) {
 }  // namespace
 
 ShardGrid::ShardGrid(const Numbers& global_shape, const DeviceMesh& mesh, const Placements& given)
-    : shape(global_shape), names(mesh.names()), mesh_shape(mesh.shape()),
-      placements(normalize_placements(given, mesh.ndim(), static_cast<std::int64_t>(global_shape.size()))), cells(global_shape.size()) {
+    : shape(global_shape),
+      names(mesh.names()),
+      mesh_shape(mesh.shape()),
+      placements(normalize_placements(given, mesh.ndim(), static_cast<std::int64_t>(global_shape.size()))),
+      cells(global_shape.size()) {
   const std::vector<int> ranks = mesh.ranks();
   std::map<Numbers, std::size_t> terms;
   for (std::size_t i = 0; i < ranks.size(); ++i) {
@@ -83,7 +97,8 @@ ShardGrid::ShardGrid(const Numbers& global_shape, const DeviceMesh& mesh, const 
     part.rank = ranks[i];
     part.coordinate = coordinate_of(static_cast<std::int64_t>(i), mesh_shape);
     part.segments = local_segments(shape, mesh_shape, part.coordinate, placements);
-    part.empty = std::any_of(part.segments.begin(), part.segments.end(), [](const auto& segments) { return segments.empty(); });
+    part.empty = std::any_of(part.segments.begin(), part.segments.end(),
+                             [](const auto& segments) { return segments.empty(); });
     Numbers term;
     for (std::size_t axis = 0; axis < placements.size(); ++axis)
       if (placements[axis].is_partial()) term.push_back(part.coordinate[axis]);
@@ -97,7 +112,8 @@ ShardGrid::ShardGrid(const Numbers& global_shape, const DeviceMesh& mesh, const 
         borders.insert(segment.offset);
         borders.insert(segment.offset + segment.length);
       }
-    for (auto next = std::next(borders.begin()); next != borders.end(); ++next) cells[dim].push_back({*std::prev(next), *next - *std::prev(next)});
+    for (auto next = std::next(borders.begin()); next != borders.end(); ++next)
+      cells[dim].push_back({*std::prev(next), *next - *std::prev(next)});
   }
   drawn.resize(shape.size());
   std::iota(drawn.begin(), drawn.end(), 0);
@@ -112,21 +128,28 @@ ShardGrid::ShardGrid(const Numbers& global_shape, const DeviceMesh& mesh, const 
   }
 }
 
-const std::vector<Segment>& ShardGrid::columns() const { return drawn.empty() ? one_cell() : cells[static_cast<std::size_t>(drawn.back())]; }
-const std::vector<Segment>& ShardGrid::rows() const { return drawn.size() < 2 ? one_cell() : cells[static_cast<std::size_t>(drawn.front())]; }
+const std::vector<Segment>& ShardGrid::columns() const {
+  return drawn.empty() ? one_cell() : cells[static_cast<std::size_t>(drawn.back())];
+}
+const std::vector<Segment>& ShardGrid::rows() const {
+  return drawn.size() < 2 ? one_cell() : cells[static_cast<std::size_t>(drawn.front())];
+}
 
 bool ShardGrid::has_elements() const { return std::find(shape.begin(), shape.end(), 0) == shape.end(); }
 
 bool ShardGrid::has_partial() const {
-  return std::any_of(placements.begin(), placements.end(), [](const Placement& placement) { return placement.is_partial(); });
+  return std::any_of(placements.begin(), placements.end(),
+                     [](const Placement& placement) { return placement.is_partial(); });
 }
 
 CellRanks ShardGrid::ranks_of(std::size_t row, std::size_t column) const {
   std::map<std::size_t, std::vector<int>> by_term;
   for (const RankPart& part : parts) {
     if (part.empty) continue;
-    if (!drawn.empty() && !holds(part.segments[static_cast<std::size_t>(drawn.back())], columns()[column])) continue;
-    if (drawn.size() == 2 && !holds(part.segments[static_cast<std::size_t>(drawn.front())], rows()[row])) continue;
+    if (!drawn.empty() && !holds(part.segments[static_cast<std::size_t>(drawn.back())], columns()[column]))
+      continue;
+    if (drawn.size() == 2 && !holds(part.segments[static_cast<std::size_t>(drawn.front())], rows()[row]))
+      continue;
     by_term[part.term].push_back(part.rank);
   }
   CellRanks ranks;
@@ -152,23 +175,31 @@ std::string ShardGrid::term_sign() const {
 std::string ShardGrid::mesh_text() const {
   std::string text;
   for (std::size_t axis = 0; axis < mesh_shape.size(); ++axis)
-    text += fmt::format("{}{}{}", axis ? " x " : "", names.empty() ? "" : names[axis] + "=", mesh_shape[axis]);
+    text +=
+        fmt::format("{}{}{}", axis ? " x " : "", names.empty() ? "" : names[axis] + "=", mesh_shape[axis]);
   if (names.empty()) text += parts.size() == 1 ? " rank" : " ranks";
   return text;
 }
 
-std::string ShardGrid::axis_text(std::size_t axis) const { return names.empty() ? fmt::format("axis {}", axis) : names[axis]; }
+std::string ShardGrid::axis_text(std::size_t axis) const {
+  return names.empty() ? fmt::format("axis {}", axis) : names[axis];
+}
 
-std::string ShardGrid::title() const { return fmt::format("[{}] as {}", fmt::join(shape, ", "), penstock::to_string(placements)); }
+std::string ShardGrid::title() const {
+  return fmt::format("[{}] as {}", fmt::join(shape, ", "), penstock::to_string(placements));
+}
 
 std::vector<std::string> ShardGrid::notes(bool pictured) const {
   std::vector<std::string> lines;
   for (std::size_t axis = 0; axis < placements.size(); ++axis)
     if (placements[axis].is_partial())
-      lines.push_back(fmt::format("{} over {}: the tensor is the {} of the terms{}", placements[axis].to_string(), axis_text(axis),
-                                  result_of(placements[axis].partial_op()), pictured ? fmt::format(", which {} joins", term_sign()) : " that its ranks hold"));
+      lines.push_back(
+          fmt::format("{} over {}: the tensor is the {} of the terms{}", placements[axis].to_string(),
+                      axis_text(axis), result_of(placements[axis].partial_op()),
+                      pictured ? fmt::format(", which {} joins", term_sign()) : " that its ranks hold"));
   bool copies = false;
-  for (std::size_t axis = 0; axis < placements.size(); ++axis) copies |= placements[axis].is_replicate() && mesh_shape[axis] > 1;
+  for (std::size_t axis = 0; axis < placements.size(); ++axis)
+    copies |= placements[axis].is_replicate() && mesh_shape[axis] > 1;
   if (pictured && hides_splits)
     lines.push_back("ranks of one cell hold different parts of the dims that are not drawn");
   else if (pictured && copies)
@@ -180,12 +211,14 @@ std::vector<std::string> ShardGrid::notes(bool pictured) const {
   if (!has_elements())
     lines.push_back("the tensor has no elements");
   else if (!idle.empty())
-    lines.push_back(fmt::format("no elements: {} {}", idle.size() == 1 ? "rank" : "ranks", fmt::join(rank_words(idle), ", ")));
+    lines.push_back(fmt::format("no elements: {} {}", idle.size() == 1 ? "rank" : "ranks",
+                                fmt::join(rank_words(idle), ", ")));
   return lines;
 }
 
 std::string range_text(const Segment& segment) {
-  return segment.length == 1 ? std::to_string(segment.offset) : fmt::format("{}-{}", segment.offset, segment.offset + segment.length - 1);
+  return segment.length == 1 ? std::to_string(segment.offset)
+                             : fmt::format("{}-{}", segment.offset, segment.offset + segment.length - 1);
 }
 
 std::string ranges_text(const std::vector<Segment>& segments, std::int64_t size) {
@@ -194,7 +227,8 @@ std::string ranges_text(const std::vector<Segment>& segments, std::int64_t size)
   std::vector<std::string> words;
   for (const Segment& segment : segments) words.push_back(range_text(segment));
   if (words.size() <= 8) return fmt::format("{}", fmt::join(words, ", "));
-  return fmt::format("{}, {}, {}, ... {} ({} ranges)", words[0], words[1], words[2], words.back(), words.size());
+  return fmt::format("{}, {}, {}, ... {} ({} ranges)", words[0], words[1], words[2], words.back(),
+                     words.size());
 }
 
 std::vector<std::string> label_lines(const CellRanks& ranks, const std::string& sign, std::size_t width) {
@@ -202,7 +236,9 @@ std::vector<std::string> label_lines(const CellRanks& ranks, const std::string& 
   for (std::size_t term = 0; term < ranks.size(); ++term) {
     const std::vector<std::string> members = rank_words(ranks[term]);
     for (std::size_t i = 0; i < members.size(); ++i)
-      words.push_back(members[i] + (i + 1 < members.size() ? "," : term + 1 < ranks.size() ? " " + sign : ""));
+      words.push_back(members[i] + (i + 1 < members.size()    ? ","
+                                    : term + 1 < ranks.size() ? " " + sign
+                                                              : ""));
   }
   std::vector<std::string> lines{""};
   for (const std::string& word : words) {

@@ -17,7 +17,7 @@ struct RankPart {
   int rank = 0;
   std::vector<std::int64_t> coordinate;
   std::vector<std::vector<Segment>> segments;  // [dim]
-  std::size_t term = 0;                        // ranks with equal `term` hold equal values at the same indices
+  std::size_t term = 0;  // ranks with equal `term` hold equal values at the same indices
   bool empty = false;
 };
 
@@ -26,16 +26,17 @@ using CellRanks = std::vector<std::vector<int>>;
 
 struct ShardGrid {
   // Throws ValueError for placements that do not fit the mesh or the tensor.
-  ShardGrid(const std::vector<std::int64_t>& global_shape, const DeviceMesh& mesh, const Placements& placements);
+  ShardGrid(const std::vector<std::int64_t>& global_shape, const DeviceMesh& mesh,
+            const Placements& placements);
 
   std::vector<std::int64_t> shape;
-  std::vector<std::string> names;         // of the axes; empty if they have none
+  std::vector<std::string> names;  // of the axes; empty if they have none
   std::vector<std::int64_t> mesh_shape;
-  Placements placements;                  // normalized
-  std::vector<RankPart> parts;            // row-major in the mesh
+  Placements placements;                    // normalized
+  std::vector<RankPart> parts;              // row-major in the mesh
   std::vector<std::vector<Segment>> cells;  // [dim]: the ranges between the borders of all parts
-  std::vector<int> drawn;                 // the drawn dims, at most two: those in the most pieces
-  bool hides_splits = false;              // a dim that is not drawn is split: ranks of one cell hold different parts
+  std::vector<int> drawn;                   // the drawn dims, at most two: those in the most pieces
+  bool hides_splits = false;  // a dim that is not drawn is split: ranks of one cell hold different parts
 
   // By cells of the drawn dims; `row` is ignored if one dim is drawn, both are if none is.
   CellRanks ranks_of(std::size_t row, std::size_t column) const;

@@ -4,7 +4,8 @@
 
 namespace penstock::detail {
 
-SplitOrder::SplitOrder(const Placements& placements, const std::vector<std::int64_t>& mesh_shape, std::size_t tensor_ndim)
+SplitOrder::SplitOrder(const Placements& placements, const std::vector<std::int64_t>& mesh_shape,
+                       std::size_t tensor_ndim)
     : partial(placements.size()), splits(tensor_ndim) {
   // From the right: the axes to the right of a strided shard are already in order, and its factor tells how
   // many of them come before it.
@@ -35,7 +36,8 @@ Placements SplitOrder::placements(const std::vector<std::int64_t>& mesh_shape) c
       std::int64_t factor = std::max<std::int64_t>(split.literal_factor, 1);
       if (split.literal_factor == 0)
         for (std::size_t before = 0; before < i; ++before)
-          if (splits[dim][before].axis > split.axis) factor *= mesh_shape[static_cast<std::size_t>(splits[dim][before].axis)];
+          if (splits[dim][before].axis > split.axis)
+            factor *= mesh_shape[static_cast<std::size_t>(splits[dim][before].axis)];
       const auto d = static_cast<std::int64_t>(dim);
       auto& placement = result[static_cast<std::size_t>(split.axis)];
       if (factor > 1)

@@ -28,7 +28,8 @@ struct SplitOrder {
   // Per tensor dim: the axes that split it, first to last.
   std::vector<std::vector<AxisSplit>> splits;
 
-  SplitOrder(const Placements& placements, const std::vector<std::int64_t>& mesh_shape, std::size_t tensor_ndim);
+  SplitOrder(const Placements& placements, const std::vector<std::int64_t>& mesh_shape,
+             std::size_t tensor_ndim);
   Placements placements(const std::vector<std::int64_t>& mesh_shape) const;
   // Returns the dim that an axis splits, if any.
   std::optional<std::size_t> dim_of(int axis) const;

@@ -21,7 +21,9 @@ at::Tensor NormTerms::of(const at::Tensor& local, const std::vector<std::int64_t
     nothing |= local.size(dim) == 0;
     shape[static_cast<std::size_t>(dim)] = 1;
   }
-  if (nothing) return local.new_full(shape, smallest() ? std::numeric_limits<double>::infinity() : 0.0, local.options().dtype(dtype));
+  if (nothing)
+    return local.new_full(shape, smallest() ? std::numeric_limits<double>::infinity() : 0.0,
+                          local.options().dtype(dtype));
   const bool complex = c10::isComplexType(local.scalar_type());
   const at::Tensor sizes = complex ? local.abs().to(dtype) : local.to(dtype);
   if (dims.empty()) {
@@ -42,10 +44,12 @@ void NormTerms::reduce(const comm::MeshGroups& mesh, const std::vector<int>& axe
   }
   // Not every backend propagates NaN in a maximum, so it is sent separately.
   const at::Tensor lost = terms.isnan();
-  const at::Tensor values = (smallest() ? terms.neg() : terms).masked_fill(lost, -std::numeric_limits<double>::infinity());
+  const at::Tensor values =
+      (smallest() ? terms.neg() : terms).masked_fill(lost, -std::numeric_limits<double>::infinity());
   const at::Tensor both = at::stack({values, lost.to(terms.scalar_type())});
   reduce_over(mesh, axes, both, comm::ReduceOp::Max);
-  terms = (smallest() ? both[0].neg() : both[0]).masked_fill(both[1].gt(0), std::numeric_limits<double>::quiet_NaN());
+  terms = (smallest() ? both[0].neg() : both[0])
+              .masked_fill(both[1].gt(0), std::numeric_limits<double>::quiet_NaN());
 }
 
 at::Tensor NormTerms::norm(const at::Tensor& terms) const {

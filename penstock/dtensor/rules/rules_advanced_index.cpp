@@ -63,10 +63,10 @@ struct Indexed {
   int argument;
   std::vector<Index> indices;
   bool masks = false, apart = false;
-  Numbers broadcast;                                             // shape of all indices together
-  std::int64_t front = 0;                                        // position of its dims in the result
-  std::vector<std::pair<std::int64_t, std::int64_t>> others;     // dims of self that stay, and their positions
-  Numbers shape;                                                 // of the result
+  Numbers broadcast;                                          // shape of all indices together
+  std::int64_t front = 0;                                     // position of its dims in the result
+  std::vector<std::pair<std::int64_t, std::int64_t>> others;  // dims of self that stay, and their positions
+  Numbers shape;                                              // of the result
 };
 
 // The indices as positions in the local part, and where all of them are held. `outside` is used for the
@@ -77,7 +77,8 @@ struct LocalIndices {
   Numbers padded;  // dims of self that are split
 };
 
-LocalIndices localize(const LocalContext& context, const Indexed& indexed, const c10::IValue& list, bool outside_is_end) {
+LocalIndices localize(const LocalContext& context, const Indexed& indexed, const c10::IValue& list,
+                      bool outside_is_end) {
   LocalIndices result;
   c10::List<c10::optional<at::Tensor>> mapped;
   std::size_t next = 0;
@@ -91,7 +92,8 @@ LocalIndices localize(const LocalContext& context, const Indexed& indexed, const
       mapped.push_back(c10::optional<at::Tensor>(element.toTensor()));
       continue;
     }
-    const LocalIndex local = local_index(context.call, element.toTensor(), context.call.inputs[0].whole.shape, context.inputs[0], dim);
+    const LocalIndex local = local_index(context.call, element.toTensor(), context.call.inputs[0].whole.shape,
+                                         context.inputs[0], dim);
     mapped.push_back(c10::optional<at::Tensor>(local.position_or(outside_is_end ? local.length : 0)));
     result.held = result.held.defined() ? result.held.logical_and(local.held) : local.held;
     result.padded.push_back(dim);
@@ -101,7 +103,9 @@ LocalIndices localize(const LocalContext& context, const Indexed& indexed, const
 }
 
 bool splits_indexed(const Placements& placements, const Indexed& indexed) {
-  return std::any_of(placements.begin(), placements.end(), [&](const Placement& placement) { return placement.splits() && indexed.is_indexed(placement.dim()); });
+  return std::any_of(placements.begin(), placements.end(), [&](const Placement& placement) {
+    return placement.splits() && indexed.is_indexed(placement.dim());
+  });
 }
 
 // Masks among the indices are rejected earlier, because the shape of the result would be unknown.
@@ -117,7 +121,8 @@ Sharding index(const ShardingCall& call) {
   for (std::int64_t dim = 0; dim < static_cast<std::int64_t>(indexed.broadcast.size()); ++dim) {
     AxisStrategy strategy = replicated_strategy(call);
     for (const Indexed::Index& index : indexed.indices)
-      if (const auto own = broadcast_dim(call.inputs[index.input].whole.shape, dim, indexed.broadcast)) strategy.inputs[index.input] = Shard{*own};
+      if (const auto own = broadcast_dim(call.inputs[index.input].whole.shape, dim, indexed.broadcast))
+        strategy.inputs[index.input] = Shard{*own};
     strategy.outputs[0] = Shard{indexed.front + dim};
     strategies.push_back(std::move(strategy));
   }
@@ -138,10 +143,13 @@ Sharding index(const ShardingCall& call) {
   if (!splits_indexed(sharding.inputs[0], indexed)) return sharding;
   sharding.local = [indexed](const LocalContext& context, const c10::OperatorHandle& op, Stack* stack) {
     const at::Tensor self = (*stack)[0].toTensor();
-    const LocalIndices local = localize(context, indexed, (*stack)[static_cast<std::size_t>(indexed.argument)], false);
-    const bool nothing = std::any_of(local.padded.begin(), local.padded.end(), [&](std::int64_t dim) { return self.size(dim) == 0; });
+    const LocalIndices local =
+        localize(context, indexed, (*stack)[static_cast<std::size_t>(indexed.argument)], false);
+    const bool nothing = std::any_of(local.padded.begin(), local.padded.end(),
+                                     [&](std::int64_t dim) { return self.size(dim) == 0; });
     if (nothing) {
-      at::Tensor zeros = self.new_zeros(local_shape(context.call, context.call.outputs[0].shape, context.outputs[0]));
+      at::Tensor zeros =
+          self.new_zeros(local_shape(context.call, context.call.outputs[0].shape, context.outputs[0]));
       stack->clear();
       stack->push_back(std::move(zeros));
       return;
@@ -150,34 +158,41 @@ Sharding index(const ShardingCall& call) {
     op.callBoxed(stack);
     const at::Tensor result = stack->back().toTensor();
     Numbers shape = local.held.sizes().vec();
-    shape.resize(shape.size() + static_cast<std::size_t>(result.dim() - indexed.front) - indexed.broadcast.size(), 1);
+    shape.resize(
+        shape.size() + static_cast<std::size_t>(result.dim() - indexed.front) - indexed.broadcast.size(), 1);
     stack->back() = result.masked_fill(local.held.logical_not().reshape(shape), 0);
   };
   return sharding;
 }
 
 // x[mask] = v: the mask is placed like the dims that it covers.
-void add_mask_strategies(const ShardingCall& call, const Indexed& indexed, std::vector<AxisStrategy>& strategies) {
+void add_mask_strategies(const ShardingCall& call, const Indexed& indexed,
+                         std::vector<AxisStrategy>& strategies) {
   const Indexed::Index& mask = indexed.indices[0];
   for (std::int64_t dim = 0; dim < call.inputs[0].ndim(); ++dim) {
     AxisStrategy strategy = replicated_strategy(call);
     strategy.inputs[0] = strategy.outputs[0] = Shard{dim};
-    if (dim >= mask.dim && dim < mask.dim + call.inputs[mask.input].ndim()) strategy.inputs[mask.input] = Shard{dim - mask.dim};
+    if (dim >= mask.dim && dim < mask.dim + call.inputs[mask.input].ndim())
+      strategy.inputs[mask.input] = Shard{dim - mask.dim};
     strategies.push_back(std::move(strategy));
   }
   // A partial value is written into a partial tensor.
   for (const PartialOp kind : partial_kinds(call)) {
     if (kind != PartialOp::Sum && kind != PartialOp::Avg) continue;
     AxisStrategy strategy = replicated_strategy(call);
-    strategy.inputs[0] = strategy.outputs[0] = strategy.inputs[static_cast<std::size_t>(call.index_at(call.argument_index("values")))] = Partial{kind};
+    strategy.inputs[0] = strategy.outputs[0] =
+        strategy.inputs[static_cast<std::size_t>(call.index_at(call.argument_index("values")))] =
+            Partial{kind};
     strategies.push_back(std::move(strategy));
   }
 }
 
 // Writes into the local part, with one extra slice along each split dim for what belongs to other ranks.
-void put_held(const Indexed& indexed, const LocalContext& context, const c10::OperatorHandle& op, Stack* stack) {
+void put_held(const Indexed& indexed, const LocalContext& context, const c10::OperatorHandle& op,
+              Stack* stack) {
   const at::Tensor self = (*stack)[0].toTensor();
-  const LocalIndices local = localize(context, indexed, (*stack)[static_cast<std::size_t>(indexed.argument)], true);
+  const LocalIndices local =
+      localize(context, indexed, (*stack)[static_cast<std::size_t>(indexed.argument)], true);
   at::Tensor padded = self;
   for (const std::int64_t dim : local.padded) {
     Numbers slice = padded.sizes().vec();
@@ -205,7 +220,9 @@ Sharding index_put(const ShardingCall& call) {
   std::vector<AxisStrategy> strategies;
   if (indexed.masks) {
     // Several values for a mask are assigned in its order, which is only known for the whole mask.
-    if (indexed.indices.size() == 1 && call.inputs[values].whole.numel() == 1 && call.inputs[values].ndim() == 0) add_mask_strategies(call, indexed, strategies);
+    if (indexed.indices.size() == 1 && call.inputs[values].whole.numel() == 1 &&
+        call.inputs[values].ndim() == 0)
+      add_mask_strategies(call, indexed, strategies);
     return choose(call, std::move(strategies));
   }
   const auto value_placement = [&](std::int64_t place) {
@@ -224,7 +241,8 @@ Sharding index_put(const ShardingCall& call) {
     for (std::int64_t dim = 0; dim < static_cast<std::int64_t>(indexed.broadcast.size()); ++dim) {
       AxisStrategy strategy = replicated_strategy(call);
       for (const Indexed::Index& index : indexed.indices)
-        if (const auto own = broadcast_dim(call.inputs[index.input].whole.shape, dim, indexed.broadcast)) strategy.inputs[index.input] = Shard{*own};
+        if (const auto own = broadcast_dim(call.inputs[index.input].whole.shape, dim, indexed.broadcast))
+          strategy.inputs[index.input] = Shard{*own};
       strategy.inputs[values] = value_placement(indexed.front + dim);
       strategy.inputs[0] = strategy.outputs[0] = Partial{};
       strategies.push_back(std::move(strategy));
@@ -242,7 +260,9 @@ Sharding index_put(const ShardingCall& call) {
   }
   Sharding sharding = choose(call, std::move(strategies));
   if (splits_indexed(sharding.inputs[0], indexed))
-    sharding.local = [indexed](const LocalContext& context, const c10::OperatorHandle& op, Stack* stack) { put_held(indexed, context, op, stack); };
+    sharding.local = [indexed](const LocalContext& context, const c10::OperatorHandle& op, Stack* stack) {
+      put_held(indexed, context, op, stack);
+    };
   return sharding;
 }
 

@@ -37,17 +37,22 @@ std::optional<std::vector<Cut>> read_cuts(const GlobalGeometry& whole, const Str
     if (whole.shape[dim] == 0) return std::nullopt;
     if (whole.shape[dim] > 1) order.push_back(dim);
   }
-  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return whole.stride[a] > whole.stride[b]; });
+  std::stable_sort(order.begin(), order.end(),
+                   [&](std::size_t a, std::size_t b) { return whole.stride[a] > whole.stride[b]; });
   for (std::size_t i = 0; i < order.size(); ++i) {
-    const std::int64_t inner = i + 1 < order.size() ? whole.stride[order[i + 1]] * whole.shape[order[i + 1]] : 1;
+    const std::int64_t inner =
+        i + 1 < order.size() ? whole.stride[order[i + 1]] * whole.shape[order[i + 1]] : 1;
     if (whole.stride[order[i]] < inner) return std::nullopt;  // elements share memory
   }
   std::vector<Cut> cuts(ndim);
   for (std::size_t target = 0; target < view.size.size(); ++target) {
     if (view.size[target] == 0) return std::nullopt;
     if (view.size[target] == 1) continue;
-    const auto found = std::find_if(order.begin(), order.end(), [&](std::size_t dim) { return whole.stride[dim] <= view.stride[target]; });
-    if (found == order.end() || view.stride[target] % whole.stride[*found] != 0 || cuts[*found].target) return std::nullopt;
+    const auto found = std::find_if(order.begin(), order.end(), [&](std::size_t dim) {
+      return whole.stride[dim] <= view.stride[target];
+    });
+    if (found == order.end() || view.stride[target] % whole.stride[*found] != 0 || cuts[*found].target)
+      return std::nullopt;
     cuts[*found] = {0, view.stride[target] / whole.stride[*found], view.size[target], target};
   }
   std::int64_t rest = view.offset;
@@ -76,7 +81,9 @@ at::Tensor apply_cuts(const at::Tensor& self, const std::vector<Cut>& cuts, cons
   }
   Numbers order(targets.size());
   for (std::size_t i = 0; i < order.size(); ++i) order[i] = static_cast<std::int64_t>(i);
-  std::sort(order.begin(), order.end(), [&](std::int64_t a, std::int64_t b) { return targets[static_cast<std::size_t>(a)] < targets[static_cast<std::size_t>(b)]; });
+  std::sort(order.begin(), order.end(), [&](std::int64_t a, std::int64_t b) {
+    return targets[static_cast<std::size_t>(a)] < targets[static_cast<std::size_t>(b)];
+  });
   if (!std::is_sorted(order.begin(), order.end())) result = at::permute(result, order);
   for (std::size_t target = 0; target < view.size.size(); ++target)
     if (view.size[target] == 1) result = at::unsqueeze(result, static_cast<std::int64_t>(target));
@@ -87,7 +94,8 @@ at::Tensor apply_cuts(const at::Tensor& self, const std::vector<Cut>& cuts, cons
 bool is_reshape(const GlobalGeometry& whole, const StridedView& view) {
   std::int64_t count = 1;
   for (const std::int64_t size : view.size) count *= size;
-  return view.offset == 0 && count == whole.numel() && whole.stride == contiguous_stride(whole.shape) && view.stride == contiguous_stride(view.size);
+  return view.offset == 0 && count == whole.numel() && whole.stride == contiguous_stride(whole.shape) &&
+         view.stride == contiguous_stride(view.size);
 }
 
 bool same_layout(const at::Tensor& local, const GlobalGeometry& whole) {
@@ -103,14 +111,19 @@ at::Tensor view_memory(const at::Tensor& self, const StridedView& view) {
   const Placements replicated(payload.spec->placements().size());
   const SpecPtr spec = payload.spec->with_placements(replicated);
   bool copied = payload.copied_view || spec != payload.spec;
-  at::Tensor local = spec == payload.spec ? payload.local() : transfer_between(payload.spec, spec, PartialTarget::Refuse)->run(payload.mesh, payload.local());
+  at::Tensor local =
+      spec == payload.spec
+          ? payload.local()
+          : transfer_between(payload.spec, spec, PartialTarget::Refuse)->run(payload.mesh, payload.local());
   if (!same_layout(local, whole)) {
     local = at::empty_strided(whole.shape, whole.stride, local.options()).copy_(local);
     copied = true;
   }
   const at::Tensor part = local.as_strided(view.size, view.stride, local.storage_offset() + view.offset);
-  const SpecPtr result_spec = DTensorSpec::get(*payload.spec, replicated, {view.size, view.stride, whole.dtype, whole.device});
-  at::Tensor result = make_dtensor(part, result_spec, payload.mesh, &self, self.storage_offset() + view.offset);
+  const SpecPtr result_spec =
+      DTensorSpec::get(*payload.spec, replicated, {view.size, view.stride, whole.dtype, whole.device});
+  at::Tensor result =
+      make_dtensor(part, result_spec, payload.mesh, &self, self.storage_offset() + view.offset);
   if (copied) dtensor_payload(result)->mark_copied(self);
   return result;
 }
@@ -123,7 +136,8 @@ void as_strided(const c10::OperatorHandle&, Stack* stack) {
   stack->erase(arguments, stack->end());
   const GlobalGeometry& whole = dtensor_payload(self)->spec->geometry();
   if (is_reshape(whole, view))
-    stack->push_back(view.size == whole.shape ? at::alias(self) : at::_reshape_alias(self, view.size, view.stride));
+    stack->push_back(view.size == whole.shape ? at::alias(self)
+                                              : at::_reshape_alias(self, view.size, view.stride));
   else if (const auto cuts = view.offset < 0 ? std::nullopt : read_cuts(whole, view))
     stack->push_back(apply_cuts(self, *cuts, view));
   else

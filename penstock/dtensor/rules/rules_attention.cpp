@@ -13,10 +13,10 @@
 #include <utility>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/dtensor/tensor/rule_helpers.h"
 #include "penstock/dtensor/tensor/rule_registry.h"
 #include "penstock/dtensor/tensor/strategy_builder.h"
+#include "penstock/errors.h"
 
 namespace penstock::detail {
 namespace {
@@ -45,7 +45,8 @@ const ShardingInput* bias_of(const ShardingCall& call) {
   return nullptr;
 }
 
-std::vector<AxisStrategy> strategies(const ShardingCall& call, const Heads& heads, bool split_heads, bool bias_gradient) {
+std::vector<AxisStrategy> strategies(const ShardingCall& call, const Heads& heads, bool split_heads,
+                                     bool bias_gradient) {
   std::vector<AxisStrategy> all;
   for (std::int64_t dim = 0; dim < (split_heads ? 2 : 1); ++dim) {
     StrategyBuilder strategy(call);
@@ -56,7 +57,9 @@ std::vector<AxisStrategy> strategies(const ShardingCall& call, const Heads& head
       if (own) strategy.in(name, Shard{*own});
     for (std::size_t i = 0; i < call.outputs.size(); ++i)
       if (heads.owns(call.outputs[i].shape)) strategy.out(static_cast<int>(i), Shard{dim});
-    if (bias_gradient) strategy.out(static_cast<int>(call.outputs.size()) - 1, own ? Placement(Shard{*own}) : Placement(Partial{}));
+    if (bias_gradient)
+      strategy.out(static_cast<int>(call.outputs.size()) - 1,
+                   own ? Placement(Shard{*own}) : Placement(Partial{}));
     strategy.add_to(all);
   }
   return all;
@@ -66,14 +69,18 @@ Sharding attention(const ShardingCall& call) {
   // It would draw from each rank's own generator: replicated results would differ, and split ones would
   // repeat each other.
   if (const auto& dropout = call.argument("dropout_p"); dropout.isDouble() && dropout.toDouble() > 0)
-    throw NotImplemented(fmt::format("{}: dropout {} inside fused attention of distributed tensors; set it to 0, or write the attention as matmul, softmax, "
-                                     "dropout, matmul",
-                                     call.traits.name, dropout.toDouble()));
+    throw NotImplemented(
+        fmt::format("{}: dropout {} inside fused attention of distributed tensors; set it to 0, or write the "
+                    "attention as matmul, softmax, "
+                    "dropout, matmul",
+                    call.traits.name, dropout.toDouble()));
   const Heads heads(call);
-  const bool bias_gradient = call.has_argument("grad_input_mask") && bias_of(call) && call.argument("grad_input_mask").toBoolList()[3];
+  const bool bias_gradient = call.has_argument("grad_input_mask") && bias_of(call) &&
+                             call.argument("grad_input_mask").toBoolList()[3];
   Sharding sharding = choose(call, strategies(call, heads, true, bias_gradient));
   if (heads.keys == heads.scores[1]) return sharding;
-  if (const std::int64_t parts = plain_parts(call, sharding, "query", 1); heads.keys % parts != 0 || heads.scores[1] % parts != 0)
+  if (const std::int64_t parts = plain_parts(call, sharding, "query", 1);
+      heads.keys % parts != 0 || heads.scores[1] % parts != 0)
     sharding = choose(call, strategies(call, heads, false, bias_gradient));
   return sharding;
 }
@@ -88,9 +95,12 @@ ShardingRule attention_giving(std::string given) {
     const Heads heads(call);
     const auto query = static_cast<std::size_t>(call.index_at(call.argument_index("query")));
     const auto local = local_shape(call, call.inputs[query].whole.shape, sharding.inputs[query]);
-    if (call.inputs[query].whole.numel() == 0 || std::find(local.begin(), local.end(), 0) == local.end()) return sharding;
-    PENSTOCK_INVARIANT(given.size() == call.traits.returns.size(), fmt::format("the rule of {} lists all its results", call.traits.name));
-    sharding.local = [given, lengths = std::array{heads.scores[2], heads.scores[3]}](const LocalContext& context, const c10::OperatorHandle& op, Stack* stack) {
+    if (call.inputs[query].whole.numel() == 0 || std::find(local.begin(), local.end(), 0) == local.end())
+      return sharding;
+    PENSTOCK_INVARIANT(given.size() == call.traits.returns.size(),
+                       fmt::format("the rule of {} lists all its results", call.traits.name));
+    sharding.local = [given, lengths = std::array{heads.scores[2], heads.scores[3]}](
+                         const LocalContext& context, const c10::OperatorHandle& op, Stack* stack) {
       Stack results;
       std::size_t output = 0, number = 0;
       for (std::size_t i = 0; i < given.size(); ++i) {
@@ -100,7 +110,8 @@ ShardingRule attention_giving(std::string given) {
           results.emplace_back(at::Tensor());
         } else {
           const GlobalGeometry& whole = context.call.outputs[output];
-          results.emplace_back(at::zeros(local_shape(context.call, whole.shape, context.outputs[output]), at::TensorOptions(whole.dtype).device(whole.device)));
+          results.emplace_back(at::zeros(local_shape(context.call, whole.shape, context.outputs[output]),
+                                         at::TensorOptions(whole.dtype).device(whole.device)));
           ++output;
         }
       }
@@ -115,10 +126,12 @@ ShardingRule attention_giving(std::string given) {
 void add_attention_rules(RuleTable& table) {
   const RuleOptions options{.numbers_matter = true};
   table.add({"_scaled_dot_product_flash_attention"}, attention_giving("1100__111"), options);
-  table.add({"_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_cudnn_attention_backward", "_scaled_dot_product_flash_attention_for_cpu_backward"},
+  table.add({"_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_cudnn_attention_backward",
+             "_scaled_dot_product_flash_attention_for_cpu_backward"},
             attention_giving("111"), options);
   table.add({"_scaled_dot_product_cudnn_attention"}, attention_giving("1100__110"), options);
-  table.add({"_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward"}, attention_giving("1111"), options);
+  table.add({"_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward"},
+            attention_giving("1111"), options);
   table.add({"_scaled_dot_product_flash_attention_for_cpu"}, attention_giving("11"), options);
 }
 

@@ -23,7 +23,9 @@ struct ConvolutionDims {
   std::int64_t weight_out = 0, weight_in = 1;
 };
 
-Sharding choose_convolution(const ShardingCall& call, const std::function<std::vector<AxisStrategy>(bool channels)>& strategies, std::int64_t& parts) {
+Sharding choose_convolution(const ShardingCall& call,
+                            const std::function<std::vector<AxisStrategy>(bool channels)>& strategies,
+                            std::int64_t& parts) {
   const ConvolutionDims dims(call);
   Sharding sharding = choose(call, strategies(true));
   parts = 1;
@@ -43,10 +45,23 @@ Sharding convolution(const ShardingCall& call) {
     std::vector<AxisStrategy> all;
     StrategyBuilder(call).in("input", Shard{0}).out(0, Shard{0}).add_to(all);
     if (dims.groups == 1) {
-      StrategyBuilder(call).in("weight", Shard{dims.weight_out}).in("bias", Shard{0}).out(0, Shard{1}).add_to(all);
-      StrategyBuilder(call).in("input", Shard{1}).in("weight", Shard{dims.weight_in}).out(0, Partial{}).add_to(all);
+      StrategyBuilder(call)
+          .in("weight", Shard{dims.weight_out})
+          .in("bias", Shard{0})
+          .out(0, Shard{1})
+          .add_to(all);
+      StrategyBuilder(call)
+          .in("input", Shard{1})
+          .in("weight", Shard{dims.weight_in})
+          .out(0, Partial{})
+          .add_to(all);
     } else if (channels) {
-      StrategyBuilder(call).in("input", Shard{1}).in("weight", Shard{0}).in("bias", Shard{0}).out(0, Shard{1}).add_to(all);
+      StrategyBuilder(call)
+          .in("input", Shard{1})
+          .in("weight", Shard{0})
+          .in("bias", Shard{0})
+          .out(0, Shard{1})
+          .add_to(all);
     }
     return all;
   };
@@ -70,9 +85,16 @@ Sharding convolution_backward(const ShardingCall& call) {
   const auto place = output_positions(mask);
   const auto strategies = [&](bool channels) {
     std::vector<AxisStrategy> all;
-    const auto add = [&](const Placement& gradient, const Placement& input, const Placement& weight, const Placement& to_input, const Placement& to_weight,
-                         const Placement& to_bias) {
-      StrategyBuilder(call).in("grad_output", gradient).in("input", input).in("weight", weight).out(place[0], to_input).out(place[1], to_weight).out(place[2], to_bias).add_to(all);
+    const auto add = [&](const Placement& gradient, const Placement& input, const Placement& weight,
+                         const Placement& to_input, const Placement& to_weight, const Placement& to_bias) {
+      StrategyBuilder(call)
+          .in("grad_output", gradient)
+          .in("input", input)
+          .in("weight", weight)
+          .out(place[0], to_input)
+          .out(place[1], to_weight)
+          .out(place[2], to_bias)
+          .add_to(all);
     };
     add(Shard{0}, Shard{0}, Replicate{}, Shard{0}, Partial{}, Partial{});
     if (dims.groups == 1) {
@@ -87,13 +109,16 @@ Sharding convolution_backward(const ShardingCall& call) {
   Sharding sharding = choose_convolution(call, strategies, parts);
   if (parts > 1) sharding.arguments.push_back({call.argument_index("groups"), dims.groups / parts});
   if (!call.argument("bias_sizes").isNone() && call.argument("bias_sizes").toListRef().size() == 1) {
-    const auto gradient = local_shape(call, input_named(call, "grad_output")->whole.shape, sharding.inputs[0]);
-    sharding.arguments.push_back({call.argument_index("bias_sizes"), c10::IValue(std::vector<std::int64_t>{gradient[1]})});
+    const auto gradient =
+        local_shape(call, input_named(call, "grad_output")->whole.shape, sharding.inputs[0]);
+    sharding.arguments.push_back(
+        {call.argument_index("bias_sizes"), c10::IValue(std::vector<std::int64_t>{gradient[1]})});
   }
   skip_where_empty(call, sharding, {"grad_output", "input", "weight"}, mask);
   if (sharding.local && mask[2]) {
     // A rank without channels of the input still has those of the gradient.
-    sharding.local = [zeros = std::move(sharding.local)](const LocalContext& context, const c10::OperatorHandle& op, Stack* stack) {
+    sharding.local = [zeros = std::move(sharding.local)](const LocalContext& context,
+                                                         const c10::OperatorHandle& op, Stack* stack) {
       const at::Tensor gradient = local_argument(context, *stack, "grad_output");
       std::vector<std::int64_t> dims{0};
       for (std::int64_t dim = 2; dim < gradient.dim(); ++dim) dims.push_back(dim);
@@ -119,8 +144,11 @@ Sharding spatial(const ShardingCall& call, std::int64_t spatial_dims) {
   Sharding sharding = choose(call, std::move(strategies));
   // Backward operators of resampling take the size of the result as an argument.
   if (call.has_argument("input_size"))
-    sharding.arguments.push_back({call.argument_index("input_size"), c10::IValue(local_shape(call, call.outputs[0].shape, sharding.outputs[0]))});
-  skip_where_empty(call, sharding, {call.op.schema().arguments()[0].name()}, std::vector<bool>(call.outputs.size(), true));
+    sharding.arguments.push_back(
+        {call.argument_index("input_size"),
+         c10::IValue(local_shape(call, call.outputs[0].shape, sharding.outputs[0]))});
+  skip_where_empty(call, sharding, {call.op.schema().arguments()[0].name()},
+                   std::vector<bool>(call.outputs.size(), true));
   return sharding;
 }
 
@@ -133,20 +161,42 @@ ShardingRule by_channel(std::int64_t spatial_dims) {
 void add_convolution_rules(RuleTable& table) {
   table.add({"convolution"}, convolution);
   table.add({"convolution_backward"}, convolution_backward);
-  table.add({"_adaptive_avg_pool1d", "adaptive_max_pool1d", "max_pool1d_with_indices", "upsample_nearest1d", "upsample_nearest1d_backward", "_upsample_nearest_exact1d",
-             "_upsample_nearest_exact1d_backward", "upsample_linear1d", "upsample_linear1d_backward", "reflection_pad1d", "reflection_pad1d_backward", "replication_pad1d",
-             "replication_pad1d_backward"},
+  table.add({"_adaptive_avg_pool1d", "adaptive_max_pool1d", "max_pool1d_with_indices", "upsample_nearest1d",
+             "upsample_nearest1d_backward", "_upsample_nearest_exact1d", "_upsample_nearest_exact1d_backward",
+             "upsample_linear1d", "upsample_linear1d_backward", "reflection_pad1d",
+             "reflection_pad1d_backward", "replication_pad1d", "replication_pad1d_backward"},
             by_channel(1));
-  table.add({"max_pool2d_with_indices", "max_pool2d_with_indices_backward", "avg_pool2d", "avg_pool2d_backward", "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward",
-             "adaptive_max_pool2d", "adaptive_max_pool2d_backward", "upsample_nearest2d", "upsample_nearest2d_backward", "_upsample_nearest_exact2d",
-             "_upsample_nearest_exact2d_backward", "upsample_bilinear2d", "upsample_bilinear2d_backward", "upsample_bicubic2d", "upsample_bicubic2d_backward",
-             "_upsample_bilinear2d_aa", "_upsample_bilinear2d_aa_backward", "_upsample_bicubic2d_aa", "_upsample_bicubic2d_aa_backward", "reflection_pad2d",
-             "reflection_pad2d_backward", "replication_pad2d", "replication_pad2d_backward"},
+  table.add({"max_pool2d_with_indices",
+             "max_pool2d_with_indices_backward",
+             "avg_pool2d",
+             "avg_pool2d_backward",
+             "_adaptive_avg_pool2d",
+             "_adaptive_avg_pool2d_backward",
+             "adaptive_max_pool2d",
+             "adaptive_max_pool2d_backward",
+             "upsample_nearest2d",
+             "upsample_nearest2d_backward",
+             "_upsample_nearest_exact2d",
+             "_upsample_nearest_exact2d_backward",
+             "upsample_bilinear2d",
+             "upsample_bilinear2d_backward",
+             "upsample_bicubic2d",
+             "upsample_bicubic2d_backward",
+             "_upsample_bilinear2d_aa",
+             "_upsample_bilinear2d_aa_backward",
+             "_upsample_bicubic2d_aa",
+             "_upsample_bicubic2d_aa_backward",
+             "reflection_pad2d",
+             "reflection_pad2d_backward",
+             "replication_pad2d",
+             "replication_pad2d_backward"},
             by_channel(2));
-  table.add({"max_pool3d_with_indices", "max_pool3d_with_indices_backward", "avg_pool3d", "avg_pool3d_backward", "_adaptive_avg_pool3d", "_adaptive_avg_pool3d_backward",
-             "adaptive_max_pool3d", "adaptive_max_pool3d_backward", "upsample_nearest3d", "upsample_nearest3d_backward", "_upsample_nearest_exact3d",
-             "_upsample_nearest_exact3d_backward", "upsample_trilinear3d", "upsample_trilinear3d_backward", "reflection_pad3d", "reflection_pad3d_backward", "replication_pad3d",
-             "replication_pad3d_backward",
+  table.add({"max_pool3d_with_indices", "max_pool3d_with_indices_backward", "avg_pool3d",
+             "avg_pool3d_backward", "_adaptive_avg_pool3d", "_adaptive_avg_pool3d_backward",
+             "adaptive_max_pool3d", "adaptive_max_pool3d_backward", "upsample_nearest3d",
+             "upsample_nearest3d_backward", "_upsample_nearest_exact3d", "_upsample_nearest_exact3d_backward",
+             "upsample_trilinear3d", "upsample_trilinear3d_backward", "reflection_pad3d",
+             "reflection_pad3d_backward", "replication_pad3d", "replication_pad3d_backward",
              // Channels become pixels, or the reverse.
              "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle"},
             by_channel(3));

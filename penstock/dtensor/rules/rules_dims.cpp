@@ -59,7 +59,8 @@ Sharding permute(const ShardingCall& call) {
   DimMap map(static_cast<std::size_t>(ndim));
   const auto dims = call.argument("dims").toIntVector();
   for (std::size_t place = 0; place < dims.size(); ++place)
-    map[static_cast<std::size_t>(ShardingCall::wrap_dim(dims[place], ndim))] = static_cast<std::int64_t>(place);
+    map[static_cast<std::size_t>(ShardingCall::wrap_dim(dims[place], ndim))] =
+        static_cast<std::int64_t>(place);
   return mapped(call, map);
 }
 
@@ -81,7 +82,8 @@ Sharding expand(const ShardingCall& call) {
   for (std::size_t dim = 0; dim < shape.size(); ++dim)
     if (shape[dim] == result[dim + added]) map[dim] = static_cast<std::int64_t>(dim + added);
   Sharding sharding = mapped(call, map);
-  sharding.arguments = {{call.argument_index("size"), c10::IValue(local_shape(call, result, sharding.outputs[0]))}};
+  sharding.arguments = {
+      {call.argument_index("size"), c10::IValue(local_shape(call, result, sharding.outputs[0]))}};
   return sharding;
 }
 
@@ -89,7 +91,8 @@ Sharding expand(const ShardingCall& call) {
 Sharding one_dim_whole(const ShardingCall& call, bool drops) {
   const std::int64_t ndim = call.inputs[0].ndim();
   if (ndim == 0) return mapped(call, {});
-  const std::int64_t cut = ShardingCall::wrap_dim(call.argument(call.has_argument("dimension") ? "dimension" : "dim").toInt(), ndim);
+  const std::int64_t cut = ShardingCall::wrap_dim(
+      call.argument(call.has_argument("dimension") ? "dimension" : "dim").toInt(), ndim);
   DimMap map = identity(ndim);
   for (auto& place : map)
     if (drops && *place > cut) --*place;
@@ -120,14 +123,16 @@ Sharding halves(const ShardingCall& call) {
   const std::int64_t cut = ShardingCall::wrap_dim(call.argument("dim").toInt(), ndim);
   std::vector<AxisStrategy> strategies;
   for (std::int64_t dim = 0; dim < ndim; ++dim)
-    if (dim != cut) strategies.push_back({std::vector<Placement>(call.inputs.size(), Shard{dim}), {Shard{dim}}});
+    if (dim != cut)
+      strategies.push_back({std::vector<Placement>(call.inputs.size(), Shard{dim}), {Shard{dim}}});
   return choose(call, std::move(strategies));
 }
 
 // Dims in an int[] must be whole.
 Sharding listed_dims_whole(const ShardingCall& call) {
   DimMap map = identity(call.inputs[0].ndim());
-  for (const std::int64_t dim : dims_of(call.argument("dims"), call.inputs[0].ndim())) map[static_cast<std::size_t>(dim)].reset();
+  for (const std::int64_t dim : dims_of(call.argument("dims"), call.inputs[0].ndim()))
+    map[static_cast<std::size_t>(dim)].reset();
   return mapped(call, map);
 }
 
@@ -140,7 +145,8 @@ Sharding matrices_whole(const ShardingCall& call) {
 
 Sharding diagonal(const ShardingCall& call) {
   const std::int64_t ndim = call.inputs[0].ndim();
-  const std::int64_t a = ShardingCall::wrap_dim(call.argument("dim1").toInt(), ndim), b = ShardingCall::wrap_dim(call.argument("dim2").toInt(), ndim);
+  const std::int64_t a = ShardingCall::wrap_dim(call.argument("dim1").toInt(), ndim),
+                     b = ShardingCall::wrap_dim(call.argument("dim2").toInt(), ndim);
   DimMap map(static_cast<std::size_t>(ndim));
   std::int64_t next = 0;
   for (std::int64_t dim = 0; dim < ndim; ++dim)
@@ -167,13 +173,18 @@ Sharding pad(const ShardingCall& call) {
   // Zeros are valid in every kind of partial value; another value only if equal values reduce to themselves.
   const c10::Scalar value = call.argument("value").toScalar();
   const bool zero = !value.isComplex() && value.toDouble() == 0;
-  Sharding sharding = mapped(call, map, zero ? any_kind : [](PartialOp kind) { return kind == PartialOp::Avg || kind == PartialOp::Max || kind == PartialOp::Min; });
+  Sharding sharding = mapped(
+      call, map, zero ? any_kind : [](PartialOp kind) {
+        return kind == PartialOp::Avg || kind == PartialOp::Max || kind == PartialOp::Min;
+      });
   // LibTorch does not pad tensors without elements.
   sharding.local = [](const LocalContext& context, const c10::OperatorHandle& op, Stack* stack) {
     const at::Tensor local = (*stack)[0].toTensor();
     if (local.numel() > 0) return op.callBoxed(stack);
     stack->clear();
-    stack->push_back(local.new_full(local_shape(context.call, context.call.outputs[0].shape, context.outputs[0]), context.call.argument("value").toScalar()));
+    stack->push_back(
+        local.new_full(local_shape(context.call, context.call.outputs[0].shape, context.outputs[0]),
+                       context.call.argument("value").toScalar()));
   };
   return sharding;
 }
@@ -188,7 +199,8 @@ Sharding join(const ShardingCall& call, bool adds_dim) {
     AxisStrategy strategy = replicated_strategy(call);
     for (std::size_t i = 0; i < call.inputs.size(); ++i)
       // A tensor of shape (0) can be joined with anything.
-      if (call.inputs[i].ndim() == result_ndim - (adds_dim ? 1 : 0)) strategy.inputs[i] = Shard{dim - (adds_dim && dim > joined ? 1 : 0)};
+      if (call.inputs[i].ndim() == result_ndim - (adds_dim ? 1 : 0))
+        strategy.inputs[i] = Shard{dim - (adds_dim && dim > joined ? 1 : 0)};
     strategy.outputs[0] = Shard{dim};
     strategies.push_back(std::move(strategy));
   }
@@ -208,8 +220,10 @@ void add_dim_rules(RuleTable& table) {
   table.add({"permute", "permute_copy"}, permute);
   table.add({"unsqueeze", "unsqueeze_copy"}, unsqueeze);
   table.add({"expand", "expand_copy"}, expand);
-  table.add({"select.int", "unbind.int", "select_copy.int"}, [](const ShardingCall& call) { return one_dim_whole(call, true); });
-  table.add({"split.Tensor", "split_with_sizes", "chunk", "unsafe_split.Tensor", "unsafe_split_with_sizes", "unsafe_chunk", "narrow", "unfold"},
+  table.add({"select.int", "unbind.int", "select_copy.int"},
+            [](const ShardingCall& call) { return one_dim_whole(call, true); });
+  table.add({"split.Tensor", "split_with_sizes", "chunk", "unsafe_split.Tensor", "unsafe_split_with_sizes",
+             "unsafe_chunk", "narrow", "unfold"},
             [](const ShardingCall& call) { return one_dim_whole(call, false); });
   table.add({"slice.Tensor", "slice_copy.Tensor"}, slice);
   table.add({"flip", "roll"}, listed_dims_whole);

@@ -19,7 +19,8 @@ Sharding sized(const ShardingCall& call) {
   const auto shape = local_shape(call, call.outputs[0].shape, sharding.outputs[0]);
   sharding.arguments.push_back({call.argument_index("size"), c10::IValue(shape)});
   if (call.has_argument("stride"))
-    sharding.arguments.push_back({call.argument_index("stride"), c10::IValue(dense_stride(shape, call.outputs[0].stride))});
+    sharding.arguments.push_back(
+        {call.argument_index("stride"), c10::IValue(dense_stride(shape, call.outputs[0].stride))});
   return sharding;
 }
 
@@ -29,7 +30,8 @@ void add_factory_rules(RuleTable& table) {
   table.add({"empty_like", "zeros_like", "ones_like", "full_like"}, placed_like_first_input);
   table.add({"new_empty", "new_zeros", "new_empty_strided", "new_ones", "new_full"}, sized);
   // A number read from a tensor: from the whole one, the same on every rank.
-  table.add({"_local_scalar_dense", "equal", "is_nonzero"}, replicate_all, {.numbers_matter = false, .shape_known = false});
+  table.add({"_local_scalar_dense", "equal", "is_nonzero"}, replicate_all,
+            {.numbers_matter = false, .shape_known = false});
 }
 
 }  // namespace penstock::detail

@@ -1,4 +1,5 @@
-// Operators on lists of tensors (_foreach_*, fused optimizer steps): one call on the local parts of all of them.
+// Operators on lists of tensors (_foreach_*, fused optimizer steps): one call on the local parts of all of
+// them.
 //
 // Positions are independent and may have different placements and even different meshes; some tensors may be
 // plain.
@@ -13,19 +14,20 @@
 #include <string>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/dtensor/rules/foreach_lists.h"
 #include "penstock/dtensor/rules/norm_terms.h"
 #include "penstock/dtensor/tensor/rule_helpers.h"
 #include "penstock/dtensor/tensor/rule_registry.h"
+#include "penstock/errors.h"
 
 namespace penstock::detail {
 namespace {
 
 // Linear in all its lists together: each rank may apply it to its partial sums.
 bool partial_allowed(const std::string& name) {
-  static const std::set<std::string, std::less<>> linear{"mul.Scalar", "mul.ScalarList", "mul.Tensor", "div.Scalar", "div.ScalarList", "div.Tensor", "neg", "zero",
-                                                         "add.List",   "sub.List",       "copy",       "lerp.Scalar"};
+  static const std::set<std::string, std::less<>> linear{
+      "mul.Scalar", "mul.ScalarList", "mul.Tensor", "div.Scalar", "div.ScalarList", "div.Tensor",
+      "neg",        "zero",           "add.List",   "sub.List",   "copy",           "lerp.Scalar"};
   std::string bare = name.substr(std::string("aten::_foreach_").size());
   if (const std::size_t mark = bare.find("_."); mark != std::string::npos) bare.erase(mark, 1);
   if (!bare.empty() && bare.back() == '_') bare.pop_back();
@@ -81,15 +83,20 @@ std::map<std::uint64_t, SplitAxes> split_axes(const ForeachCall& call) {
 
 // If gradients are not finite on one rank, they count as such on all: all ranks skip the step, or none.
 void check_and_unscale(const c10::OperatorHandle& op, Stack* stack) {
-  if (op.operator_name().name != "aten::_amp_foreach_non_finite_check_and_unscale_" || !op.schema().returns().empty())
+  if (op.operator_name().name != "aten::_amp_foreach_non_finite_check_and_unscale_" ||
+      !op.schema().returns().empty())
     throw NotImplemented(fmt::format("{} of distributed tensors; use the in-place form", traits_of(op).name));
   const c10::IValue found_argument = (*stack)[stack->size() - 2];
   ForeachCall call(op, stack, false);
   at::Tensor found = call.local[1].toTensor();
-  if (const DTensorPayload* payload = dtensor_payload(found_argument.toTensor()); payload && !payload->spec->is_replicated())
-    throw ValueError(describe("_amp_foreach_non_finite_check_and_unscale_: found_inf", to_string(payload->spec->placements()), "a replicated tensor", "create it with Replicate on every axis"));
+  if (const DTensorPayload* payload = dtensor_payload(found_argument.toTensor());
+      payload && !payload->spec->is_replicated())
+    throw ValueError(describe("_amp_foreach_non_finite_check_and_unscale_: found_inf",
+                              to_string(payload->spec->placements()), "a replicated tensor",
+                              "create it with Replicate on every axis"));
   op.callBoxed(&call.local);
-  for (const auto& [_, split] : split_axes(call)) reduce_over(split.mesh, {split.axes.begin(), split.axes.end()}, found, comm::ReduceOp::Max);
+  for (const auto& [_, split] : split_axes(call))
+    reduce_over(split.mesh, {split.axes.begin(), split.axes.end()}, found, comm::ReduceOp::Max);
 }
 
 // The norm of every tensor, or the sum of powers that it is the root of, with one all-reduce per mesh axis
@@ -98,7 +105,8 @@ void foreach_norm(const c10::OperatorHandle& op, Stack* stack) {
   const auto& schema = op.schema().arguments();
   for (const c10::Argument& argument : schema)
     if (argument.alias_info() && argument.alias_info()->isWrite())
-      throw NotImplemented(fmt::format("{} of distributed tensors; use the form that returns its results", traits_of(op).name));
+      throw NotImplemented(fmt::format("{} of distributed tensors; use the form that returns its results",
+                                       traits_of(op).name));
   ForeachCall call(op, stack, false);
   double order = 2;
   at::ScalarType dtype = at::ScalarType::Undefined;
@@ -121,26 +129,38 @@ void foreach_norm(const c10::OperatorHandle& op, Stack* stack) {
       std::vector<at::Tensor> mine;
       for (std::size_t position = 0; position < parts.size(); ++position) {
         const SpecPtr& spec = call.spec(position);
-        if (!spec || spec->mesh_id() != mesh_id || !spec->placements()[static_cast<std::size_t>(axis)].splits()) continue;
+        if (!spec || spec->mesh_id() != mesh_id ||
+            !spec->placements()[static_cast<std::size_t>(axis)].splits())
+          continue;
         positions.push_back(position);
         mine.push_back(terms[position].to(at::kDouble));
       }
       at::Tensor all = at::stack(mine);
       norms.reduce(split.mesh, {axis}, all);
-      for (std::size_t i = 0; i < positions.size(); ++i) terms[positions[i]] = all[static_cast<std::int64_t>(i)].to(terms[positions[i]].scalar_type());
+      for (std::size_t i = 0; i < positions.size(); ++i)
+        terms[positions[i]] = all[static_cast<std::int64_t>(i)].to(terms[positions[i]].scalar_type());
     }
   c10::List<at::Tensor> results;
   for (std::size_t position = 0; position < parts.size(); ++position) {
-    const at::Tensor result = (powers ? terms[position] : norms.norm(terms[position])).to(dtype != at::ScalarType::Undefined ? dtype : c10::toRealValueType(parts[position].scalar_type()));
+    const at::Tensor result =
+        (powers ? terms[position] : norms.norm(terms[position]))
+            .to(dtype != at::ScalarType::Undefined ? dtype
+                                                   : c10::toRealValueType(parts[position].scalar_type()));
     const SpecPtr& spec = call.spec(position);
-    results.push_back(!spec ? result : make_dtensor(result, DTensorSpec::get(*spec, Placements(spec->placements().size()), global_geometry_of(result)), call.mesh(position)));
+    results.push_back(!spec ? result
+                            : make_dtensor(result,
+                                           DTensorSpec::get(*spec, Placements(spec->placements().size()),
+                                                            global_geometry_of(result)),
+                                           call.mesh(position)));
   }
   stack->push_back(std::move(results));
 }
 
 // Reductions of whole tensors run one by one; their results may be partial.
 void foreach_max(const c10::OperatorHandle& op, Stack* stack) {
-  if (op.schema().arguments().size() != 1) throw NotImplemented(fmt::format("{} of distributed tensors; use the form that returns its results", traits_of(op).name));
+  if (op.schema().arguments().size() != 1)
+    throw NotImplemented(
+        fmt::format("{} of distributed tensors; use the form that returns its results", traits_of(op).name));
   c10::List<at::Tensor> results;
   for (const at::Tensor& tensor : stack->back().toTensorVector()) results.push_back(at::max(tensor));
   stack->back() = std::move(results);
@@ -148,11 +168,15 @@ void foreach_max(const c10::OperatorHandle& op, Stack* stack) {
 
 // Matrix products choose their placements pair by pair, like single ones.
 void foreach_mm(const c10::OperatorHandle& op, Stack* stack) {
-  const std::vector<at::Tensor> right = torch::jit::pop(*stack).toTensorVector(), left = torch::jit::pop(*stack).toTensorVector();
+  const std::vector<at::Tensor> right = torch::jit::pop(*stack).toTensorVector(),
+                                left = torch::jit::pop(*stack).toTensorVector();
   if (left.size() != right.size())
-    throw ValueError(describe(fmt::format("{}: matrices on the right", traits_of(op).name), std::to_string(right.size()), std::to_string(left.size()), "pass lists of the same length"));
+    throw ValueError(describe(fmt::format("{}: matrices on the right", traits_of(op).name),
+                              std::to_string(right.size()), std::to_string(left.size()),
+                              "pass lists of the same length"));
   c10::List<at::Tensor> results;
-  for (std::size_t position = 0; position < left.size(); ++position) results.push_back(at::mm(left[position], right[position]));
+  for (std::size_t position = 0; position < left.size(); ++position)
+    results.push_back(at::mm(left[position], right[position]));
   stack->push_back(std::move(results));
 }
 

@@ -18,8 +18,10 @@ namespace {
 // Shared by the operators of this family.
 struct IndexedCall {
   explicit IndexedCall(const ShardingCall& call)
-      : self(static_cast<std::size_t>(call.index_at(call.argument_index("self")))), index_argument(call.argument_index("index")),
-        index(static_cast<std::size_t>(call.index_at(index_argument))), ndim(call.inputs[self].ndim()),
+      : self(static_cast<std::size_t>(call.index_at(call.argument_index("self")))),
+        index_argument(call.argument_index("index")),
+        index(static_cast<std::size_t>(call.index_at(index_argument))),
+        ndim(call.inputs[self].ndim()),
         dim(ShardingCall::wrap_dim(call.argument("dim").toInt(), ndim)) {
     for (const char* name : {"src", "source"})
       if (call.has_argument(name)) source = call.index_at(call.argument_index(name));
@@ -35,7 +37,9 @@ void set(std::vector<Placement>& placements, int at, const Placement& placement)
   if (at >= 0) placements[static_cast<std::size_t>(at)] = placement;
 }
 
-bool splits_dim(const Placements& placements, std::int64_t dim) { return !axes_splitting(placements, dim).empty(); }
+bool splits_dim(const Placements& placements, std::int64_t dim) {
+  return !axes_splitting(placements, dim).empty();
+}
 
 // ---- reading ----
 
@@ -44,9 +48,12 @@ void read_held(const LocalContext& context, const c10::OperatorHandle& op, Stack
   const IndexedCall indexed(context.call);
   const at::Tensor self = (*stack)[0].toTensor();
   c10::IValue& index = (*stack)[static_cast<std::size_t>(indexed.index_argument)];
-  const LocalIndex local = local_index(context.call, index.toTensor(), context.call.inputs[indexed.self].whole.shape, context.inputs[indexed.self], indexed.dim);
+  const LocalIndex local =
+      local_index(context.call, index.toTensor(), context.call.inputs[indexed.self].whole.shape,
+                  context.inputs[indexed.self], indexed.dim);
   if (local.length == 0) {
-    at::Tensor nothing = self.new_zeros(local_shape(context.call, context.call.outputs[0].shape, context.outputs[0]));
+    at::Tensor nothing =
+        self.new_zeros(local_shape(context.call, context.call.outputs[0].shape, context.outputs[0]));
     stack->clear();
     stack->push_back(std::move(nothing));
     return;
@@ -125,7 +132,9 @@ void write_held(const LocalContext& context, const c10::OperatorHandle& op, Stac
   const IndexedCall indexed(context.call);
   const at::Tensor self = (*stack)[0].toTensor();
   c10::IValue& index = (*stack)[static_cast<std::size_t>(indexed.index_argument)];
-  const LocalIndex local = local_index(context.call, index.toTensor(), context.call.inputs[indexed.self].whole.shape, context.inputs[indexed.self], indexed.dim);
+  const LocalIndex local =
+      local_index(context.call, index.toTensor(), context.call.inputs[indexed.self].whole.shape,
+                  context.inputs[indexed.self], indexed.dim);
   std::vector<std::int64_t> slice = self.sizes().vec();
   slice[static_cast<std::size_t>(indexed.dim)] = 1;
   index = local.position_or(local.length);
@@ -171,7 +180,8 @@ Sharding scatter(const ShardingCall& call) {
   const bool adds = call.traits.name.find("scatter_add") != std::string::npos;
   const auto& self = call.inputs[indexed.self].whole.shape;
   const auto& shape = call.inputs[indexed.index].whole.shape;
-  const auto* source = indexed.source >= 0 ? &call.inputs[static_cast<std::size_t>(indexed.source)].whole.shape : nullptr;
+  const auto* source =
+      indexed.source >= 0 ? &call.inputs[static_cast<std::size_t>(indexed.source)].whole.shape : nullptr;
   // Reductions other than a plain write or sum cannot be applied to partial values.
   const bool reduces = call.has_argument("reduce");
   std::vector<AxisStrategy> strategies;
@@ -221,15 +231,18 @@ Sharding index_write(const ShardingCall& call) {
 // Indexes the flattened tensor: it must be whole, the indices need not.
 Sharding take(const ShardingCall& call) {
   std::vector<AxisStrategy> strategies;
-  for (std::int64_t dim = 0; dim < call.inputs[1].ndim(); ++dim) strategies.push_back({{Replicate{}, Shard{dim}}, {Shard{dim}}});
-  for (const PartialOp kind : partial_kinds(call)) strategies.push_back({{Partial{kind}, Replicate{}}, {Partial{kind}}});
+  for (std::int64_t dim = 0; dim < call.inputs[1].ndim(); ++dim)
+    strategies.push_back({{Replicate{}, Shard{dim}}, {Shard{dim}}});
+  for (const PartialOp kind : partial_kinds(call))
+    strategies.push_back({{Partial{kind}, Replicate{}}, {Partial{kind}}});
   return choose(call, std::move(strategies));
 }
 
 Sharding trace(const ShardingCall& call) {
   std::vector<AxisStrategy> strategies;
   for (const PartialOp kind : partial_kinds(call))
-    if (sums(kind) && c10::isFloatingType(call.inputs[0].whole.dtype)) strategies.push_back({{Partial{kind}}, {Partial{kind}}});
+    if (sums(kind) && c10::isFloatingType(call.inputs[0].whole.dtype))
+      strategies.push_back({{Partial{kind}}, {Partial{kind}}});
   return choose(call, std::move(strategies));
 }
 
@@ -243,8 +256,10 @@ void add_index_rules(RuleTable& table) {
   table.add({"take"}, take);
   table.add({"put", "masked_scatter", "masked_scatter_backward"}, replicate_all);
   table.add({"trace"}, trace);
-  table.add({"nonzero", "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "bincount", "repeat_interleave.Tensor"},
-            [](const ShardingCall& call) -> Sharding { refuse_unknown_shape(call.traits); }, {.numbers_matter = false, .shape_known = false});
+  table.add({"nonzero", "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive",
+             "bincount", "repeat_interleave.Tensor"},
+            [](const ShardingCall& call) -> Sharding { refuse_unknown_shape(call.traits); },
+            {.numbers_matter = false, .shape_known = false});
 }
 
 }  // namespace penstock::detail

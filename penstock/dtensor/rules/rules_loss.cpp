@@ -11,8 +11,8 @@
 
 #include <algorithm>
 
-#include "penstock/dtensor/tensor/rule_helpers.h"
 #include "penstock/dtensor/tensor/local_index.h"
+#include "penstock/dtensor/tensor/rule_helpers.h"
 #include "penstock/dtensor/tensor/rule_registry.h"
 #include "penstock/dtensor/tensor/strategy_builder.h"
 
@@ -23,7 +23,8 @@ constexpr std::int64_t kNone = at::Reduction::None, kMean = at::Reduction::Mean,
 
 bool all_replicated(const Sharding& sharding) {
   return std::all_of(sharding.inputs.begin(), sharding.inputs.end(), [](const Placements& placements) {
-    return std::all_of(placements.begin(), placements.end(), [](const Placement& placement) { return placement.is_replicate(); });
+    return std::all_of(placements.begin(), placements.end(),
+                       [](const Placement& placement) { return placement.is_replicate(); });
   });
 }
 
@@ -33,8 +34,10 @@ std::int64_t class_dim(const ShardingCall& call) { return input_named(call, "sel
 
 // This rank's part of the targets: class positions and weights.
 struct Lookup {
-  Lookup(const LocalContext& context, const Stack& stack) : dim(class_dim(context.call)), self(local_argument(context, stack, "self")) {
-    const at::Tensor target = local_argument(context, stack, "target"), weight = local_argument(context, stack, "weight");
+  Lookup(const LocalContext& context, const Stack& stack)
+      : dim(class_dim(context.call)), self(local_argument(context, stack, "self")) {
+    const at::Tensor target = local_argument(context, stack, "target"),
+                     weight = local_argument(context, stack, "weight");
     const auto& shape = input_named(context.call, "self")->whole.shape;
     const std::int64_t ignored = context.call.argument("ignore_index").toInt();
     const at::Tensor counts = target.ne(ignored);
@@ -45,7 +48,9 @@ struct Lookup {
     // An ignored target may be any number.
     position = found.position.masked_fill(missing, 0).unsqueeze(dim);
     type = accumulation_type(self.scalar_type());
-    weights = weight.defined() && weight.numel() > 0 ? weight.to(type).take(position.squeeze(dim)).masked_fill_(missing, 0) : used.to(type);
+    weights = weight.defined() && weight.numel() > 0
+                  ? weight.to(type).take(position.squeeze(dim)).masked_fill_(missing, 0)
+                  : used.to(type);
   }
 
   std::int64_t dim;
@@ -60,12 +65,18 @@ void local_likelihood(const LocalContext& context, const c10::OperatorHandle&, S
   const at::ScalarType dtype = context.call.outputs[0].dtype;
   at::Tensor losses = lookup.self.new_zeros(lookup.missing.sizes(), lookup.self.options().dtype(lookup.type));
   if (lookup.self.size(lookup.dim) > 0)
-    losses = lookup.self.gather(lookup.dim, lookup.position).squeeze(lookup.dim).to(lookup.type).neg_().mul_(lookup.weights).masked_fill_(lookup.missing, 0);
+    losses = lookup.self.gather(lookup.dim, lookup.position)
+                 .squeeze(lookup.dim)
+                 .to(lookup.type)
+                 .neg_()
+                 .mul_(lookup.weights)
+                 .masked_fill_(lookup.missing, 0);
   const auto class_axes = axes_of(context, "self", lookup.dim);
   if (reduction == kNone) {
     losses = losses.contiguous();
     reduce_over(context.mesh, class_axes, losses, comm::ReduceOp::Sum);
-    return store_results(context, stack, {losses.to(dtype), losses.new_zeros({}, losses.options().dtype(dtype))});
+    return store_results(context, stack,
+                         {losses.to(dtype), losses.new_zeros({}, losses.options().dtype(dtype))});
   }
   const at::Tensor totals = at::stack({losses.sum(), lookup.weights.sum()});
   std::vector<int> axes;
@@ -74,17 +85,20 @@ void local_likelihood(const LocalContext& context, const c10::OperatorHandle&, S
     if (placements[axis].splits()) axes.push_back(static_cast<int>(axis));
   reduce_over(context.mesh, axes, totals, comm::ReduceOp::Sum);
   const at::Tensor total_weight = totals.select(0, 1).clone();
-  const at::Tensor loss = reduction == kMean ? totals.select(0, 0) / total_weight : totals.select(0, 0).clone();
+  const at::Tensor loss =
+      reduction == kMean ? totals.select(0, 0) / total_weight : totals.select(0, 0).clone();
   store_results(context, stack, {loss.to(dtype), total_weight.to(context.call.outputs[1].dtype)});
 }
 
 void local_likelihood_backward(const LocalContext& context, const c10::OperatorHandle&, Stack* stack) {
   const Lookup lookup(context, *stack);
   at::Tensor gradient = local_argument(context, *stack, "grad_output").to(lookup.type);
-  if (context.call.argument("reduction").toInt() == kMean) gradient = gradient / local_argument(context, *stack, "total_weight").to(lookup.type);
+  if (context.call.argument("reduction").toInt() == kMean)
+    gradient = gradient / local_argument(context, *stack, "total_weight").to(lookup.type);
   const at::Tensor values = (lookup.weights * gradient).neg_().masked_fill_(lookup.missing, 0);
   at::Tensor result = lookup.self.new_zeros(lookup.self.sizes());
-  if (lookup.self.size(lookup.dim) > 0) result.scatter_(lookup.dim, lookup.position, values.to(result.scalar_type()).unsqueeze(lookup.dim));
+  if (lookup.self.size(lookup.dim) > 0)
+    result.scatter_(lookup.dim, lookup.position, values.to(result.scalar_type()).unsqueeze(lookup.dim));
   store_results(context, stack, {result});
 }
 
@@ -142,7 +156,8 @@ Sharding by_element(const ShardingCall& call) {
     if (shape[static_cast<std::size_t>(dim)] == 1) continue;
     AxisStrategy strategy = replicated_strategy(call);
     for (std::size_t i = 0; i < call.inputs.size(); ++i)
-      if (const auto own = broadcast_dim(call.inputs[i].whole.shape, dim, shape)) strategy.inputs[i] = Shard{*own};
+      if (const auto own = broadcast_dim(call.inputs[i].whole.shape, dim, shape))
+        strategy.inputs[i] = Shard{*own};
     strategy.outputs[0] = Partial{};
     strategies.push_back(std::move(strategy));
   }
@@ -154,7 +169,8 @@ Sharding by_element(const ShardingCall& call) {
     op.callBoxed(stack);
     const at::Tensor losses = stack->back().toTensor();
     stack->clear();
-    stack->emplace_back(losses.sum(accumulation_type(losses.scalar_type())).div_(scale).to(losses.scalar_type()));
+    stack->emplace_back(
+        losses.sum(accumulation_type(losses.scalar_type())).div_(scale).to(losses.scalar_type()));
   };
   return sharding;
 }
@@ -176,10 +192,15 @@ Sharding by_element_backward(const ShardingCall& call) {
 }  // namespace
 
 void add_loss_rules(RuleTable& table) {
-  table.add({"nll_loss_forward", "nll_loss2d_forward"}, [](const ShardingCall& call) { return likelihood(call, false); });
-  table.add({"nll_loss_backward", "nll_loss2d_backward"}, [](const ShardingCall& call) { return likelihood(call, true); });
-  table.add({"mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "soft_margin_loss"}, by_element);
-  table.add({"mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward", "binary_cross_entropy_backward", "soft_margin_loss_backward"},
+  table.add({"nll_loss_forward", "nll_loss2d_forward"},
+            [](const ShardingCall& call) { return likelihood(call, false); });
+  table.add({"nll_loss_backward", "nll_loss2d_backward"},
+            [](const ShardingCall& call) { return likelihood(call, true); });
+  table.add({"mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
+             "binary_cross_entropy_with_logits", "soft_margin_loss"},
+            by_element);
+  table.add({"mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward",
+             "binary_cross_entropy_backward", "soft_margin_loss_backward"},
             by_element_backward);
 }
 

@@ -21,11 +21,15 @@ struct NormDims {
 void norm_of_parts(const LocalContext& context, const c10::OperatorHandle&, Stack* stack) {
   const NormDims dims(context.call);
   // Read from this call: the decision may have been made for another order.
-  const c10::IValue& order = (*stack)[static_cast<std::size_t>(context.call.argument_index(context.call.has_argument("ord") ? "ord" : "p"))];
+  const c10::IValue& order = (*stack)[static_cast<std::size_t>(
+      context.call.argument_index(context.call.has_argument("ord") ? "ord" : "p"))];
   const NormTerms terms(order.isNone() ? 2 : order.toScalar().toDouble());
   at::Tensor values = terms.of((*stack)[0].toTensor(), {dims.gone.begin(), dims.gone.end()});
   terms.reduce(context.mesh, axes_splitting(context.inputs[0], dims.gone), values);
-  at::Tensor result = terms.norm(values).reshape(local_shape(context.call, context.call.outputs[0].shape, context.outputs[0])).to(context.call.outputs[0].dtype);
+  at::Tensor result =
+      terms.norm(values)
+          .reshape(local_shape(context.call, context.call.outputs[0].shape, context.outputs[0]))
+          .to(context.call.outputs[0].dtype);
   stack->clear();
   stack->push_back(std::move(result));
 }

@@ -22,7 +22,8 @@ std::vector<bool> output_mask(const ShardingCall& call) {
 // ---- over the last dims: layer norm, root mean square ----
 
 std::int64_t row_dims(const ShardingCall& call) {
-  return input_named(call, "input")->ndim() - static_cast<std::int64_t>(call.argument("normalized_shape").toListRef().size());
+  return input_named(call, "input")->ndim() -
+         static_cast<std::int64_t>(call.argument("normalized_shape").toListRef().size());
 }
 
 // All results (the output and the statistics, which keep the normalized dims with size 1) are split like the
@@ -60,7 +61,8 @@ Sharding rows_backward(const ShardingCall& call) {
 
 // ---- over groups of channels ----
 
-// input (batch, channels, ...), statistics (batch, groups), weight and bias (channels). Channels may be split between groups.
+// input (batch, channels, ...), statistics (batch, groups), weight and bias (channels). Channels may be split
+// between groups.
 std::vector<AxisStrategy> group_strategies(const ShardingCall& call, bool channels, bool backward) {
   std::vector<AxisStrategy> strategies;
   const auto positions = output_positions(output_mask(call));
@@ -71,7 +73,8 @@ std::vector<AxisStrategy> group_strategies(const ShardingCall& call, bool channe
     strategy.out(positions[0], Shard{dim});
     // Statistics, or gradients of the parameters.
     const Placement parameters = dim == 1 ? Placement(Shard{0}) : Placement(Partial{});
-    for (const int place : {positions[1], positions[2]}) strategy.out(place, backward ? parameters : Placement(Shard{dim}));
+    for (const int place : {positions[1], positions[2]})
+      strategy.out(place, backward ? parameters : Placement(Shard{dim}));
     strategy.add_to(strategies);
   }
   return strategies;
@@ -87,7 +90,9 @@ Sharding group_norm(const ShardingCall& call, bool backward) {
     parts = 1;
   }
   const auto local = local_shape(call, call.inputs[input].whole.shape, sharding.inputs[input]);
-  sharding.arguments = {{call.argument_index("N"), local[0]}, {call.argument_index("C"), local[1]}, {call.argument_index("group"), groups / parts}};
+  sharding.arguments = {{call.argument_index("N"), local[0]},
+                        {call.argument_index("C"), local[1]},
+                        {call.argument_index("group"), groups / parts}};
   skip_where_empty(call, sharding, {"input"}, output_mask(call));
   return sharding;
 }
@@ -99,7 +104,8 @@ ShardingCall with_written_statistics(const ShardingCall& call) {
   ShardingCall marked = call;
   for (const char* name : {"running_mean", "running_var"})
     if (call.has_argument(name))
-      if (const int index = call.index_at(call.argument_index(name)); index >= 0) marked.inputs[static_cast<std::size_t>(index)].written = true;
+      if (const int index = call.index_at(call.argument_index(name)); index >= 0)
+        marked.inputs[static_cast<std::size_t>(index)].written = true;
   return marked;
 }
 
@@ -115,12 +121,17 @@ struct Channels {
         for (const int axis : axes_of(context, "input", dim)) axes.push_back(axis);
   }
 
-  at::Tensor by_channel(const at::Tensor& tensor) const { return tensor.to(type).transpose(0, 1).reshape({tensor.size(1), tensor.numel() > 0 ? -1 : 0}); }
+  at::Tensor by_channel(const at::Tensor& tensor) const {
+    return tensor.to(type).transpose(0, 1).reshape({tensor.size(1), tensor.numel() > 0 ? -1 : 0});
+  }
   // Converts a tensor (channels, everything else) back to the shape and dtype of `like`.
   at::Tensor restored(const at::Tensor& tensor, const at::Tensor& like) const {
     std::vector<std::int64_t> shape = like.sizes().vec();
     std::swap(shape[0], shape[1]);
-    return tensor.reshape(shape).transpose(0, 1).contiguous(like.suggest_memory_format()).to(like.scalar_type());
+    return tensor.reshape(shape)
+        .transpose(0, 1)
+        .contiguous(like.suggest_memory_format())
+        .to(like.scalar_type());
   }
   // Over the row and over the ranks.
   at::Tensor total(const LocalContext& context, const at::Tensor& tensor) const {
@@ -140,39 +151,49 @@ struct Channels {
 void local_batch_norm(const LocalContext& context, const c10::OperatorHandle&, Stack* stack) {
   const ShardingCall& call = context.call;
   const auto number = [&](std::string_view name, std::string_view other) {
-    return (*stack)[static_cast<std::size_t>(call.argument_index(call.has_argument(name) ? name : other))].toDouble();
+    return (*stack)[static_cast<std::size_t>(call.argument_index(call.has_argument(name) ? name : other))]
+        .toDouble();
   };
   const double momentum = number("momentum", "exponential_average_factor"), eps = number("eps", "epsilon");
   const Channels channels(context, *stack);
-  const at::Tensor weight = local_argument(context, *stack, "weight"), bias = local_argument(context, *stack, "bias");
+  const at::Tensor weight = local_argument(context, *stack, "weight"),
+                   bias = local_argument(context, *stack, "bias");
   const at::Tensor values = channels.by_channel(channels.input);
   const double count = static_cast<double>(channels.count);
   const at::Tensor mean = channels.total(context, values) / count;
   const at::Tensor centered = values - mean.unsqueeze(1);
   const at::Tensor squares = channels.total(context, centered.square());
   const at::Tensor inverse = (squares / count).add_(eps).rsqrt_();
-  if (const at::Tensor running = local_argument(context, *stack, "running_mean"); running.defined()) running.lerp_(mean.to(running.scalar_type()), momentum);
+  if (const at::Tensor running = local_argument(context, *stack, "running_mean"); running.defined())
+    running.lerp_(mean.to(running.scalar_type()), momentum);
   if (const at::Tensor running = local_argument(context, *stack, "running_var"); running.defined())
     running.lerp_((squares / (count - 1)).to(running.scalar_type()), momentum);
   at::Tensor result = centered * inverse.unsqueeze(1);
   if (weight.defined()) result = result * channels.column(weight);
   if (bias.defined()) result = result + channels.column(bias);
-  std::vector<at::Tensor> results{channels.restored(result, channels.input), mean.to(call.outputs[1].dtype), inverse.to(call.outputs[2].dtype)};
-  for (std::size_t i = 3; i < call.outputs.size(); ++i) results.push_back(channels.input.new_empty(call.outputs[i].shape, channels.input.options().dtype(call.outputs[i].dtype)));
+  std::vector<at::Tensor> results{channels.restored(result, channels.input), mean.to(call.outputs[1].dtype),
+                                  inverse.to(call.outputs[2].dtype)};
+  for (std::size_t i = 3; i < call.outputs.size(); ++i)
+    results.push_back(channels.input.new_empty(call.outputs[i].shape,
+                                               channels.input.options().dtype(call.outputs[i].dtype)));
   store_results(context, stack, results);
 }
 
 void local_batch_norm_backward(const LocalContext& context, const c10::OperatorHandle&, Stack* stack) {
   const ShardingCall& call = context.call;
   const Channels channels(context, *stack);
-  const at::Tensor gradient = channels.by_channel(local_argument(context, *stack, call.has_argument("grad_out") ? "grad_out" : "grad_output"));
+  const at::Tensor gradient = channels.by_channel(
+      local_argument(context, *stack, call.has_argument("grad_out") ? "grad_out" : "grad_output"));
   const at::Tensor mean = channels.column(local_argument(context, *stack, "save_mean"));
-  const at::Tensor inverse = channels.column(local_argument(context, *stack, call.has_argument("save_invstd") ? "save_invstd" : "save_var"));
+  const at::Tensor inverse = channels.column(
+      local_argument(context, *stack, call.has_argument("save_invstd") ? "save_invstd" : "save_var"));
   const at::Tensor weight = local_argument(context, *stack, "weight");
   const at::Tensor normal = (channels.by_channel(channels.input) - mean) * inverse;
-  const at::Tensor sum = channels.total(context, gradient), product = channels.total(context, gradient * normal);
+  const at::Tensor sum = channels.total(context, gradient),
+                   product = channels.total(context, gradient * normal);
   const double count = static_cast<double>(channels.count);
-  at::Tensor result = (gradient - (sum / count).unsqueeze(1) - normal * (product / count).unsqueeze(1)) * inverse;
+  at::Tensor result =
+      (gradient - (sum / count).unsqueeze(1) - normal * (product / count).unsqueeze(1)) * inverse;
   if (weight.defined()) result = result * channels.column(weight);
   const auto mask = output_mask(call);
   const auto place = output_positions(mask);
@@ -184,7 +205,8 @@ void local_batch_norm_backward(const LocalContext& context, const c10::OperatorH
 }
 
 bool splits_anything(const Placements& placements) {
-  return std::any_of(placements.begin(), placements.end(), [](const Placement& placement) { return placement.splits(); });
+  return std::any_of(placements.begin(), placements.end(),
+                     [](const Placement& placement) { return placement.splits(); });
 }
 
 StrategyBuilder channel_strategy(const ShardingCall& call) {
@@ -193,7 +215,8 @@ StrategyBuilder channel_strategy(const ShardingCall& call) {
   for (const char* name : {"weight", "bias", "running_mean", "running_var"}) strategy.in(name, Shard{0});
   // Empty outside of training: (0).
   for (const char* name : {"save_mean", "save_invstd", "save_var"})
-    if (const ShardingInput* saved = input_named(call, name); saved && saved->whole.numel() > 0) strategy.in(name, Shard{0});
+    if (const ShardingInput* saved = input_named(call, name); saved && saved->whole.numel() > 0)
+      strategy.in(name, Shard{0});
   return strategy;
 }
 
@@ -219,7 +242,11 @@ Sharding batch_norm_backward(const ShardingCall& call, bool training) {
   const auto mask = output_mask(call);
   const auto place = output_positions(mask);
   std::vector<AxisStrategy> strategies;
-  channel_strategy(call).out(place[0], Shard{1}).out(place[1], Shard{0}).out(place[2], Shard{0}).add_to(strategies);
+  channel_strategy(call)
+      .out(place[0], Shard{1})
+      .out(place[1], Shard{0})
+      .out(place[2], Shard{0})
+      .add_to(strategies);
   // In training, the gradient of the input needs the sums over all ranks, so the gradients of the parameters
   // are whole.
   const Placement parameters = training ? Placement() : Placement(Partial{});
@@ -233,7 +260,8 @@ Sharding batch_norm_backward(const ShardingCall& call, bool training) {
   Sharding sharding = choose(call, std::move(strategies));
   if (!training)
     skip_where_empty(call, sharding, {"input"}, mask);
-  else if (splits_anything(sharding.inputs[static_cast<std::size_t>(call.index_at(call.argument_index("input")))]))
+  else if (splits_anything(
+               sharding.inputs[static_cast<std::size_t>(call.index_at(call.argument_index("input")))]))
     sharding.local = local_batch_norm_backward;
   return sharding;
 }

@@ -26,7 +26,8 @@ void add_all_partial(const ShardingCall& call, std::vector<AxisStrategy>& strate
 // is valid for a mean only.
 Sharding additive(const ShardingCall& call) {
   auto strategies = elementwise_strategies(call);
-  const bool numbers = std::any_of(call.inputs.begin(), call.inputs.end(), [](const ShardingInput& input) { return input.plain; }) ||
+  const bool numbers = std::any_of(call.inputs.begin(), call.inputs.end(),
+                                   [](const ShardingInput& input) { return input.plain; }) ||
                        (call.inputs.size() == 1 && call.traits.name.find("Scalar") != std::string::npos);
   for (const PartialOp kind : partial_kinds(call))
     if (sums(kind) && !numbers) add_all_partial(call, strategies, kind);
@@ -60,7 +61,9 @@ Sharding linear_unary(const ShardingCall& call) {
 // The wrapper does not carry the lazy conjugation bit, so its parts must not either: they are copied.
 Sharding conjugate(const ShardingCall& call) {
   Sharding sharding = linear_unary(call);
-  sharding.local = [](const LocalContext&, const c10::OperatorHandle&, Stack* stack) { stack->back() = at::conj_physical(stack->back().toTensor()); };
+  sharding.local = [](const LocalContext&, const c10::OperatorHandle&, Stack* stack) {
+    stack->back() = at::conj_physical(stack->back().toTensor());
+  };
   return sharding;
 }
 
@@ -72,7 +75,8 @@ Sharding copying(const ShardingCall& call) {
     const at::ScalarType to = call.outputs[0].dtype;
     return from == to || (c10::isFloatingType(from) && c10::isFloatingType(to));
   };
-  const bool linear = std::all_of(call.inputs.begin(), call.inputs.end(), [&](const ShardingInput& input) { return exact(input.whole.dtype); });
+  const bool linear = std::all_of(call.inputs.begin(), call.inputs.end(),
+                                  [&](const ShardingInput& input) { return exact(input.whole.dtype); });
   for (const PartialOp kind : partial_kinds(call))
     if (linear) add_all_partial(call, strategies, kind);
   return choose(call, std::move(strategies));
@@ -84,7 +88,8 @@ Sharding filling(const ShardingCall& call) {
   auto strategies = elementwise_strategies(call);
   const bool zero = call.traits.name.find("zero") != std::string::npos;
   for (const PartialOp kind : partial_kinds(call))
-    if (zero || kind == PartialOp::Avg || kind == PartialOp::Min || kind == PartialOp::Max) add_all_partial(call, strategies, kind);
+    if (zero || kind == PartialOp::Avg || kind == PartialOp::Min || kind == PartialOp::Max)
+      add_all_partial(call, strategies, kind);
   return choose(call, std::move(strategies));
 }
 
@@ -114,19 +119,147 @@ Sharding masked_fill(const ShardingCall& call) {
 }  // namespace
 
 void add_pointwise_rules(RuleTable& table) {
-  table.add({"abs", "absolute", "acos", "acosh", "angle", "asin", "asinh", "atan", "atanh", "atan2", "bitwise_and", "bitwise_not", "bitwise_or",
-             "bitwise_xor", "bitwise_left_shift", "bitwise_right_shift", "__and__", "__or__", "__xor__", "__lshift__", "__rshift__", "ceil", "clamp", "clamp_max", "clamp_min", "clip", "copysign",
-             "cos", "cosh", "digamma", "elu", "elu_backward", "celu", "eq", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "float_power", "floor",
-             "floor_divide", "fmax", "fmin", "fmod", "frac", "gcd", "ge", "gelu", "gelu_backward", "gt", "hardshrink", "hardshrink_backward", "hardsigmoid",
-             "hardsigmoid_backward", "hardswish", "hardswish_backward", "hardtanh", "hardtanh_backward", "heaviside", "hypot", "isfinite", "isinf",
-             "isnan", "isneginf", "isposinf", "le", "leaky_relu", "leaky_relu_backward", "lerp", "lgamma", "log", "log10", "log1p", "log2", "logaddexp",
-             "logaddexp2", "logical_and", "logical_not", "logical_or", "logical_xor", "logit", "logit_backward", "log_sigmoid_forward",
-             "log_sigmoid_backward", "lt", "maximum", "minimum", "mish", "mish_backward", "nan_to_num",
-             "ne", "nextafter", "pow", "polygamma", "reciprocal", "relu", "relu6", "remainder", "round", "rsqrt", "selu", "sgn", "sigmoid",
-             "sigmoid_backward", "sign", "signbit", "silu", "silu_backward", "sin", "sinc", "sinh", "softplus", "softplus_backward", "softshrink",
-             "softshrink_backward", "sqrt", "square", "tan", "tanh", "tanh_backward", "threshold", "threshold_backward", "trunc", "where.self",
-             "where.ScalarSelf", "where.ScalarOther", "where.Scalar", "xlogy", "addcdiv", "addcmul", "_prelu_kernel", "_prelu_kernel_backward", "rrelu_with_noise_backward",
-             "special_erfcx", "special_expit", "special_log1p", "special_entr", "native_dropout_backward", "_masked_scale"},
+  table.add({"abs",
+             "absolute",
+             "acos",
+             "acosh",
+             "angle",
+             "asin",
+             "asinh",
+             "atan",
+             "atanh",
+             "atan2",
+             "bitwise_and",
+             "bitwise_not",
+             "bitwise_or",
+             "bitwise_xor",
+             "bitwise_left_shift",
+             "bitwise_right_shift",
+             "__and__",
+             "__or__",
+             "__xor__",
+             "__lshift__",
+             "__rshift__",
+             "ceil",
+             "clamp",
+             "clamp_max",
+             "clamp_min",
+             "clip",
+             "copysign",
+             "cos",
+             "cosh",
+             "digamma",
+             "elu",
+             "elu_backward",
+             "celu",
+             "eq",
+             "erf",
+             "erfc",
+             "erfinv",
+             "exp",
+             "exp2",
+             "expm1",
+             "float_power",
+             "floor",
+             "floor_divide",
+             "fmax",
+             "fmin",
+             "fmod",
+             "frac",
+             "gcd",
+             "ge",
+             "gelu",
+             "gelu_backward",
+             "gt",
+             "hardshrink",
+             "hardshrink_backward",
+             "hardsigmoid",
+             "hardsigmoid_backward",
+             "hardswish",
+             "hardswish_backward",
+             "hardtanh",
+             "hardtanh_backward",
+             "heaviside",
+             "hypot",
+             "isfinite",
+             "isinf",
+             "isnan",
+             "isneginf",
+             "isposinf",
+             "le",
+             "leaky_relu",
+             "leaky_relu_backward",
+             "lerp",
+             "lgamma",
+             "log",
+             "log10",
+             "log1p",
+             "log2",
+             "logaddexp",
+             "logaddexp2",
+             "logical_and",
+             "logical_not",
+             "logical_or",
+             "logical_xor",
+             "logit",
+             "logit_backward",
+             "log_sigmoid_forward",
+             "log_sigmoid_backward",
+             "lt",
+             "maximum",
+             "minimum",
+             "mish",
+             "mish_backward",
+             "nan_to_num",
+             "ne",
+             "nextafter",
+             "pow",
+             "polygamma",
+             "reciprocal",
+             "relu",
+             "relu6",
+             "remainder",
+             "round",
+             "rsqrt",
+             "selu",
+             "sgn",
+             "sigmoid",
+             "sigmoid_backward",
+             "sign",
+             "signbit",
+             "silu",
+             "silu_backward",
+             "sin",
+             "sinc",
+             "sinh",
+             "softplus",
+             "softplus_backward",
+             "softshrink",
+             "softshrink_backward",
+             "sqrt",
+             "square",
+             "tan",
+             "tanh",
+             "tanh_backward",
+             "threshold",
+             "threshold_backward",
+             "trunc",
+             "where.self",
+             "where.ScalarSelf",
+             "where.ScalarOther",
+             "where.Scalar",
+             "xlogy",
+             "addcdiv",
+             "addcmul",
+             "_prelu_kernel",
+             "_prelu_kernel_backward",
+             "rrelu_with_noise_backward",
+             "special_erfcx",
+             "special_expit",
+             "special_log1p",
+             "special_entr",
+             "native_dropout_backward",
+             "_masked_scale"},
             elementwise);
   table.add({"add", "sub", "rsub"}, additive);
   table.add({"mul"}, [](const ShardingCall& call) { return scaling(call, true); });
@@ -138,8 +271,8 @@ void add_pointwise_rules(RuleTable& table) {
   table.add({"masked_fill"}, masked_fill);
   table.add({"neg", "negative"}, linear_unary);
   table.add({"_conj"}, conjugate);
-  table.add({"positive", "clone", "detach", "alias", "lift", "lift_fresh", "lift_fresh_copy", "alias_copy", "detach_copy", "_to_copy", "copy_", "copy", "contiguous", "_conj_physical",
-             "resolve_conj"},
+  table.add({"positive", "clone", "detach", "alias", "lift", "lift_fresh", "lift_fresh_copy", "alias_copy",
+             "detach_copy", "_to_copy", "copy_", "copy", "contiguous", "_conj_physical", "resolve_conj"},
             copying);
   table.add({"fill_", "fill", "zero_", "zero"}, filling);
 }

@@ -15,7 +15,8 @@ namespace {
 struct Reduction {
   explicit Reduction(const ShardingCall& call) : ndim(call.inputs[0].ndim()) {
     reduced = dims_of(call.has_argument("dim") ? call.argument("dim") : c10::IValue(), ndim);
-    const bool keep = call.has_argument("keepdim") && call.argument("keepdim").isBool() && call.argument("keepdim").toBool();
+    const bool keep = call.has_argument("keepdim") && call.argument("keepdim").isBool() &&
+                      call.argument("keepdim").toBool();
     std::int64_t next = 0;
     for (std::int64_t dim = 0; dim < ndim; ++dim) {
       if (!reduced.count(dim)) place[dim] = next;
@@ -27,7 +28,8 @@ struct Reduction {
   std::map<std::int64_t, std::int64_t> place;
 };
 
-void add_outer_dims(const ShardingCall& call, const Reduction& reduction, std::vector<AxisStrategy>& strategies) {
+void add_outer_dims(const ShardingCall& call, const Reduction& reduction,
+                    std::vector<AxisStrategy>& strategies) {
   for (const auto& [dim, place] : reduction.place) {
     AxisStrategy strategy = replicated_strategy(call);
     strategy.inputs[0] = Shard{dim};
@@ -36,7 +38,8 @@ void add_outer_dims(const ShardingCall& call, const Reduction& reduction, std::v
   }
 }
 
-void add_terms(const ShardingCall& call, const Reduction& reduction, std::vector<AxisStrategy>& strategies, PartialOp kind) {
+void add_terms(const ShardingCall& call, const Reduction& reduction, std::vector<AxisStrategy>& strategies,
+               PartialOp kind) {
   for (const std::int64_t dim : reduction.reduced) {
     AxisStrategy strategy = replicated_strategy(call);
     strategy.inputs[0] = Shard{dim};
@@ -53,7 +56,8 @@ void add_partial(const ShardingCall& call, std::vector<AxisStrategy>& strategies
 }
 
 // Reduced dims may be split, and the result is whole: the local call reduces it.
-void add_whole_results(const ShardingCall& call, const Reduction& reduction, std::vector<AxisStrategy>& strategies) {
+void add_whole_results(const ShardingCall& call, const Reduction& reduction,
+                       std::vector<AxisStrategy>& strategies) {
   for (const std::int64_t dim : reduction.reduced) {
     AxisStrategy strategy = replicated_strategy(call);
     strategy.inputs[0] = Shard{dim};
@@ -62,7 +66,8 @@ void add_whole_results(const ShardingCall& call, const Reduction& reduction, std
 }
 
 bool splits_any(const Placements& placements, const std::set<std::int64_t>& dims) {
-  return std::any_of(placements.begin(), placements.end(), [&](const Placement& p) { return p.splits() && dims.count(p.dim()); });
+  return std::any_of(placements.begin(), placements.end(),
+                     [&](const Placement& p) { return p.splits() && dims.count(p.dim()); });
 }
 
 // The reduced dims must be whole: the order of elements matters, or the result is not a plain reduction.
@@ -78,7 +83,8 @@ Sharding sum(const ShardingCall& call) {
   add_outer_dims(call, reduction, strategies);
   add_terms(call, reduction, strategies, PartialOp::Sum);
   for (const PartialOp kind : partial_kinds(call))
-    if (c10::isFloatingType(call.inputs[0].whole.dtype) && (kind == PartialOp::Sum || kind == PartialOp::Avg)) add_partial(call, strategies, kind);
+    if (c10::isFloatingType(call.inputs[0].whole.dtype) && (kind == PartialOp::Sum || kind == PartialOp::Avg))
+      add_partial(call, strategies, kind);
   return choose(call, std::move(strategies));
 }
 
@@ -93,7 +99,8 @@ Sharding mean(const ShardingCall& call) {
     for (const std::int64_t dim : reduction.reduced) count *= context.call.inputs[0].size(dim);
     const bool keep = context.call.has_argument("keepdim") && context.call.argument("keepdim").toBool();
     const std::vector<std::int64_t> dims(reduction.reduced.begin(), reduction.reduced.end());
-    at::Tensor result = at::sum((*stack)[0].toTensor(), dims, keep, context.call.outputs[0].dtype).div_(static_cast<double>(count));
+    at::Tensor result = at::sum((*stack)[0].toTensor(), dims, keep, context.call.outputs[0].dtype)
+                            .div_(static_cast<double>(count));
     stack->clear();
     stack->push_back(std::move(result));
   };
@@ -117,7 +124,8 @@ Sharding extreme(const ShardingCall& call, PartialOp kind) {
     if (local.numel() > 0) return op.callBoxed(stack);
     const auto shape = local_shape(context.call, context.call.outputs[0].shape, context.outputs[0]);
     stack->clear();
-    stack->push_back(local.new_full(shape, kind == PartialOp::Max ? lowest_value(local.scalar_type()) : highest_value(local.scalar_type())));
+    stack->push_back(local.new_full(shape, kind == PartialOp::Max ? lowest_value(local.scalar_type())
+                                                                  : highest_value(local.scalar_type())));
   };
   return sharding;
 }
@@ -143,7 +151,8 @@ Sharding truth(const ShardingCall& call, bool any) {
     const at::Tensor mine = stack->back().toTensor();
     const at::Tensor votes = mine.to(at::kInt).contiguous();
     for (const std::int64_t dim : Reduction(context.call).reduced)
-      reduce_over(context.mesh, axes_splitting(context.inputs[0], dim), votes, any ? comm::ReduceOp::Max : comm::ReduceOp::Min);
+      reduce_over(context.mesh, axes_splitting(context.inputs[0], dim), votes,
+                  any ? comm::ReduceOp::Max : comm::ReduceOp::Min);
     stack->back() = votes.to(mine.scalar_type());
   };
   return sharding;
@@ -164,7 +173,8 @@ at::ScalarType wide_enough(at::ScalarType dtype) { return dtype == at::kDouble ?
 
 // The result of this rank, from one that still has the reduced dims.
 at::Tensor as_output(const LocalContext& context, std::size_t output, const at::Tensor& kept) {
-  return kept.reshape(local_shape(context.call, context.call.outputs[output].shape, context.outputs[output])).to(context.call.outputs[output].dtype);
+  return kept.reshape(local_shape(context.call, context.call.outputs[output].shape, context.outputs[output]))
+      .to(context.call.outputs[output].dtype);
 }
 
 // Deviations from the global mean.
@@ -173,7 +183,8 @@ void spread_of_parts(const LocalContext& context, const c10::OperatorHandle&, St
   const std::string& name = context.call.traits.name;
   const std::vector<std::int64_t> dims(reduction.reduced.begin(), reduction.reduced.end());
   const std::vector<int> axes = axes_splitting(context.inputs[0], reduction.reduced);
-  const c10::IValue correction = (*stack)[static_cast<std::size_t>(context.call.argument_index("correction"))];
+  const c10::IValue correction =
+      (*stack)[static_cast<std::size_t>(context.call.argument_index("correction"))];
   double count = 1;
   for (const std::int64_t dim : dims) count *= static_cast<double>(context.call.inputs[0].size(dim));
   const at::Tensor values = (*stack)[0].toTensor().to(wide_enough((*stack)[0].toTensor().scalar_type()));
@@ -196,7 +207,8 @@ void logsumexp_of_parts(const LocalContext& context, const c10::OperatorHandle&,
   const at::Tensor values = (*stack)[0].toTensor().to(wide_enough((*stack)[0].toTensor().scalar_type()));
   std::vector<std::int64_t> shape = values.sizes().vec();
   for (const std::int64_t dim : dims) shape[static_cast<std::size_t>(dim)] = 1;
-  at::Tensor largest = values.numel() > 0 ? values.amax(dims, true).contiguous() : values.new_full(shape, -std::numeric_limits<double>::infinity());
+  at::Tensor largest = values.numel() > 0 ? values.amax(dims, true).contiguous()
+                                          : values.new_full(shape, -std::numeric_limits<double>::infinity());
   reduce_over(context.mesh, axes, largest, comm::ReduceOp::Max);
   largest.masked_fill_(largest.abs() == std::numeric_limits<double>::infinity(), 0);
   at::Tensor sum = (values - largest).exp_().sum(dims, true).contiguous();
@@ -216,13 +228,16 @@ void add_reduction_rules(RuleTable& table) {
   table.add({"prod"}, product);
   table.add({"any"}, [](const ShardingCall& call) { return truth(call, true); });
   table.add({"all"}, [](const ShardingCall& call) { return truth(call, false); });
-  table.add({"var.correction", "std.correction", "var_mean.correction", "std_mean.correction"}, [](const ShardingCall& call) { return by_hand(call, spread_of_parts); });
+  table.add({"var.correction", "std.correction", "var_mean.correction", "std_mean.correction"},
+            [](const ShardingCall& call) { return by_hand(call, spread_of_parts); });
   table.add({"logsumexp"}, [](const ShardingCall& call) { return by_hand(call, logsumexp_of_parts); });
   table.add({"mode", "median.dim", "nanmedian.dim", "kthvalue", "aminmax", "count_nonzero"}, whole_rows);
   // Along `dim` in order; the shape is unchanged.
-  table.add({"cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "sort", "argsort", "msort"}, [](const ShardingCall& call) {
-    return choose(call, independent_dims(call, dims_of(call.argument("dim"), call.inputs[0].ndim())));
-  });
+  table.add({"cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "sort", "argsort", "msort"},
+            [](const ShardingCall& call) {
+              return choose(call,
+                            independent_dims(call, dims_of(call.argument("dim"), call.inputs[0].ndim())));
+            });
   table.add({"topk"}, [](const ShardingCall& call) {
     std::vector<AxisStrategy> strategies;
     const auto reduced = dims_of(call.argument("dim"), call.inputs[0].ndim());

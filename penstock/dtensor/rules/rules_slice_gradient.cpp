@@ -32,9 +32,12 @@ DimMap uncut_dims(std::int64_t ndim, const Numbers& cut, bool keeps, std::size_t
 // What the operator slices out of a tensor of `shape`, and how the dims of the slice correspond to it.
 DimMap cut_out(const ShardingCall& call, const Numbers& shape, const Numbers& part) {
   const auto ndim = static_cast<std::int64_t>(shape.size());
-  const auto dim = [&](const char* name) { return ShardingCall::wrap_dim(call.argument(name).toInt(), ndim); };
+  const auto dim = [&](const char* name) {
+    return ShardingCall::wrap_dim(call.argument(name).toInt(), ndim);
+  };
   const std::string& name = call.traits.name;
-  if (name.find("diagonal") != std::string::npos) return uncut_dims(ndim, {dim("dim1"), dim("dim2")}, false, 1);
+  if (name.find("diagonal") != std::string::npos)
+    return uncut_dims(ndim, {dim("dim1"), dim("dim2")}, false, 1);
   if (name.find("unfold") != std::string::npos) return uncut_dims(ndim, {dim("dim")}, true, 1);
   if (name.find("select") != std::string::npos) return uncut_dims(ndim, {dim("dim")}, false, 0);
   return uncut_dims(ndim, part == shape ? Numbers{} : Numbers{dim("dim")}, true, 0);
@@ -61,7 +64,8 @@ Sharding gradient(const ShardingCall& call) {
       strategies.push_back(std::move(strategy));
     }
   Sharding sharding = choose(call, std::move(strategies));
-  sharding.arguments = {{call.argument_index("input_sizes"), c10::IValue(local_shape(call, shape, sharding.outputs[0]))}};
+  sharding.arguments = {
+      {call.argument_index("input_sizes"), c10::IValue(local_shape(call, shape, sharding.outputs[0]))}};
   return sharding;
 }
 
@@ -90,7 +94,8 @@ Sharding strided_write_back(const ShardingCall& call) {
   sharding.local = [](const LocalContext& context, const c10::OperatorHandle& op, Stack* stack) {
     const GlobalGeometry& whole = context.call.inputs[0].whole;
     const at::Tensor self = (*stack)[0].toTensor();
-    if (self.strides() != c10::IntArrayRef(whole.stride)) (*stack)[0] = at::empty_strided(whole.shape, whole.stride, self.options()).copy_(self);
+    if (self.strides() != c10::IntArrayRef(whole.stride))
+      (*stack)[0] = at::empty_strided(whole.shape, whole.stride, self.options()).copy_(self);
     op.callBoxed(stack);
   };
   return sharding;

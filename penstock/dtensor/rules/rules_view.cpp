@@ -2,9 +2,9 @@
 // rows of it.
 #include <algorithm>
 
+#include "penstock/dtensor/plan/split_order.h"
 #include "penstock/dtensor/tensor/rule_helpers.h"
 #include "penstock/dtensor/tensor/rule_registry.h"
-#include "penstock/dtensor/plan/split_order.h"
 
 namespace penstock::detail {
 namespace {
@@ -22,7 +22,8 @@ std::vector<DimGroup> group_dims(const Numbers& from, const Numbers& to) {
   const auto skip_ones = [](const Numbers& shape, std::size_t& at) {
     while (at < shape.size() && shape[at] == 1) ++at;
   };
-  for (skip_ones(from, i), skip_ones(to, j); i < from.size() && j < to.size(); skip_ones(from, i), skip_ones(to, j)) {
+  for (skip_ones(from, i), skip_ones(to, j); i < from.size() && j < to.size();
+       skip_ones(from, i), skip_ones(to, j)) {
     DimGroup group{{static_cast<std::int64_t>(i)}, {static_cast<std::int64_t>(j)}};
     std::int64_t a = from[i++], b = to[j++];
     while (a != b) {
@@ -42,7 +43,11 @@ std::vector<DimGroup> group_dims(const Numbers& from, const Numbers& to) {
 class ViewLayout {
  public:
   explicit ViewLayout(const ShardingCall& call)
-      : call_(call), from_(call.inputs[0].whole.shape), to_(call.outputs[0].shape), in_(call.inputs[0].placements), out_(call.axes()),
+      : call_(call),
+        from_(call.inputs[0].whole.shape),
+        to_(call.outputs[0].shape),
+        in_(call.inputs[0].placements),
+        out_(call.axes()),
         order_(in_, call.mesh_shape, from_.size()) {}
 
   Sharding run() {
@@ -74,7 +79,9 @@ class ViewLayout {
   std::int64_t ranks(int axis) const { return call_.mesh_shape[static_cast<std::size_t>(axis)]; }
   std::int64_t from(std::int64_t dim) const { return from_[static_cast<std::size_t>(dim)]; }
   std::int64_t to(std::int64_t dim) const { return to_[static_cast<std::size_t>(dim)]; }
-  const std::vector<AxisSplit>& splits(std::int64_t dim) const { return order_.splits[static_cast<std::size_t>(dim)]; }
+  const std::vector<AxisSplit>& splits(std::int64_t dim) const {
+    return order_.splits[static_cast<std::size_t>(dim)];
+  }
 
   Numbers all_dims() const {
     Numbers dims;
@@ -104,11 +111,13 @@ class ViewLayout {
   }
 
   void move_all(std::int64_t dim, std::int64_t to_dim) {
-    for (const AxisSplit& split : splits(dim)) out_[static_cast<std::size_t>(split.axis)] = moved(in_[static_cast<std::size_t>(split.axis)], to_dim);
+    for (const AxisSplit& split : splits(dim))
+      out_[static_cast<std::size_t>(split.axis)] = moved(in_[static_cast<std::size_t>(split.axis)], to_dim);
   }
 
   void map_group(const DimGroup& group) {
-    const bool split = std::any_of(group.from.begin(), group.from.end(), [&](std::int64_t dim) { return !splits(dim).empty(); });
+    const bool split = std::any_of(group.from.begin(), group.from.end(),
+                                   [&](std::int64_t dim) { return !splits(dim).empty(); });
     if (!split) return;
     const std::int64_t first = group.from[0], target = group.to[0];
     if (group.from.size() == 1 && group.to.size() == 1) return move_all(first, target);
@@ -140,9 +149,11 @@ class ViewLayout {
       if (static_cast<std::int64_t>(k) < inner) factor *= from(group.from[k]);
       if (static_cast<std::int64_t>(k) > inner) below *= from(group.from[k]);
     }
-    if (below > 1 && from(group.from[static_cast<std::size_t>(inner)]) % ranks(split->axis) != 0) return false;
+    if (below > 1 && from(group.from[static_cast<std::size_t>(inner)]) % ranks(split->axis) != 0)
+      return false;
     move_all(group.from[0], group.to[0]);
-    out_[static_cast<std::size_t>(split->axis)] = factor == 1 ? Placement(Shard{group.to[0]}) : Placement(StridedShard{group.to[0], factor});
+    out_[static_cast<std::size_t>(split->axis)] =
+        factor == 1 ? Placement(Shard{group.to[0]}) : Placement(StridedShard{group.to[0], factor});
     return true;
   }
 
@@ -164,7 +175,8 @@ class ViewLayout {
     for (std::size_t i = k + 1; i < group.to.size(); ++i) below *= to(group.to[i]);
     if (below > 1 && to(group.to[k]) % ranks(strided.axis) != 0) return false;
     for (std::size_t i = 0; i + 1 < order.size(); ++i)
-      out_[static_cast<std::size_t>(order[i].axis)] = moved(in_[static_cast<std::size_t>(order[i].axis)], group.to[0]);
+      out_[static_cast<std::size_t>(order[i].axis)] =
+          moved(in_[static_cast<std::size_t>(order[i].axis)], group.to[0]);
     out_[static_cast<std::size_t>(strided.axis)] = Shard{group.to[k]};
     return true;
   }
@@ -193,7 +205,8 @@ Sharding view(const ShardingCall& call) {
 }  // namespace
 
 void add_view_rules(RuleTable& table) {
-  table.add({"view", "_unsafe_view", "_reshape_alias", "reshape", "squeeze", "_reshape_copy", "view_copy"}, view);
+  table.add({"view", "_unsafe_view", "_reshape_alias", "reshape", "squeeze", "_reshape_copy", "view_copy"},
+            view);
 }
 
 }  // namespace penstock::detail

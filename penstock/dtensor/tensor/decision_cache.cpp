@@ -28,10 +28,12 @@ std::shared_ptr<const Decision> DecisionCache::find(const CallKey& key) {
   return nullptr;
 }
 
-std::shared_ptr<const Decision> DecisionCache::insert(const CallKey& key, std::shared_ptr<const Decision> decision) {
+std::shared_ptr<const Decision> DecisionCache::insert(const CallKey& key,
+                                                      std::shared_ptr<const Decision> decision) {
   // Ever-changing shapes must not fill the memory; clearing the table is rare and cheap.
   if (entries_.size() >= kMost) entries_.clear();
-  return entries_.emplace(hash_of(key), Entry{{key.begin(), key.end()}, std::move(decision)})->second.decision;
+  return entries_.emplace(hash_of(key), Entry{{key.begin(), key.end()}, std::move(decision)})
+      ->second.decision;
 }
 
 void DecisionCache::clear() { entries_.clear(); }

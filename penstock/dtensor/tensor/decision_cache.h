@@ -24,13 +24,13 @@ struct Decision {
     SpecPtr now;                                    // null: a plain tensor
     std::shared_ptr<const LocalTransfer> transfer;  // null: used as placed
   };
-  ShardingCall call;       // its arguments without tensors: the cache must not keep them alive
+  ShardingCall call;  // its arguments without tensors: the cache must not keep them alive
   Sharding sharding;
   std::vector<Input> inputs;
   std::vector<SpecPtr> outputs;
   std::vector<std::int64_t> offsets;  // storage offset of each output in its base
-  bool moves_dims = false;  // in place: transpose_, squeeze_
-  bool transposes = false;  // a view with two dims swapped
+  bool moves_dims = false;            // in place: transpose_, squeeze_
+  bool transposes = false;            // a view with two dims swapped
 };
 
 class DecisionCache {

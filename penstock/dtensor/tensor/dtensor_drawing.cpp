@@ -1,8 +1,8 @@
 #include "penstock/dtensor.h"
 
-#include "penstock/dtensor/tensor/dtensor_payload.h"
 #include "penstock/dtensor/plan/redistribute_plan.h"
 #include "penstock/dtensor/plan/shard_drawing.h"
+#include "penstock/dtensor/tensor/dtensor_payload.h"
 
 namespace penstock {
 
@@ -18,7 +18,8 @@ std::string draw_sharding_svg(const at::Tensor& tensor) {
 
 std::string describe_redistribution(const at::Tensor& tensor, const Placements& placements) {
   const DTensorSpec& spec = *detail::require_dtensor(tensor, "describe_redistribution").spec;
-  return plan_redistribute({spec.shape(), static_cast<std::int64_t>(tensor.element_size())}, spec.mesh_shape(), spec.placements(), placements)
+  return plan_redistribute({spec.shape(), static_cast<std::int64_t>(tensor.element_size())},
+                           spec.mesh_shape(), spec.placements(), placements)
       .to_string();
 }
 

@@ -9,10 +9,10 @@
 #include <string_view>
 #include <utility>
 
-#include "penstock/world.h"
 #include "penstock/dtensor/tensor/local_transfer.h"
 #include "penstock/dtensor/tensor/spec.h"
 #include "penstock/tensor_subclass.h"
+#include "penstock/world.h"
 
 namespace penstock {
 struct ModuleBoundary;
@@ -33,13 +33,16 @@ class DTensorPayload final : public Payload {
   std::string_view kind() const override { return kKind; }
   int priority() const override { return kPriority; }
   void dispatch(const c10::OperatorHandle& op, Stack* stack) override;
-  std::vector<std::pair<std::string, at::Tensor>> inner_tensors() const override { return {{"local", local()}}; }
+  std::vector<std::pair<std::string, at::Tensor>> inner_tensors() const override {
+    return {{"local", local()}};
+  }
   // The placements only; the mesh belongs to the process.
   c10::IValue context() const override { return to_string(spec->placements()); }
 
   at::Tensor rebuild(const std::vector<at::Tensor>& inner, const WrapperGeometry& geometry) const override;
   // Replicated where this tensor is Partial.
-  at::Tensor rebuild_gradient(const std::vector<at::Tensor>& inner, const WrapperGeometry& geometry) const override;
+  at::Tensor rebuild_gradient(const std::vector<at::Tensor>& inner,
+                              const WrapperGeometry& geometry) const override;
   bool same_context(const Payload& other) const override;
   // Redistributes, which is [collective].
   at::Tensor with_context_of(const at::Tensor& self, const Payload& other) const override;
@@ -84,7 +87,9 @@ class DTensorPayload final : public Payload {
   std::uint32_t copied_version_ = 0;
 };
 
-inline DTensorPayload* dtensor_payload(const at::Tensor& tensor) { return payload_as<DTensorPayload>(tensor); }
+inline DTensorPayload* dtensor_payload(const at::Tensor& tensor) {
+  return payload_as<DTensorPayload>(tensor);
+}
 
 // Throws TypeError naming `function` if the tensor is not distributed.
 DTensorPayload& require_dtensor(const at::Tensor& tensor, std::string_view function);
@@ -97,6 +102,7 @@ at::Tensor take_local(const at::Tensor& tensor);
 
 // Checks only the shape of the local part. `offset` is the storage offset of a view in the memory that the
 // whole tensor would have; autograd uses it to describe views.
-at::Tensor make_dtensor(at::Tensor local, SpecPtr spec, const comm::MeshGroups& mesh, const at::Tensor* viewed = nullptr, std::int64_t offset = 0);
+at::Tensor make_dtensor(at::Tensor local, SpecPtr spec, const comm::MeshGroups& mesh,
+                        const at::Tensor* viewed = nullptr, std::int64_t offset = 0);
 
 }  // namespace penstock::detail

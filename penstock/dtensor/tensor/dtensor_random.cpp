@@ -26,7 +26,8 @@ Scope current_scope() {
 }
 
 bool same_step(const Scope& a, const Scope& b) {
-  return a.has_value() == b.has_value() && (!a || (std::get<0>(*a) == std::get<0>(*b) && std::get<1>(*a) == std::get<1>(*b)));
+  return a.has_value() == b.has_value() &&
+         (!a || (std::get<0>(*a) == std::get<0>(*b) && std::get<1>(*a) == std::get<1>(*b)));
 }
 
 struct MeshRandom {
@@ -36,7 +37,8 @@ struct MeshRandom {
 
   std::uint64_t& count(const Scope& scope) {
     // Counters of earlier steps are not needed any more.
-    if (scope && !counts.count(scope)) std::erase_if(counts, [&](const auto& entry) { return entry.first && !same_step(entry.first, scope); });
+    if (scope && !counts.count(scope))
+      std::erase_if(counts, [&](const auto& entry) { return entry.first && !same_step(entry.first, scope); });
     return counts[scope];
   }
 };
@@ -61,7 +63,9 @@ std::uint64_t generator_seed() {
 
 // Broadcasts the value of the mesh's first rank to all its ranks: axis by axis from position 0.
 std::uint64_t agree(const comm::MeshGroups& mesh, const at::Tensor& like) {
-  const at::Tensor seed = at::full({1}, std::bit_cast<std::int64_t>(generator_seed()), at::TensorOptions(at::kLong)).to(like.device());
+  const at::Tensor seed =
+      at::full({1}, std::bit_cast<std::int64_t>(generator_seed()), at::TensorOptions(at::kLong))
+          .to(like.device());
   for (std::size_t axis = 0; axis < mesh.shape().size(); ++axis) {
     if (mesh.shape()[axis] == 1) continue;
     const comm::Group group = mesh.group(static_cast<int>(axis));
@@ -87,7 +91,8 @@ RandomCursor random_cursor(const comm::MeshGroups& mesh) {
   return {table.meshes[mesh.id()].count(scope)};
 }
 
-RandomReplay::RandomReplay(const comm::MeshGroups& mesh, const RandomCursor& start) : mesh_id_(mesh.id()), before_(random_cursor(mesh)) {
+RandomReplay::RandomReplay(const comm::MeshGroups& mesh, const RandomCursor& start)
+    : mesh_id_(mesh.id()), before_(random_cursor(mesh)) {
   const Scope scope = current_scope();
   Table& table = Table::instance();
   const std::lock_guard lock(table.mutex);
@@ -105,8 +110,10 @@ namespace detail {
 
 RandomKey next_random_key(const comm::MeshGroups& mesh, const at::Tensor& like, std::int64_t purpose) {
   if (is_recording())
-    throw NotImplemented("random operators on distributed tensors draw different numbers on every call, based on a counter that a captured graph would not advance; leave them "
-                         "out of the captured function, or set dropout to 0");
+    throw NotImplemented(
+        "random operators on distributed tensors draw different numbers on every call, based on a counter "
+        "that a captured graph would not advance; leave them "
+        "out of the captured function, or set dropout to 0");
   const auto context = StepContext::current();
   const Scope scope = current_scope();
   Table& table = Table::instance();
@@ -121,10 +128,12 @@ RandomKey next_random_key(const comm::MeshGroups& mesh, const at::Tensor& like, 
     random.agreed = seed;
   }
   const auto count = static_cast<std::int64_t>(random.count(scope)++);
-  if (!scope) return {.seed = random.given.value_or(random.agreed.value_or(0)), .layer = count, .purpose = purpose};
+  if (!scope)
+    return {.seed = random.given.value_or(random.agreed.value_or(0)), .layer = count, .purpose = purpose};
   RandomKey key = context->key(count, purpose);
   // Streams of meshes with different numbers are far apart.
-  if (random.given) key.layer ^= std::bit_cast<std::int64_t>((*random.given + 1) * 0x9e3779b97f4a7c15ull) << 20;
+  if (random.given)
+    key.layer ^= std::bit_cast<std::int64_t>((*random.given + 1) * 0x9e3779b97f4a7c15ull) << 20;
   return key;
 }
 

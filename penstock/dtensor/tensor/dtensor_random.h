@@ -2,8 +2,8 @@
 //
 //   manual_seed(mesh, 42);                                   // on every rank
 //   auto x = distribute_tensor(torch::empty({8, 16}), mesh, {Shard{0}});
-//   x.normal_();                                             // the values of the whole tensor; each rank computes its part
-//   auto y = torch::dropout(x, 0.1, true);
+//   x.normal_();                                             // the values of the whole tensor; each rank
+//   computes its part auto y = torch::dropout(x, 0.1, true);
 //
 // The value of an element depends on the seed, on how many random operators ran before, and on the element's
 // position in the whole tensor, but not on the placements, the mesh or the number of ranks. A run on one
@@ -13,9 +13,10 @@
 //
 // Seeds:
 // - Outside of a step: the seed of the mesh, set by manual_seed. Without it, the first random operator on the
-//   mesh takes the seed of the default CPU generator of the mesh's first rank (torch::manual_seed, or one drawn
-//   by the system) and broadcasts it, which is a collective; it is kept from then on.
-// - Within a step (penstock/step_context.h): the seed of the run, with the step and the microbatch. Operators are
+//   mesh takes the seed of the default CPU generator of the mesh's first rank (torch::manual_seed, or one
+//   drawn by the system) and broadcasts it, which is a collective; it is kept from then on.
+// - Within a step (penstock/step_context.h): the seed of the run, with the step and the microbatch. Operators
+// are
 //   counted from zero in each microbatch. Meshes that work on different layers of one model, such as pipeline
 //   stages, have separate counters and would draw the same numbers: give each a different number with
 //   manual_seed, which also applies in steps.
@@ -25,7 +26,8 @@
 //
 //   const RandomCursor start = random_cursor(mesh);          // before the first forward
 //   ...
-//   { const RandomReplay replay(mesh, start); again(); }     // draws the same; restores the counter afterwards
+//   { const RandomReplay replay(mesh, start); again(); }     // draws the same; restores the counter
+//   afterwards
 //
 // All ranks of a mesh must run the same random operators in the same order, as for all operators.
 // Thread safety: any thread. Create and destroy a RandomReplay on the same thread, innermost first.
@@ -33,8 +35,8 @@
 
 #include <cstdint>
 
-#include "penstock/world.h"
 #include "penstock/random.h"
+#include "penstock/world.h"
 
 namespace penstock {
 

@@ -1,8 +1,9 @@
 // Records of distributed tensors: what the next stage must know to receive one, and creating a tensor from a
 // record.
 //
-//   TensorMeta meta = meta_of(activation);                               // works for distributed tensors, see below
-//   auto bytes = comm::to_message(meta);                                 // can be sent; comm/record_messages.h
+//   TensorMeta meta = meta_of(activation);                               // works for distributed tensors,
+//   see below auto bytes = comm::to_message(meta);                                 // can be sent;
+//   comm/record_messages.h
 //   ...                                                                  // on the other side:
 //   const auto record = std::get<DistributedRecord>(comm::from_message<TensorMeta>(bytes));
 //   at::Tensor buffer = make_dtensor_from_record(record, at::kCPU, meshes.get(record.mesh_key(), find_mesh));
@@ -19,8 +20,8 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
-#include "penstock/world.h"
 #include "penstock/torch/tree/tensor_meta.h"
+#include "penstock/world.h"
 
 namespace penstock {
 
@@ -34,6 +35,7 @@ DistributedRecord record_of_dtensor(const at::Tensor& tensor);
 // communicate, so nothing is compared between ranks, but checks what this rank knows: throws
 // PipeliningMetadataError for a mesh that is not the recorded one, a rank outside of it, and a local shape
 // that is not this rank's part of the whole (uneven shards: the record of another coordinate).
-at::Tensor make_dtensor_from_record(const DistributedRecord& record, at::Device device, const comm::MeshGroups& mesh);
+at::Tensor make_dtensor_from_record(const DistributedRecord& record, at::Device device,
+                                    const comm::MeshGroups& mesh);
 
 }  // namespace penstock

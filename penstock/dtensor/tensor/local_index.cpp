@@ -19,13 +19,19 @@ void check_range(const ShardingCall& call, const at::Tensor& index, std::int64_t
     return;
   }
   if (!fine.item<bool>())
-    throw ValueError(describe(fmt::format("{}: index", call.traits.name), fmt::format("values from {} to {}", index.min().item<std::int64_t>(), index.max().item<std::int64_t>()),
-                              fmt::format("values from {} to {}, for a dim of size {}", -size, size - 1, size), "check what the indices are computed from"));
+    throw ValueError(
+        describe(fmt::format("{}: index", call.traits.name),
+                 fmt::format("values from {} to {}", index.min().item<std::int64_t>(),
+                             index.max().item<std::int64_t>()),
+                 fmt::format("values from {} to {}, for a dim of size {}", -size, size - 1, size),
+                 "check what the indices are computed from"));
 }
 
 }  // namespace
 
-at::Tensor LocalIndex::position_or(std::int64_t other) const { return position.masked_fill(held.logical_not(), other); }
+at::Tensor LocalIndex::position_or(std::int64_t other) const {
+  return position.masked_fill(held.logical_not(), other);
+}
 
 LocalIndex find_held(const at::Tensor& indices, const std::vector<Segment>& segments) {
   const at::Tensor wide = indices.to(at::kLong);
@@ -39,7 +45,8 @@ LocalIndex find_held(const at::Tensor& indices, const std::vector<Segment>& segm
   return found;
 }
 
-LocalIndex local_index(const ShardingCall& call, const at::Tensor& index, const std::vector<std::int64_t>& shape, const Placements& placements,
+LocalIndex local_index(const ShardingCall& call, const at::Tensor& index,
+                       const std::vector<std::int64_t>& shape, const Placements& placements,
                        std::int64_t dim) {
   const std::int64_t size = shape[static_cast<std::size_t>(dim)];
   check_range(call, index, size);

@@ -1,7 +1,8 @@
 // Maps global indices of a dim to positions in this rank's part of it. Private to this folder.
 //
 //   // rows 2 and 3 of 5 are here
-//   local_index(call, "gather", tensor([0, 2, 3]), shape, {Shard{0}}, 0)   // position [0, 0, 1], held [false, true, true]
+//   local_index(call, "gather", tensor([0, 2, 3]), shape, {Shard{0}}, 0)   // position [0, 0, 1], held
+//   [false, true, true]
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,8 +10,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "penstock/sharding_rule.h"
 #include "penstock/mesh/local_shard.h"
+#include "penstock/sharding_rule.h"
 
 namespace penstock::detail {
 
@@ -29,7 +30,8 @@ LocalIndex find_held(const at::Tensor& indices, const std::vector<Segment>& segm
 // `index` holds indices of dim `dim` of a tensor of `shape` placed as `placements`; negative values count
 // from the end. Throws ValueError for an index out of range (on CUDA a device-side assertion fails, as in
 // LibTorch).
-LocalIndex local_index(const ShardingCall& call, const at::Tensor& index, const std::vector<std::int64_t>& shape, const Placements& placements,
+LocalIndex local_index(const ShardingCall& call, const at::Tensor& index,
+                       const std::vector<std::int64_t>& shape, const Placements& placements,
                        std::int64_t dim);
 
 }  // namespace penstock::detail

@@ -9,8 +9,8 @@
 #include <tuple>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/comm/group/operators.h"
+#include "penstock/errors.h"
 #include "penstock/tensor_subclass.h"
 
 namespace penstock::detail {
@@ -78,28 +78,36 @@ std::vector<Run> unpacking(const std::vector<Run>& runs) {
 }
 
 // Returns a contiguous tensor of the chosen indices.
-at::Tensor take(const at::Tensor& from, std::int64_t dim, const std::vector<Run>& runs, const Numbers& shape) {
+at::Tensor take(const at::Tensor& from, std::int64_t dim, const std::vector<Run>& runs,
+                const Numbers& shape) {
   if (runs.size() == 1) {
     // A whole tensor is not copied; the collectives read it in place.
     if (runs[0].length == from.size(dim)) return from.contiguous();
     return from.narrow(dim, runs[0].source, runs[0].length).contiguous();
   }
   at::Tensor piece = from.new_empty(shape);
-  for (const Run& run : runs) piece.narrow(dim, run.target, run.length).copy_(from.narrow(dim, run.source, run.length));
+  for (const Run& run : runs)
+    piece.narrow(dim, run.target, run.length).copy_(from.narrow(dim, run.source, run.length));
   return piece;
 }
 
 void put(const at::Tensor& into, std::int64_t dim, const at::Tensor& piece, const std::vector<Run>& runs) {
-  for (const Run& run : runs) into.narrow(dim, run.target, run.length).copy_(piece.narrow(dim, run.source, run.length));
+  for (const Run& run : runs)
+    into.narrow(dim, run.target, run.length).copy_(piece.narrow(dim, run.source, run.length));
 }
 
 comm::ReduceOp reduce_op(PartialOp op) {
   switch (op) {
-    case PartialOp::Sum: return comm::ReduceOp::Sum;
-    case PartialOp::Avg: return comm::ReduceOp::Avg;
-    case PartialOp::Min: return comm::ReduceOp::Min;
-    case PartialOp::Max: return comm::ReduceOp::Max;
-    case PartialOp::Product: break;
+    case PartialOp::Sum:
+      return comm::ReduceOp::Sum;
+    case PartialOp::Avg:
+      return comm::ReduceOp::Avg;
+    case PartialOp::Min:
+      return comm::ReduceOp::Min;
+    case PartialOp::Max:
+      return comm::ReduceOp::Max;
+    case PartialOp::Product:
+      break;
   }
   PENSTOCK_INVARIANT(false, "products are reduced here");
 }
@@ -127,7 +135,8 @@ bool in_order(const std::vector<std::vector<Run>>& runs) {
   return true;
 }
 
-at::Tensor join(const std::vector<at::Tensor>& pieces, std::int64_t dim, const std::vector<std::vector<Run>>& runs, const Numbers& shape) {
+at::Tensor join(const std::vector<at::Tensor>& pieces, std::int64_t dim,
+                const std::vector<std::vector<Run>>& runs, const Numbers& shape) {
   if (in_order(runs)) {
     std::vector<at::Tensor> filled;
     for (const at::Tensor& piece : pieces)
@@ -142,7 +151,8 @@ at::Tensor join(const std::vector<at::Tensor>& pieces, std::int64_t dim, const s
 // No backend has a product reduction: every rank gathers the factors and multiplies them in rank order.
 at::Tensor product_of_all(const comm::Group& group, const at::Tensor& local) {
   const at::Tensor mine = local.contiguous();
-  std::vector<at::Tensor> all = empty_pieces(std::vector<Numbers>(static_cast<std::size_t>(group.size()), mine.sizes().vec()), mine);
+  std::vector<at::Tensor> all =
+      empty_pieces(std::vector<Numbers>(static_cast<std::size_t>(group.size()), mine.sizes().vec()), mine);
   group.all_gather_uneven(all, mine, {.label = "redistribute"}).wait();
   at::Tensor result = all[0];
   for (std::size_t i = 1; i < all.size(); ++i) result.mul_(all[i]);
@@ -151,7 +161,8 @@ at::Tensor product_of_all(const comm::Group& group, const at::Tensor& local) {
 
 }  // namespace
 
-at::Tensor cut(const at::Tensor& local, std::int64_t dim, const std::vector<Segment>& have, const std::vector<Segment>& want) {
+at::Tensor cut(const at::Tensor& local, std::int64_t dim, const std::vector<Segment>& have,
+               const std::vector<Segment>& want) {
   const Common common = intersect(have, want);
   Numbers shape = local.sizes().vec();
   shape[static_cast<std::size_t>(dim)] = common.length;
@@ -169,12 +180,15 @@ at::Tensor PendingLocal::get() {
 }
 
 LocalTransfer::LocalTransfer(const DTensorSpec& from, const DTensorSpec& to, PartialTarget partial_target)
-    : plan_(plan_redistribute({from.shape(), static_cast<std::int64_t>(c10::elementSize(from.geometry().dtype))}, from.mesh_shape(),
-                              from.placements(), to.placements(), {}, partial_target)) {
-  PENSTOCK_INVARIANT(from.mesh_id() == to.mesh_id() && from.shape() == to.shape(), "a redistribution keeps mesh and shape");
+    : plan_(plan_redistribute(
+          {from.shape(), static_cast<std::int64_t>(c10::elementSize(from.geometry().dtype))},
+          from.mesh_shape(), from.placements(), to.placements(), {}, partial_target)) {
+  PENSTOCK_INVARIANT(from.mesh_id() == to.mesh_id() && from.shape() == to.shape(),
+                     "a redistribution keeps mesh and shape");
   for (const RedistributeStep& planned : plan_.steps)
     // For an axis of one rank only the placements change.
-    if (from.mesh_shape()[static_cast<std::size_t>(planned.axis)] > 1) steps_.push_back(make_step(from, planned));
+    if (from.mesh_shape()[static_cast<std::size_t>(planned.axis)] > 1)
+      steps_.push_back(make_step(from, planned));
 }
 
 LocalTransfer::Step LocalTransfer::make_step(const DTensorSpec& from, const RedistributeStep& planned) const {
@@ -198,7 +212,8 @@ LocalTransfer::Step LocalTransfer::make_step(const DTensorSpec& from, const Redi
   step.result_shape = shape_of(mine_after);
   if (planned.from.is_partial()) step.op = planned.from.partial_op();
   if (planned.to.is_partial()) step.op = planned.to.partial_op();
-  const std::int64_t from_dim = planned.from.splits() ? planned.from.dim() : -1, to_dim = planned.to.splits() ? planned.to.dim() : -1;
+  const std::int64_t from_dim = planned.from.splits() ? planned.from.dim() : -1,
+                     to_dim = planned.to.splits() ? planned.to.dim() : -1;
   step.dim = from_dim >= 0 ? from_dim : std::max<std::int64_t>(to_dim, 0);
   step.other_dim = to_dim >= 0 ? to_dim : step.dim;
   const auto d = static_cast<std::size_t>(step.dim), other = static_cast<std::size_t>(step.other_dim);
@@ -211,7 +226,9 @@ LocalTransfer::Step LocalTransfer::make_step(const DTensorSpec& from, const Redi
       break;
     case RedistributeKind::AllGather: {
       std::int64_t next = 0;
-      step.direct = step.dim == 0 || std::all_of(step.result_shape.begin(), step.result_shape.begin() + step.dim, [](std::int64_t n) { return n == 1; });
+      step.direct =
+          step.dim == 0 || std::all_of(step.result_shape.begin(), step.result_shape.begin() + step.dim,
+                                       [](std::int64_t n) { return n == 1; });
       for (std::int64_t member = 0; member < members; ++member) {
         const auto before = segments(planned.before, member);
         step.shapes.push_back(shape_of(before));
@@ -241,7 +258,8 @@ LocalTransfer::Step LocalTransfer::make_step(const DTensorSpec& from, const Redi
     case RedistributeKind::AllToAll:
       for (std::int64_t member = 0; member < members; ++member) {
         // Send each member what it will hold of this rank's part, along the split dim.
-        step.take.push_back(packing(intersect(mine_before[other], segments(planned.after, member)[other]).runs));
+        step.take.push_back(
+            packing(intersect(mine_before[other], segments(planned.after, member)[other]).runs));
         const auto theirs = segments(planned.before, member);
         // Receive its part along the joined dim.
         const Common common = intersect(theirs[d], mine_after[d]);
@@ -252,13 +270,16 @@ LocalTransfer::Step LocalTransfer::make_step(const DTensorSpec& from, const Redi
       }
       break;
     case RedistributeKind::AllReduce:
-    case RedistributeKind::Term: break;
+    case RedistributeKind::Term:
+      break;
   }
-  step.even = std::all_of(step.shapes.begin(), step.shapes.end(), [&](const Numbers& shape) { return shape == step.shapes[0]; });
+  step.even = std::all_of(step.shapes.begin(), step.shapes.end(),
+                          [&](const Numbers& shape) { return shape == step.shapes[0]; });
   return step;
 }
 
-at::Tensor LocalTransfer::run_step_by_operators(const Step& step, const comm::Group& group, const at::Tensor& local) {
+at::Tensor LocalTransfer::run_step_by_operators(const Step& step, const comm::Group& group,
+                                                const at::Tensor& local) {
   using namespace comm::functional;
   const auto flat = [](const at::Tensor& tensor) { return tensor.contiguous().view({-1}); };
   const auto counts_of = [](const std::vector<Numbers>& shapes) {
@@ -277,7 +298,9 @@ at::Tensor LocalTransfer::run_step_by_operators(const Step& step, const comm::Gr
   };
   const auto product_of_factors = [&] {
     const Numbers one = local.sizes().vec();
-    const std::vector<at::Tensor> factors = pieces_of(wait_tensor(all_gather(flat(local), group)), std::vector<Numbers>(static_cast<std::size_t>(group.size()), one));
+    const std::vector<at::Tensor> factors =
+        pieces_of(wait_tensor(all_gather(flat(local), group)),
+                  std::vector<Numbers>(static_cast<std::size_t>(group.size()), one));
     at::Tensor result = factors[0].clone();
     for (std::size_t i = 1; i < factors.size(); ++i) result.mul_(factors[i]);
     return result;
@@ -285,20 +308,30 @@ at::Tensor LocalTransfer::run_step_by_operators(const Step& step, const comm::Gr
   switch (step.kind) {
     case RedistributeKind::Slice:
     case RedistributeKind::Embed:
-    case RedistributeKind::Term: break;  // nothing is sent
+    case RedistributeKind::Term:
+      break;  // nothing is sent
     case RedistributeKind::AllReduce:
-      return step.op == PartialOp::Product ? product_of_factors() : wait_tensor(all_reduce(local, reduce_op(step.op), group));
+      return step.op == PartialOp::Product ? product_of_factors()
+                                           : wait_tensor(all_reduce(local, reduce_op(step.op), group));
     case RedistributeKind::AllGather: {
-      const at::Tensor row = step.even ? wait_tensor(all_gather(flat(local), group)) : wait_tensor(all_gather_flat(flat(local), counts_of(step.shapes), group));
-      return step.direct ? row.view(step.result_shape) : join(pieces_of(row, step.shapes), step.dim, step.put, step.result_shape);
+      const at::Tensor row = step.even
+                                 ? wait_tensor(all_gather(flat(local), group))
+                                 : wait_tensor(all_gather_flat(flat(local), counts_of(step.shapes), group));
+      return step.direct ? row.view(step.result_shape)
+                         : join(pieces_of(row, step.shapes), step.dim, step.put, step.result_shape);
     }
     case RedistributeKind::ReduceScatter: {
       const auto own = static_cast<std::size_t>(group.axis_rank());
-      if (step.op == PartialOp::Product) return take(product_of_factors(), step.dim, step.take[own], step.result_shape);
-      if (step.direct && step.even) return wait_tensor(reduce_scatter(flat(local), reduce_op(step.op), group)).view(step.result_shape);
+      if (step.op == PartialOp::Product)
+        return take(product_of_factors(), step.dim, step.take[own], step.result_shape);
+      if (step.direct && step.even)
+        return wait_tensor(reduce_scatter(flat(local), reduce_op(step.op), group)).view(step.result_shape);
       std::vector<at::Tensor> pieces;
-      for (std::size_t i = 0; i < step.shapes.size(); ++i) pieces.push_back(take(local, step.dim, step.take[i], step.shapes[i]).view({-1}));
-      return wait_tensor(reduce_scatter_flat(at::cat(pieces), reduce_op(step.op), counts_of(step.shapes), group)).view(step.result_shape);
+      for (std::size_t i = 0; i < step.shapes.size(); ++i)
+        pieces.push_back(take(local, step.dim, step.take[i], step.shapes[i]).view({-1}));
+      return wait_tensor(
+                 reduce_scatter_flat(at::cat(pieces), reduce_op(step.op), counts_of(step.shapes), group))
+          .view(step.result_shape);
     }
     case RedistributeKind::AllToAll: {
       std::vector<at::Tensor> sent;
@@ -308,7 +341,8 @@ at::Tensor LocalTransfer::run_step_by_operators(const Step& step, const comm::Gr
         std::int64_t length = 0;
         for (const Run& run : runs) length += run.length;
         shape[static_cast<std::size_t>(step.other_dim)] = length;
-        sent.push_back(runs.empty() ? local.new_empty({0}) : take(local, step.other_dim, runs, shape).view({-1}));
+        sent.push_back(runs.empty() ? local.new_empty({0})
+                                    : take(local, step.other_dim, runs, shape).view({-1}));
         sizes_out.push_back(sent.back().numel());
       }
       const at::Tensor row = wait_tensor(all_to_all(at::cat(sent), counts_of(step.shapes), sizes_out, group));
@@ -319,19 +353,22 @@ at::Tensor LocalTransfer::run_step_by_operators(const Step& step, const comm::Gr
 }
 
 PendingLocal LocalTransfer::start_step(const Step& step, const comm::Group& group, const at::Tensor& local) {
-  const bool sends = step.kind != RedistributeKind::Slice && step.kind != RedistributeKind::Embed && step.kind != RedistributeKind::Term;
+  const bool sends = step.kind != RedistributeKind::Slice && step.kind != RedistributeKind::Embed &&
+                     step.kind != RedistributeKind::Term;
   if (sends && is_wrapper(local)) [[unlikely]]
     return {run_step_by_operators(step, group, local), {}, {}};
   const comm::OpOptions label{.label = "redistribute", .timeout = {}};
   switch (step.kind) {
-    case RedistributeKind::Slice: return {take(local, step.dim, step.take[0], step.result_shape), {}, {}};
+    case RedistributeKind::Slice:
+      return {take(local, step.dim, step.take[0], step.result_shape), {}, {}};
     case RedistributeKind::Embed: {
       at::Tensor result = local.new_zeros(step.result_shape);
       put(result, step.dim, local, step.put[0]);
       return {result, {}, {}};
     }
     case RedistributeKind::Term: {
-      const bool keeps = group.axis_rank() == 0 || step.op == PartialOp::Avg || step.op == PartialOp::Min || step.op == PartialOp::Max;
+      const bool keeps = group.axis_rank() == 0 || step.op == PartialOp::Avg || step.op == PartialOp::Min ||
+                         step.op == PartialOp::Max;
       if (keeps) return {local, {}, {}};
       return {step.op == PartialOp::Product ? at::ones_like(local) : at::zeros_like(local), {}, {}};
     }
@@ -363,11 +400,16 @@ PendingLocal LocalTransfer::start_step(const Step& step, const comm::Group& grou
     }
     case RedistributeKind::ReduceScatter: {
       if (step.op == PartialOp::Product)
-        return {take(product_of_all(group, local), step.dim, step.take[static_cast<std::size_t>(group.axis_rank())], step.result_shape), {}, {}};
+        return {take(product_of_all(group, local), step.dim,
+                     step.take[static_cast<std::size_t>(group.axis_rank())], step.result_shape),
+                {},
+                {}};
       const at::Tensor result = local.new_empty(step.result_shape);
-      if (step.direct && step.even) return {result, group.reduce_scatter(result, local.contiguous(), reduce_op(step.op), label), {}};
+      if (step.direct && step.even)
+        return {result, group.reduce_scatter(result, local.contiguous(), reduce_op(step.op), label), {}};
       std::vector<at::Tensor> pieces;
-      for (std::size_t i = 0; i < step.shapes.size(); ++i) pieces.push_back(take(local, step.dim, step.take[i], step.shapes[i]));
+      for (std::size_t i = 0; i < step.shapes.size(); ++i)
+        pieces.push_back(take(local, step.dim, step.take[i], step.shapes[i]));
       return {result, group.reduce_scatter_uneven(result, pieces, reduce_op(step.op), label), {}};
     }
     case RedistributeKind::AllToAll: {
@@ -378,18 +420,21 @@ PendingLocal LocalTransfer::start_step(const Step& step, const comm::Group& grou
         std::int64_t length = 0;
         for (const Run& run : runs) length += run.length;
         shape[static_cast<std::size_t>(step.other_dim)] = length;
-        sent.push_back(runs.empty() ? local.new_empty({0}) : take(local, step.other_dim, runs, shape).reshape({-1}));
+        sent.push_back(runs.empty() ? local.new_empty({0})
+                                    : take(local, step.other_dim, runs, shape).reshape({-1}));
         sizes_out.push_back(sent.back().numel());
       }
       for (const Numbers& shape : step.shapes) sizes_in.push_back(product(shape));
       const at::Tensor input = at::cat(sent);
-      const at::Tensor output = local.new_empty({std::accumulate(sizes_in.begin(), sizes_in.end(), std::int64_t{0})});
+      const at::Tensor output =
+          local.new_empty({std::accumulate(sizes_in.begin(), sizes_in.end(), std::int64_t{0})});
       comm::Work work = group.all_to_all(output, input, sizes_in, sizes_out, label);
       return {{}, std::move(work), [&step, output, input, sizes_in] {
                 at::Tensor result = output.new_empty(step.result_shape);
                 std::int64_t next = 0;
                 for (std::size_t i = 0; i < sizes_in.size(); ++i) {
-                  put(result, step.dim, output.narrow(0, next, sizes_in[i]).view(step.shapes[i]), step.put[i]);
+                  put(result, step.dim, output.narrow(0, next, sizes_in[i]).view(step.shapes[i]),
+                      step.put[i]);
                   next += sizes_in[i];
                 }
                 return result;
@@ -405,9 +450,12 @@ PendingLocal LocalTransfer::start(const comm::MeshGroups& mesh, const at::Tensor
   return pending;
 }
 
-at::Tensor LocalTransfer::run(const comm::MeshGroups& mesh, const at::Tensor& local) const { return start(mesh, local).get(); }
+at::Tensor LocalTransfer::run(const comm::MeshGroups& mesh, const at::Tensor& local) const {
+  return start(mesh, local).get();
+}
 
-std::shared_ptr<const LocalTransfer> transfer_between(const SpecPtr& from, const SpecPtr& to, PartialTarget partial_target) {
+std::shared_ptr<const LocalTransfer> transfer_between(const SpecPtr& from, const SpecPtr& to,
+                                                      PartialTarget partial_target) {
   // The cache holds the specs, so their addresses are not reused.
   using Key = std::tuple<SpecPtr, SpecPtr, PartialTarget>;
   thread_local std::map<Key, std::shared_ptr<const LocalTransfer>> known;

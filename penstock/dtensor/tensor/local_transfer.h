@@ -1,7 +1,8 @@
 // Executes a redistribution on the local tensors of this rank.
 //
 //   const LocalTransfer& transfer = transfer_between(from, to, PartialTarget::Refuse);
-//   at::Tensor local = transfer.run(mesh, old_local);                     // collective: every rank of the mesh calls it
+//   at::Tensor local = transfer.run(mesh, old_local);                     // collective: every rank of the
+//   mesh calls it
 //
 // Which elements are sent where is computed once, from the index ranges that each rank along an axis holds
 // before and after a step, and used for every tensor of the same spec. Results are contiguous and do not
@@ -19,18 +20,18 @@
 #include <memory>
 #include <vector>
 
-#include "penstock/world.h"
 #include "penstock/dtensor/plan/redistribute_plan.h"
 #include "penstock/dtensor/tensor/spec.h"
 #include "penstock/mesh/local_shard.h"
+#include "penstock/world.h"
 
 namespace penstock::detail {
 
 // A local tensor whose communication may still be in progress.
 struct PendingLocal {
-  at::Tensor tensor;                       // the result if `finish` is empty
-  comm::Work work;                         // to be waited for first
-  std::function<at::Tensor()> finish;      // then computes the result from what arrived
+  at::Tensor tensor;                   // the result if `finish` is empty
+  comm::Work work;                     // to be waited for first
+  std::function<at::Tensor()> finish;  // then computes the result from what arrived
 
   at::Tensor get();
 };
@@ -41,7 +42,8 @@ struct Run {
 };
 
 // From a local tensor that holds the indices `have` of a dim, selects those in `want`: contiguous, in order.
-at::Tensor cut(const at::Tensor& local, std::int64_t dim, const std::vector<Segment>& have, const std::vector<Segment>& want);
+at::Tensor cut(const at::Tensor& local, std::int64_t dim, const std::vector<Segment>& have,
+               const std::vector<Segment>& want);
 
 class LocalTransfer {
  public:
@@ -69,7 +71,8 @@ class LocalTransfer {
   };
 
   Step make_step(const DTensorSpec& from, const RedistributeStep& planned) const;
-  static at::Tensor run_step_by_operators(const Step& step, const comm::Group& group, const at::Tensor& local);
+  static at::Tensor run_step_by_operators(const Step& step, const comm::Group& group,
+                                          const at::Tensor& local);
   static PendingLocal start_step(const Step& step, const comm::Group& group, const at::Tensor& local);
 
   RedistributePlan plan_;
@@ -77,6 +80,7 @@ class LocalTransfer {
 };
 
 // From a per-thread cache. Both specs must have the same mesh and geometry.
-std::shared_ptr<const LocalTransfer> transfer_between(const SpecPtr& from, const SpecPtr& to, PartialTarget partial_target);
+std::shared_ptr<const LocalTransfer> transfer_between(const SpecPtr& from, const SpecPtr& to,
+                                                      PartialTarget partial_target);
 
 }  // namespace penstock::detail

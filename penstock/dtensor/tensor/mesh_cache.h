@@ -3,7 +3,8 @@
 //
 //   MeshCache meshes;
 //   meshes.harvest(example_inputs);                              // the meshes of existing tensors
-//   const comm::MeshGroups mesh = meshes.get(record.mesh_key(), [&](const MeshKey& key) -> std::optional<comm::MeshGroups> {
+//   const comm::MeshGroups mesh = meshes.get(record.mesh_key(), [&](const MeshKey& key) ->
+//   std::optional<comm::MeshGroups> {
 //     return root.with_mesh(root.mesh().find(key));              // called once per key
 //   });
 //
@@ -23,9 +24,9 @@
 #include <unordered_map>
 #include <vector>
 
-#include "penstock/world.h"
-#include "penstock/mesh_layout.h"
 #include "penstock/dtensor/tensor/mesh_cache.h"
+#include "penstock/mesh_layout.h"
+#include "penstock/world.h"
 
 namespace penstock {
 

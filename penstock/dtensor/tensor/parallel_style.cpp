@@ -10,9 +10,9 @@
 #include <algorithm>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
+#include "penstock/errors.h"
 #include "penstock/torch/dispatch/any_operator_hook.h"
 
 namespace penstock {
@@ -62,7 +62,12 @@ class Colwise final : public ParallelStyle {
       refuse(target, "colwise_parallel", "torch::nn::Linear or torch::nn::Embedding");
     }
     // Otherwise an operator might find it cheaper to gather the weight; the requested layout is guaranteed.
-    const ModuleBoundary boundary{target.mesh, target.axis, options_.input, options_.desired_input, options_.output.value_or(Placement(Shard{-1})), options_.kind};
+    const ModuleBoundary boundary{target.mesh,
+                                  target.axis,
+                                  options_.input,
+                                  options_.desired_input,
+                                  options_.output.value_or(Placement(Shard{-1})),
+                                  options_.kind};
     set_boundary(weight_of(target.module), boundary);
     if (bias.defined()) set_boundary(bias, boundary);
   }
@@ -77,13 +82,16 @@ class Rowwise final : public ParallelStyle {
   void apply(const StyleTarget& target) const override {
     if (auto* linear = target.module.as<torch::nn::LinearImpl>()) {
       distribute_parameter(linear->weight, target.mesh, on_axis(target, Shard{1}));
-      if (linear->bias.defined()) distribute_parameter(linear->bias, target.mesh, on_axis(target, Replicate{}));
-      const ModuleBoundary boundary{target.mesh, target.axis, options_.input, Shard{-1}, options_.output, options_.kind};
+      if (linear->bias.defined())
+        distribute_parameter(linear->bias, target.mesh, on_axis(target, Replicate{}));
+      const ModuleBoundary boundary{target.mesh, target.axis,     options_.input,
+                                    Shard{-1},   options_.output, options_.kind};
       set_boundary(linear->weight, boundary);
       if (linear->bias.defined()) set_boundary(linear->bias, boundary);
     } else if (auto* embedding = target.module.as<torch::nn::EmbeddingImpl>()) {
       distribute_parameter(embedding->weight, target.mesh, on_axis(target, Shard{0}));
-      set_boundary(embedding->weight, {target.mesh, target.axis, Replicate{}, Replicate{}, options_.output, options_.kind});
+      set_boundary(embedding->weight,
+                   {target.mesh, target.axis, Replicate{}, Replicate{}, options_.output, options_.kind});
     } else {
       refuse(target, "rowwise_parallel", "torch::nn::Linear or torch::nn::Embedding");
     }
@@ -100,9 +108,11 @@ class Sequence final : public ParallelStyle {
     replicate_parameters(target.module, target.mesh, true);
     if (auto* norm = target.module.as<torch::nn::LayerNormImpl>()) {
       if (!norm->weight.defined())
-        throw TypeError(describe(fmt::format("sequence_parallel on module '{}'", target.name), "a LayerNorm without weight",
-                                 "one with elementwise_affine(true)", "call prepare_layout on its input instead"));
-      set_boundary(norm->weight, {target.mesh, target.axis, Shard{options_.dim}, Shard{options_.dim}, {}, options_.kind});
+        throw TypeError(describe(fmt::format("sequence_parallel on module '{}'", target.name),
+                                 "a LayerNorm without weight", "one with elementwise_affine(true)",
+                                 "call prepare_layout on its input instead"));
+      set_boundary(norm->weight,
+                   {target.mesh, target.axis, Shard{options_.dim}, Shard{options_.dim}, {}, options_.kind});
     }
   }
 
@@ -116,14 +126,17 @@ class Prepare final : public ParallelStyle {
   void apply(const StyleTarget& target) const override {
     const at::Tensor weight = weight_of(target.module);
     if (!weight.defined())
-      throw TypeError(describe(fmt::format("prepare_module on module '{}'", target.name), target.module.name(), "Linear, Embedding or LayerNorm with a weight",
+      throw TypeError(describe(fmt::format("prepare_module on module '{}'", target.name),
+                               target.module.name(), "Linear, Embedding or LayerNorm with a weight",
                                "call prepare_layout in the code that calls the module"));
     replicate_parameters(target.module, target.mesh, true);
-    ModuleBoundary boundary{target.mesh, target.axis, options_.plain_input, options_.desired_input, options_.output, options_.kind};
+    ModuleBoundary boundary{target.mesh,     target.axis,  options_.plain_input, options_.desired_input,
+                            options_.output, options_.kind};
     set_boundary(weight, boundary);
     if (auto* linear = target.module.as<torch::nn::LinearImpl>(); linear && linear->bias.defined()) {
       // Rows of the output are placed like those of the input, and the bias is added to them.
-      if (!boundary.output) boundary.output = boundary.desired_input ? boundary.desired_input : boundary.plain_input;
+      if (!boundary.output)
+        boundary.output = boundary.desired_input ? boundary.desired_input : boundary.plain_input;
       set_boundary(linear->bias, boundary);
     }
   }
@@ -135,7 +148,8 @@ class Prepare final : public ParallelStyle {
 // Both have the same number of parts, and each part matches.
 bool matches(const std::string& pattern, const std::string& name) {
   if (pattern.empty() || name.empty()) return pattern == name;
-  if (std::count(pattern.begin(), pattern.end(), '.') != std::count(name.begin(), name.end(), '.')) return false;
+  if (std::count(pattern.begin(), pattern.end(), '.') != std::count(name.begin(), name.end(), '.'))
+    return false;
   // FNM_PATHNAME keeps * within one part of a path.
   std::string path = pattern, subject = name;
   std::replace(path.begin(), path.end(), '.', '/');
@@ -145,22 +159,32 @@ bool matches(const std::string& pattern, const std::string& name) {
 
 }  // namespace
 
-ParallelStylePtr colwise_parallel(const ColwiseOptions& options) { return std::make_shared<Colwise>(options); }
-ParallelStylePtr rowwise_parallel(const RowwiseOptions& options) { return std::make_shared<Rowwise>(options); }
-ParallelStylePtr sequence_parallel(const SequenceOptions& options) { return std::make_shared<Sequence>(options); }
+ParallelStylePtr colwise_parallel(const ColwiseOptions& options) {
+  return std::make_shared<Colwise>(options);
+}
+ParallelStylePtr rowwise_parallel(const RowwiseOptions& options) {
+  return std::make_shared<Rowwise>(options);
+}
+ParallelStylePtr sequence_parallel(const SequenceOptions& options) {
+  return std::make_shared<Sequence>(options);
+}
 ParallelStylePtr prepare_module(const PrepareOptions& options) { return std::make_shared<Prepare>(options); }
 
-void parallelize_module(torch::nn::Module& module, const comm::MeshGroups& mesh, const std::vector<std::pair<std::string, ParallelStylePtr>>& plan,
+void parallelize_module(torch::nn::Module& module, const comm::MeshGroups& mesh,
+                        const std::vector<std::pair<std::string, ParallelStylePtr>>& plan,
                         const ParallelizeOptions& options) {
   int axis = 0;
   if (!options.axis.empty())
     axis = mesh.mesh().axis(options.axis);
   else if (mesh.shape().size() != 1)
-    throw ValueError(describe("parallelize_module: axis", "none", fmt::format("the name of an axis of {}", mesh.mesh().to_string()), "set ParallelizeOptions::axis"));
+    throw ValueError(describe("parallelize_module: axis", "none",
+                              fmt::format("the name of an axis of {}", mesh.mesh().to_string()),
+                              "set ParallelizeOptions::axis"));
   std::vector<std::pair<std::string, torch::nn::Module*>> modules{{"", &module}};
   for (const auto& item : module.named_children()) {
     modules.emplace_back(item.key(), item.value().get());
-    for (const auto& inner : item.value()->named_modules(item.key(), false)) modules.emplace_back(inner.key(), inner.value().get());
+    for (const auto& inner : item.value()->named_modules(item.key(), false))
+      modules.emplace_back(inner.key(), inner.value().get());
   }
   // Find everything before changing anything.
   std::vector<std::pair<ParallelStylePtr, std::pair<std::string, torch::nn::Module*>>> found;
@@ -171,21 +195,28 @@ void parallelize_module(torch::nn::Module& module, const comm::MeshGroups& mesh,
       if (matches(pattern, candidate.first)) found.emplace_back(style, candidate);
     if (found.size() == before) {
       std::vector<std::string> names;
-      for (std::size_t i = 1; i < std::min<std::size_t>(modules.size(), 20); ++i) names.push_back(modules[i].first);
-      throw ValueError(describe("parallelize_module: pattern", fmt::format("'{}', which matches no module", pattern),
-                                fmt::format("one of {}{}", fmt::join(names, ", "), modules.size() > 20 ? ", ..." : "")));
+      for (std::size_t i = 1; i < std::min<std::size_t>(modules.size(), 20); ++i)
+        names.push_back(modules[i].first);
+      throw ValueError(
+          describe("parallelize_module: pattern", fmt::format("'{}', which matches no module", pattern),
+                   fmt::format("one of {}{}", fmt::join(names, ", "), modules.size() > 20 ? ", ..." : "")));
     }
   }
   for (const auto& [style, candidate] : found) style->apply({*candidate.second, candidate.first, mesh, axis});
 }
 
-void distribute_module(torch::nn::Module& module, const comm::MeshGroups& mesh) { replicate_parameters(module, mesh, true); }
+void distribute_module(torch::nn::Module& module, const comm::MeshGroups& mesh) {
+  replicate_parameters(module, mesh, true);
+}
 
-void distribute_parameter(const at::Tensor& parameter, const comm::MeshGroups& mesh, const Placements& placements) {
+void distribute_parameter(const at::Tensor& parameter, const comm::MeshGroups& mesh,
+                          const Placements& placements) {
   if (is_dtensor(parameter)) {
     const DTensorPayload& payload = *detail::dtensor_payload(parameter);
     if (payload.mesh == mesh && payload.spec == payload.spec->with_placements(placements)) return;
-    throw StateError(describe("distribute_parameter: a parameter that is already distributed", describe_dtensor(parameter), fmt::format("{} on {}", to_string(placements), mesh.mesh().to_string()),
+    throw StateError(describe("distribute_parameter: a parameter that is already distributed",
+                              describe_dtensor(parameter),
+                              fmt::format("{} on {}", to_string(placements), mesh.mesh().to_string()),
                               "parameters that modules share must have the same layout"));
   }
   const bool requires_grad = parameter.requires_grad();

@@ -5,16 +5,19 @@
 #include <algorithm>
 #include <limits>
 
-#include "penstock/errors.h"
 #include "penstock/comm/group/operators.h"
+#include "penstock/errors.h"
 #include "penstock/mesh/local_shard.h"
 #include "penstock/tensor_subclass.h"
 
 namespace penstock::detail {
 
-std::optional<std::int64_t> broadcast_dim(const std::vector<std::int64_t>& shape, std::int64_t dim, const std::vector<std::int64_t>& result) {
-  const std::int64_t own = dim - (static_cast<std::int64_t>(result.size()) - static_cast<std::int64_t>(shape.size()));
-  if (own < 0 || shape[static_cast<std::size_t>(own)] != result[static_cast<std::size_t>(dim)]) return std::nullopt;
+std::optional<std::int64_t> broadcast_dim(const std::vector<std::int64_t>& shape, std::int64_t dim,
+                                          const std::vector<std::int64_t>& result) {
+  const std::int64_t own =
+      dim - (static_cast<std::int64_t>(result.size()) - static_cast<std::int64_t>(shape.size()));
+  if (own < 0 || shape[static_cast<std::size_t>(own)] != result[static_cast<std::size_t>(dim)])
+    return std::nullopt;
   return own;
 }
 
@@ -29,9 +32,11 @@ std::vector<AxisStrategy> elementwise_strategies(const ShardingCall& call) {
   for (std::int64_t dim = 0; dim < static_cast<std::int64_t>(result.size()); ++dim) {
     AxisStrategy strategy = replicated_strategy(call);
     for (std::size_t i = 0; i < call.inputs.size(); ++i)
-      if (const auto own = broadcast_dim(call.inputs[i].whole.shape, dim, result); own) strategy.inputs[i] = Shard{*own};
+      if (const auto own = broadcast_dim(call.inputs[i].whole.shape, dim, result); own)
+        strategy.inputs[i] = Shard{*own};
     for (std::size_t i = 0; i < call.outputs.size(); ++i)
-      if (const auto own = broadcast_dim(call.outputs[i].shape, dim, result)) strategy.outputs[i] = Shard{*own};
+      if (const auto own = broadcast_dim(call.outputs[i].shape, dim, result))
+        strategy.outputs[i] = Shard{*own};
     strategies.push_back(std::move(strategy));
   }
   return strategies;
@@ -56,7 +61,9 @@ std::vector<PartialOp> partial_kinds(const ShardingCall& call) {
   std::vector<PartialOp> kinds;
   for (const ShardingInput& input : call.inputs)
     for (const Placement& placement : input.placements)
-      if (placement.is_partial() && std::find(kinds.begin(), kinds.end(), placement.partial_op()) == kinds.end()) kinds.push_back(placement.partial_op());
+      if (placement.is_partial() &&
+          std::find(kinds.begin(), kinds.end(), placement.partial_op()) == kinds.end())
+        kinds.push_back(placement.partial_op());
   return kinds;
 }
 
@@ -64,13 +71,15 @@ std::set<std::int64_t> dims_of(const c10::IValue& value, std::int64_t ndim) {
   std::set<std::int64_t> dims;
   if (value.isInt()) dims.insert(ShardingCall::wrap_dim(value.toInt(), ndim));
   if (value.isList())
-    for (const c10::IValue& element : value.toListRef()) dims.insert(ShardingCall::wrap_dim(element.toInt(), ndim));
+    for (const c10::IValue& element : value.toListRef())
+      dims.insert(ShardingCall::wrap_dim(element.toInt(), ndim));
   if (dims.empty())
     for (std::int64_t dim = 0; dim < ndim; ++dim) dims.insert(dim);
   return dims;
 }
 
-std::vector<std::int64_t> local_shape(const ShardingCall& call, const std::vector<std::int64_t>& shape, const Placements& placements) {
+std::vector<std::int64_t> local_shape(const ShardingCall& call, const std::vector<std::int64_t>& shape,
+                                      const Placements& placements) {
   return local_shape_and_offset(shape, call.mesh_shape, call.coordinate, placements).shape;
 }
 
@@ -84,7 +93,8 @@ std::vector<int> axes_splitting(const Placements& placements, std::int64_t dim) 
 std::vector<int> axes_splitting(const Placements& placements, const std::set<std::int64_t>& dims) {
   std::vector<int> axes;
   for (std::size_t axis = 0; axis < placements.size(); ++axis)
-    if (placements[axis].splits() && dims.count(placements[axis].dim())) axes.push_back(static_cast<int>(axis));
+    if (placements[axis].splits() && dims.count(placements[axis].dim()))
+      axes.push_back(static_cast<int>(axis));
   return axes;
 }
 
@@ -114,12 +124,15 @@ c10::Scalar lowest_value(at::ScalarType dtype) {
 }
 
 void refuse_unknown_shape(const OperatorTraits& traits) {
-  throw ValueError(fmt::format("{}: the shape of the result depends on the values of a distributed tensor, so no rank knows its part; compute it on full_tensor(), "
-                               "or on to_local() for the part of each rank; for masks, where() and masked_fill() keep the shape",
-                               traits.name));
+  throw ValueError(fmt::format(
+      "{}: the shape of the result depends on the values of a distributed tensor, so no rank knows its part; "
+      "compute it on full_tensor(), "
+      "or on to_local() for the part of each rank; for masks, where() and masked_fill() keep the shape",
+      traits.name));
 }
 
-void reduce_over(const comm::MeshGroups& mesh, const std::vector<int>& axes, const at::Tensor& tensor, comm::ReduceOp op) {
+void reduce_over(const comm::MeshGroups& mesh, const std::vector<int>& axes, const at::Tensor& tensor,
+                 comm::ReduceOp op) {
   for (const int axis : axes) {
     if (mesh.shape()[static_cast<std::size_t>(axis)] == 1) continue;
     // A tensor without memory of its own is reduced by an operator, which tracers see.

@@ -13,7 +13,8 @@ namespace penstock::detail {
 
 // For dim `dim` of a tensor of `shape` broadcast to `ndim` dims: returns the tensor's own dim, or
 // std::nullopt if it has none or is expanded (size 1 to more).
-std::optional<std::int64_t> broadcast_dim(const std::vector<std::int64_t>& shape, std::int64_t dim, const std::vector<std::int64_t>& result);
+std::optional<std::int64_t> broadcast_dim(const std::vector<std::int64_t>& shape, std::int64_t dim,
+                                          const std::vector<std::int64_t>& result);
 
 // One strategy for each dim of output 0: every input is split along the dim that is broadcast to it, every
 // output of the same shape is split too. For elementwise operators.
@@ -34,7 +35,8 @@ AxisStrategy replicated_strategy(const ShardingCall& call);
 std::set<std::int64_t> dims_of(const c10::IValue& value, std::int64_t ndim);
 
 // The shape of this rank's part of a tensor of `shape` placed as `placements`.
-std::vector<std::int64_t> local_shape(const ShardingCall& call, const std::vector<std::int64_t>& shape, const Placements& placements);
+std::vector<std::int64_t> local_shape(const ShardingCall& call, const std::vector<std::int64_t>& shape,
+                                      const Placements& placements);
 
 // The mesh axes that split `dim`, or any of `dims`.
 std::vector<int> axes_splitting(const Placements& placements, std::int64_t dim);
@@ -55,6 +57,7 @@ inline bool sums(PartialOp kind) { return kind == PartialOp::Sum || kind == Part
 [[noreturn]] void refuse_unknown_shape(const OperatorTraits& traits);
 
 // Reduces a local tensor (sum or maximum) over the given mesh axes, in place.
-void reduce_over(const comm::MeshGroups& mesh, const std::vector<int>& axes, const at::Tensor& tensor, comm::ReduceOp op);
+void reduce_over(const comm::MeshGroups& mesh, const std::vector<int>& axes, const at::Tensor& tensor,
+                 comm::ReduceOp op);
 
 }  // namespace penstock::detail

@@ -12,19 +12,23 @@
 namespace penstock {
 namespace detail {
 
-void RuleTable::add(std::initializer_list<std::string_view> names, const ShardingRule& rule, const RuleOptions& options) {
-  for (const std::string_view name : names) put(fmt::format("aten::{}", name), {rule, options, nullptr, true, {}}, false);
+void RuleTable::add(std::initializer_list<std::string_view> names, const ShardingRule& rule,
+                    const RuleOptions& options) {
+  for (const std::string_view name : names)
+    put(fmt::format("aten::{}", name), {rule, options, nullptr, true, {}}, false);
 }
 
 void RuleTable::handle(const std::vector<std::string>& names, const ShardingHandler& handler) {
-  for (const std::string& name : names) put(fmt::format("aten::{}", name), {nullptr, {}, handler, true, {}}, false);
+  for (const std::string& name : names)
+    put(fmt::format("aten::{}", name), {nullptr, {}, handler, true, {}}, false);
 }
 
 void RuleTable::put(const std::string& op, RegisteredRule rule, bool replace) {
   auto& known = rules_[op];
   if (!known.empty() && !replace)
     throw StateError(fmt::format("sharding rule of {}: already registered{}", op,
-                                 known.back()->built_in ? "; use replace_sharding_rule to replace it" : "; register each operator once"));
+                                 known.back()->built_in ? "; use replace_sharding_rule to replace it"
+                                                        : "; register each operator once"));
   rule.name = op;
   known.push_back(std::make_unique<RegisteredRule>(std::move(rule)));
 }
@@ -93,7 +97,8 @@ struct Registry {
 
   void put(const std::string& op, RegisteredRule rule, bool replace) {
     if (op.find("::") == std::string::npos)
-      throw ValueError(describe("sharding rule: operator", op, "a name with its namespace, like aten::add or my::op.overload"));
+      throw ValueError(describe("sharding rule: operator", op,
+                                "a name with its namespace, like aten::add or my::op.overload"));
     const std::lock_guard lock(mutex);
     table.put(op, std::move(rule), replace);
     ++generation;

@@ -24,7 +24,8 @@ struct RegisteredRule {
 class RuleTable {
  public:
   // Names without "aten::".
-  void add(std::initializer_list<std::string_view> names, const ShardingRule& rule, const RuleOptions& options = {});
+  void add(std::initializer_list<std::string_view> names, const ShardingRule& rule,
+           const RuleOptions& options = {});
   void handle(const std::vector<std::string>& names, const ShardingHandler& handler);
 
   void put(const std::string& op, RegisteredRule rule, bool replace);

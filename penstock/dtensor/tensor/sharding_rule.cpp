@@ -16,9 +16,11 @@ namespace {
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
 double bytes_of(const ShardingInput& input, const ShardingCall& call, std::size_t axis) {
-  double bytes = static_cast<double>(input.whole.numel()) * static_cast<double>(c10::elementSize(input.whole.dtype));
+  double bytes =
+      static_cast<double>(input.whole.numel()) * static_cast<double>(c10::elementSize(input.whole.dtype));
   for (std::size_t other = 0; other < call.axes(); ++other)
-    if (other != axis && input.placements[other].splits()) bytes /= static_cast<double>(call.mesh_shape[other]);
+    if (other != axis && input.placements[other].splits())
+      bytes /= static_cast<double>(call.mesh_shape[other]);
   return bytes;
 }
 
@@ -59,13 +61,15 @@ std::optional<std::int64_t> common_size(const ShardingCall& call, const AxisStra
 }
 
 // The strategy itself and, if its shards may be strided, its variants strided like each strided input.
-std::vector<AxisStrategy> variants_of(const ShardingCall& call, const AxisStrategy& strategy, std::size_t axis) {
+std::vector<AxisStrategy> variants_of(const ShardingCall& call, const AxisStrategy& strategy,
+                                      std::size_t axis) {
   std::vector<AxisStrategy> variants{strategy};
   std::vector<std::int64_t> factors;
   for (std::size_t i = 0; i < call.inputs.size(); ++i) {
     const Placement& now = call.inputs[i].placements[axis];
     if (!now.is_strided_shard() || !strategy.inputs[i].is_shard(now.dim())) continue;
-    if (std::find(factors.begin(), factors.end(), now.split_factor()) == factors.end()) factors.push_back(now.split_factor());
+    if (std::find(factors.begin(), factors.end(), now.split_factor()) == factors.end())
+      factors.push_back(now.split_factor());
   }
   if (factors.empty() || !common_size(call, strategy)) return variants;
   for (const std::int64_t factor : factors) {
@@ -86,7 +90,8 @@ double cost_of(const ShardingCall& call, const AxisStrategy& strategy, std::size
     const ShardingInput& input = call.inputs[i];
     const Placement& now = input.placements[axis];
     if (input.written && now != strategy.inputs[i]) return kNever;
-    total += cost_of(now, strategy.inputs[i], bytes_of(input, call, axis), static_cast<double>(call.mesh_shape[axis]));
+    total += cost_of(now, strategy.inputs[i], bytes_of(input, call, axis),
+                     static_cast<double>(call.mesh_shape[axis]));
   }
   // A written input must keep its placement, unless the operator moves its dims (transpose_).
   if (call.op.hasTag(at::Tag::inplace_view)) return total;
@@ -94,8 +99,9 @@ double cost_of(const ShardingCall& call, const AxisStrategy& strategy, std::size
   for (const ReturnAlias& alias : call.traits.returns) {
     if (output >= call.outputs.size()) break;
     if (alias.kind == ReturnAlias::Kind::Same)
-      if (const int input = call.index_at(alias.argument); input >= 0 && strategy.outputs[output] != strategy.inputs[static_cast<std::size_t>(input)] &&
-                                                           call.outputs[output].shape == call.inputs[static_cast<std::size_t>(input)].whole.shape)
+      if (const int input = call.index_at(alias.argument);
+          input >= 0 && strategy.outputs[output] != strategy.inputs[static_cast<std::size_t>(input)] &&
+          call.outputs[output].shape == call.inputs[static_cast<std::size_t>(input)].whole.shape)
         return kNever;
     ++output;
   }
@@ -124,16 +130,22 @@ int ShardingCall::argument_index(std::string_view name) const {
 
 bool ShardingCall::has_argument(std::string_view name) const {
   const auto& all = op.schema().arguments();
-  return std::any_of(all.begin(), all.end(), [&](const c10::Argument& argument) { return argument.name() == name; });
+  return std::any_of(all.begin(), all.end(),
+                     [&](const c10::Argument& argument) { return argument.name() == name; });
 }
 
-std::int64_t ShardingCall::wrap_dim(std::int64_t dim, std::int64_t ndim) { return dim < 0 ? dim + std::max<std::int64_t>(ndim, 1) : dim; }
+std::int64_t ShardingCall::wrap_dim(std::int64_t dim, std::int64_t ndim) {
+  return dim < 0 ? dim + std::max<std::int64_t>(ndim, 1) : dim;
+}
 
-Sharding choose(const ShardingCall& call, std::vector<AxisStrategy> strategies, std::vector<std::size_t>& taken) {
+Sharding choose(const ShardingCall& call, std::vector<AxisStrategy> strategies,
+                std::vector<std::size_t>& taken) {
   for (const AxisStrategy& strategy : strategies)
-    PENSTOCK_INVARIANT(strategy.inputs.size() == call.inputs.size() && strategy.outputs.size() == call.outputs.size(),
-                       fmt::format("the rule of {} returns a placement for every input and output", call.traits.name));
-  strategies.push_back({std::vector<Placement>(call.inputs.size()), std::vector<Placement>(call.outputs.size())});
+    PENSTOCK_INVARIANT(
+        strategy.inputs.size() == call.inputs.size() && strategy.outputs.size() == call.outputs.size(),
+        fmt::format("the rule of {} returns a placement for every input and output", call.traits.name));
+  strategies.push_back(
+      {std::vector<Placement>(call.inputs.size()), std::vector<Placement>(call.outputs.size())});
   Sharding sharding;
   sharding.inputs.assign(call.inputs.size(), Placements(call.axes()));
   sharding.outputs.assign(call.outputs.size(), Placements(call.axes()));
@@ -153,9 +165,10 @@ Sharding choose(const ShardingCall& call, std::vector<AxisStrategy> strategies, 
       std::string written;
       for (const ShardingInput& input : call.inputs)
         if (input.written) written += (written.empty() ? "" : " and ") + to_string(input.placements);
-      throw ValueError(describe(fmt::format("{}: the tensor that is written", call.traits.name), written,
-                                fmt::format("placements in which the operator can write on mesh axis {}", axis),
-                                "redistribute it first (Replicate always works), or use the out-of-place form"));
+      throw ValueError(
+          describe(fmt::format("{}: the tensor that is written", call.traits.name), written,
+                   fmt::format("placements in which the operator can write on mesh axis {}", axis),
+                   "redistribute it first (Replicate always works), or use the out-of-place form"));
     }
     taken.push_back(best);
     for (std::size_t i = 0; i < call.inputs.size(); ++i) sharding.inputs[i][axis] = chosen.inputs[i];

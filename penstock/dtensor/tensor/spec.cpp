@@ -17,7 +17,9 @@
 namespace penstock {
 namespace {
 
-void mix(std::size_t& seed, std::size_t value) { seed ^= value + 0x9e3779b97f4a7c15ull + (seed << 6) + (seed >> 2); }
+void mix(std::size_t& seed, std::size_t value) {
+  seed ^= value + 0x9e3779b97f4a7c15ull + (seed << 6) + (seed >> 2);
+}
 
 }  // namespace
 
@@ -41,10 +43,12 @@ std::vector<std::int64_t> contiguous_stride(const std::vector<std::int64_t>& sha
   return stride;
 }
 
-std::vector<std::int64_t> dense_stride(const std::vector<std::int64_t>& shape, const std::vector<std::int64_t>& stride) {
+std::vector<std::int64_t> dense_stride(const std::vector<std::int64_t>& shape,
+                                       const std::vector<std::int64_t>& stride) {
   std::vector<std::size_t> order(shape.size());
   std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return stride[a] > stride[b]; });
+  std::stable_sort(order.begin(), order.end(),
+                   [&](std::size_t a, std::size_t b) { return stride[a] > stride[b]; });
   std::vector<std::int64_t> result(shape.size());
   std::int64_t next = 1;
   for (std::size_t i = order.size(); i-- > 0;) {
@@ -54,7 +58,8 @@ std::vector<std::int64_t> dense_stride(const std::vector<std::int64_t>& shape, c
   return result;
 }
 
-SpecPtr DTensorSpec::get(const comm::MeshGroups& mesh, const Placements& placements, const GlobalGeometry& geometry) {
+SpecPtr DTensorSpec::get(const comm::MeshGroups& mesh, const Placements& placements,
+                         const GlobalGeometry& geometry) {
   DTensorSpec spec;
   spec.mesh_id_ = mesh.id();
   spec.mesh_shape_ = mesh.shape();
@@ -64,7 +69,8 @@ SpecPtr DTensorSpec::get(const comm::MeshGroups& mesh, const Placements& placeme
   return intern(std::move(spec));
 }
 
-SpecPtr DTensorSpec::get(const DTensorSpec& like, const Placements& placements, const GlobalGeometry& geometry) {
+SpecPtr DTensorSpec::get(const DTensorSpec& like, const Placements& placements,
+                         const GlobalGeometry& geometry) {
   DTensorSpec spec;
   spec.mesh_id_ = like.mesh_id_;
   spec.mesh_shape_ = like.mesh_shape_;
@@ -89,7 +95,8 @@ bool DTensorSpec::same_as(const DTensorSpec& other) const {
 }
 
 SpecPtr DTensorSpec::intern(DTensorSpec&& spec) {
-  spec.placements_ = normalize_placements(spec.placements_, static_cast<int>(spec.mesh_shape_.size()), spec.ndim());
+  spec.placements_ =
+      normalize_placements(spec.placements_, static_cast<int>(spec.mesh_shape_.size()), spec.ndim());
   // Never freed: tensors may outlive every static object.
   static std::mutex& mutex = *new std::mutex;
   static auto& known = *new std::unordered_multimap<std::size_t, std::weak_ptr<const DTensorSpec>>;
@@ -103,19 +110,23 @@ SpecPtr DTensorSpec::intern(DTensorSpec&& spec) {
     std::erase_if(known, [](const auto& entry) { return entry.second.expired(); });
     next_sweep = std::max<std::size_t>(1024, 2 * known.size());
   }
-  spec.has_partial_ = std::any_of(spec.placements_.begin(), spec.placements_.end(), [](const Placement& p) { return p.is_partial(); });
-  spec.replicated_ = std::all_of(spec.placements_.begin(), spec.placements_.end(), [](const Placement& p) { return p.is_replicate(); });
-  spec.local_shape_ = spec.coordinate_.empty() && !spec.mesh_shape_.empty()
-                          ? std::vector<std::int64_t>{0}
-                          : local_shape_and_offset(spec.shape(), spec.mesh_shape_, spec.coordinate_, spec.placements_).shape;
+  spec.has_partial_ = std::any_of(spec.placements_.begin(), spec.placements_.end(),
+                                  [](const Placement& p) { return p.is_partial(); });
+  spec.replicated_ = std::all_of(spec.placements_.begin(), spec.placements_.end(),
+                                 [](const Placement& p) { return p.is_replicate(); });
+  spec.local_shape_ =
+      spec.coordinate_.empty() && !spec.mesh_shape_.empty()
+          ? std::vector<std::int64_t>{0}
+          : local_shape_and_offset(spec.shape(), spec.mesh_shape_, spec.coordinate_, spec.placements_).shape;
   SpecPtr made(new DTensorSpec(std::move(spec)));
   known.emplace(hash, made);
   return made;
 }
 
 std::string DTensorSpec::to_string() const {
-  return fmt::format("{}[{}] as {} on a mesh of ({})", dtype_name(geometry_.dtype), fmt::join(geometry_.shape, ", "),
-                     penstock::to_string(placements_), fmt::join(mesh_shape_, ", "));
+  return fmt::format("{}[{}] as {} on a mesh of ({})", dtype_name(geometry_.dtype),
+                     fmt::join(geometry_.shape, ", "), penstock::to_string(placements_),
+                     fmt::join(mesh_shape_, ", "));
 }
 
 }  // namespace penstock

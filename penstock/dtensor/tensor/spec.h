@@ -15,9 +15,9 @@
 #include <string>
 #include <vector>
 
-#include "penstock/world.h"
 #include "penstock/placement.h"
 #include "penstock/sharding_rule.h"
+#include "penstock/world.h"
 
 namespace penstock {
 
@@ -25,7 +25,8 @@ GlobalGeometry global_geometry_of(const at::Tensor& tensor);
 // Row-major.
 std::vector<std::int64_t> contiguous_stride(const std::vector<std::int64_t>& shape);
 // The strides of a dense tensor of `shape` whose dims have the memory order given by `stride`.
-std::vector<std::int64_t> dense_stride(const std::vector<std::int64_t>& shape, const std::vector<std::int64_t>& stride);
+std::vector<std::int64_t> dense_stride(const std::vector<std::int64_t>& shape,
+                                       const std::vector<std::int64_t>& stride);
 
 class DTensorSpec;
 using SpecPtr = std::shared_ptr<const DTensorSpec>;
@@ -34,7 +35,8 @@ class DTensorSpec {
  public:
   // Returns the unique spec of these values. Throws ValueError for placements that do not match the mesh or
   // the tensor.
-  static SpecPtr get(const comm::MeshGroups& mesh, const Placements& placements, const GlobalGeometry& geometry);
+  static SpecPtr get(const comm::MeshGroups& mesh, const Placements& placements,
+                     const GlobalGeometry& geometry);
   // On the same mesh.
   static SpecPtr get(const DTensorSpec& like, const Placements& placements, const GlobalGeometry& geometry);
 

@@ -6,22 +6,25 @@
 #include <algorithm>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/dtensor/tensor/rule_helpers.h"
+#include "penstock/errors.h"
 #include "penstock/fake.h"
 
 namespace penstock::detail {
 
-StrategyBuilder::StrategyBuilder(const ShardingCall& call) : call_(call), strategy_(replicated_strategy(call)) {}
+StrategyBuilder::StrategyBuilder(const ShardingCall& call)
+    : call_(call), strategy_(replicated_strategy(call)) {}
 
 StrategyBuilder& StrategyBuilder::in(std::string_view argument, const Placement& placement) {
   if (!call_.has_argument(argument)) return *this;
-  if (const int index = call_.index_at(call_.argument_index(argument)); index >= 0) strategy_.inputs[static_cast<std::size_t>(index)] = placement;
+  if (const int index = call_.index_at(call_.argument_index(argument)); index >= 0)
+    strategy_.inputs[static_cast<std::size_t>(index)] = placement;
   return *this;
 }
 
 StrategyBuilder& StrategyBuilder::out(int output, const Placement& placement) {
-  if (output >= 0 && output < static_cast<int>(call_.outputs.size())) strategy_.outputs[static_cast<std::size_t>(output)] = placement;
+  if (output >= 0 && output < static_cast<int>(call_.outputs.size()))
+    strategy_.outputs[static_cast<std::size_t>(output)] = placement;
   return *this;
 }
 
@@ -30,7 +33,8 @@ AxisStrategy StrategyBuilder::build() {
   for (const ReturnAlias& alias : call_.traits.returns) {
     if (output >= call_.outputs.size()) break;
     if (alias.kind == ReturnAlias::Kind::Same)
-      if (const int index = call_.index_at(alias.argument); index >= 0) strategy_.inputs[static_cast<std::size_t>(index)] = strategy_.outputs[output];
+      if (const int index = call_.index_at(alias.argument); index >= 0)
+        strategy_.inputs[static_cast<std::size_t>(index)] = strategy_.outputs[output];
     ++output;
   }
   return strategy_;
@@ -47,8 +51,10 @@ std::vector<int> output_positions(const std::vector<bool>& given) {
   return positions;
 }
 
-std::int64_t plain_parts(const ShardingCall& call, Sharding& sharding, std::string_view argument, std::int64_t dim) {
-  const Placements placements = sharding.inputs[static_cast<std::size_t>(call.index_at(call.argument_index(argument)))];
+std::int64_t plain_parts(const ShardingCall& call, Sharding& sharding, std::string_view argument,
+                         std::int64_t dim) {
+  const Placements placements =
+      sharding.inputs[static_cast<std::size_t>(call.index_at(call.argument_index(argument)))];
   std::int64_t parts = 1;
   for (const int split : axes_splitting(placements, dim)) {
     const auto axis = static_cast<std::size_t>(split);
@@ -60,12 +66,15 @@ std::int64_t plain_parts(const ShardingCall& call, Sharding& sharding, std::stri
   return parts;
 }
 
-void skip_where_empty(const ShardingCall& call, Sharding& sharding, std::initializer_list<std::string_view> arguments, const std::vector<bool>& given) {
+void skip_where_empty(const ShardingCall& call, Sharding& sharding,
+                      std::initializer_list<std::string_view> arguments, const std::vector<bool>& given) {
   bool empty = false;
   for (const std::string_view name : arguments) {
     const ShardingInput* input = input_named(call, name);
     if (!input || input->whole.numel() == 0) continue;
-    const auto shape = local_shape(call, input->whole.shape, sharding.inputs[static_cast<std::size_t>(call.index_at(call.argument_index(name)))]);
+    const auto shape =
+        local_shape(call, input->whole.shape,
+                    sharding.inputs[static_cast<std::size_t>(call.index_at(call.argument_index(name)))]);
     empty |= std::find(shape.begin(), shape.end(), 0) != shape.end();
   }
   if (!empty) return;
@@ -75,7 +84,8 @@ void skip_where_empty(const ShardingCall& call, Sharding& sharding, std::initial
     for (std::size_t i = 0; i < given.size(); ++i) {
       if (!given[i]) continue;
       const GlobalGeometry& whole = context.call.outputs[output];
-      results[i] = at::zeros(local_shape(context.call, whole.shape, context.outputs[output]), at::TensorOptions(whole.dtype).device(whole.device));
+      results[i] = at::zeros(local_shape(context.call, whole.shape, context.outputs[output]),
+                             at::TensorOptions(whole.dtype).device(whole.device));
       ++output;
     }
     store_results(context, stack, results);
@@ -90,7 +100,8 @@ at::Tensor local_argument(const LocalContext& context, const Stack& stack, std::
 
 Placements decided(const LocalContext& context, std::string_view argument) {
   if (context.call.has_argument(argument))
-    if (const int index = context.call.index_at(context.call.argument_index(argument)); index >= 0) return context.inputs[static_cast<std::size_t>(index)];
+    if (const int index = context.call.index_at(context.call.argument_index(argument)); index >= 0)
+      return context.inputs[static_cast<std::size_t>(index)];
   return Placements(context.call.axes());
 }
 
@@ -110,19 +121,25 @@ void store_results(const LocalContext& context, Stack* stack, const std::vector<
   *stack = std::move(given);
 }
 
-at::ScalarType accumulation_type(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16 ? at::kFloat : dtype; }
-
-std::vector<Segment> held_segments(const LocalContext& context, const std::vector<std::int64_t>& shape, const Placements& placements, std::int64_t dim) {
-  return local_segments(shape, context.call.mesh_shape, context.call.coordinate, placements)[static_cast<std::size_t>(dim)];
+at::ScalarType accumulation_type(at::ScalarType dtype) {
+  return dtype == at::kHalf || dtype == at::kBFloat16 ? at::kFloat : dtype;
 }
 
-void check_indices(const at::Tensor& indices, const at::Tensor& counts, std::int64_t size, std::string_view what) {
+std::vector<Segment> held_segments(const LocalContext& context, const std::vector<std::int64_t>& shape,
+                                   const Placements& placements, std::int64_t dim) {
+  return local_segments(shape, context.call.mesh_shape, context.call.coordinate,
+                        placements)[static_cast<std::size_t>(dim)];
+}
+
+void check_indices(const at::Tensor& indices, const at::Tensor& counts, std::int64_t size,
+                   std::string_view what) {
   at::Tensor bad = indices.lt(0).logical_or_(indices.ge(size));
   if (counts.defined()) bad.logical_and_(counts);
   // The values of a captured tensor are checked when the graph runs.
   if (!indices.is_cpu() || is_fake(indices)) return at::_assert_async(bad.any().logical_not());
   if (!bad.any().item<bool>()) return;
-  throw ValueError(describe(what, fmt::format("{}", indices.masked_select(bad)[0].item<std::int64_t>()), fmt::format("0 to {}", size - 1),
+  throw ValueError(describe(what, fmt::format("{}", indices.masked_select(bad)[0].item<std::int64_t>()),
+                            fmt::format("0 to {}", size - 1),
                             "check how the indices are computed, and the size of the dim they select from"));
 }
 

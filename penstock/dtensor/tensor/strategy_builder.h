@@ -1,7 +1,8 @@
 // Builds strategies by schema argument names, and helpers for the local calls of network operators. Private
 // to this folder.
 //
-//   StrategyBuilder(call).in("input", Shard{0}).in("weight", Replicate{}).out(0, Shard{0}).add_to(strategies);
+//   StrategyBuilder(call).in("input", Shard{0}).in("weight", Replicate{}).out(0,
+//   Shard{0}).add_to(strategies);
 //
 // Arguments that the operator does not have and tensors that are not given are skipped, so one rule serves
 // all overloads of an operator in all versions. Written arguments (out=) are placed like the result that they
@@ -15,8 +16,8 @@
 #include <string_view>
 #include <vector>
 
-#include "penstock/sharding_rule.h"
 #include "penstock/mesh/local_shard.h"
+#include "penstock/sharding_rule.h"
 
 namespace penstock::detail {
 
@@ -45,13 +46,15 @@ std::vector<int> output_positions(const std::vector<bool>& given);
 
 // Returns the number of parts into which the mesh splits `dim` of an argument. Strided shards along those
 // axes become plain, so that the parts are equal if the size is a multiple of their number.
-std::int64_t plain_parts(const ShardingCall& call, Sharding& sharding, std::string_view argument, std::int64_t dim);
+std::int64_t plain_parts(const ShardingCall& call, Sharding& sharding, std::string_view argument,
+                         std::int64_t dim);
 
 // Most kernels that process whole rows, images or heads reject empty inputs. If this rank's part of one of
 // these arguments is empty and the whole is not, the operator is not run: its results are empty, or partial
 // values of zero. `given` tells which results of the schema are defined. Only for calls whose local form does
 // not communicate.
-void skip_where_empty(const ShardingCall& call, Sharding& sharding, std::initializer_list<std::string_view> arguments, const std::vector<bool>& given);
+void skip_where_empty(const ShardingCall& call, Sharding& sharding,
+                      std::initializer_list<std::string_view> arguments, const std::vector<bool>& given);
 
 // ---- for local calls ----
 
@@ -69,10 +72,12 @@ void store_results(const LocalContext& context, Stack* stack, const std::vector<
 at::ScalarType accumulation_type(at::ScalarType dtype);
 
 // The indices of `dim` that this rank holds of a tensor of `shape`.
-std::vector<Segment> held_segments(const LocalContext& context, const std::vector<std::int64_t>& shape, const Placements& placements, std::int64_t dim);
+std::vector<Segment> held_segments(const LocalContext& context, const std::vector<std::int64_t>& shape,
+                                   const Placements& placements, std::int64_t dim);
 
 // Checks that every index where `counts` is true is in [0, size): throws ValueError on a CPU, fails a
 // device-side assertion elsewhere. If `counts` is undefined, all indices are checked.
-void check_indices(const at::Tensor& indices, const at::Tensor& counts, std::int64_t size, std::string_view what);
+void check_indices(const at::Tensor& indices, const at::Tensor& counts, std::int64_t size,
+                   std::string_view what);
 
 }  // namespace penstock::detail

@@ -12,13 +12,15 @@
 namespace penstock::graph {
 namespace {
 
-bool is_plain_number(const at::Tensor& tensor) { return tensor.unsafeGetTensorImpl()->is_wrapped_number() && tensor.dim() == 0 && tensor.is_cpu(); }
+bool is_plain_number(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->is_wrapped_number() && tensor.dim() == 0 && tensor.is_cpu();
+}
 
 bool same_tensor_constant(const at::Tensor& a, const at::Tensor& b) {
   if (!a.defined() || !b.defined()) return a.defined() == b.defined();
   if (a.is_same(b)) return true;
-  return is_plain_number(a) && is_plain_number(b) && a.scalar_type() == b.scalar_type() && a.has_storage() && b.has_storage() &&
-         std::memcmp(a.data_ptr(), b.data_ptr(), a.itemsize()) == 0;
+  return is_plain_number(a) && is_plain_number(b) && a.scalar_type() == b.scalar_type() && a.has_storage() &&
+         b.has_storage() && std::memcmp(a.data_ptr(), b.data_ptr(), a.itemsize()) == 0;
 }
 
 bool same_elements(c10::ArrayRef<c10::IValue> a, c10::ArrayRef<c10::IValue> b) {
@@ -28,7 +30,9 @@ bool same_elements(c10::ArrayRef<c10::IValue> a, c10::ArrayRef<c10::IValue> b) {
   return true;
 }
 
-bool same_bits(double a, double b) { return std::bit_cast<std::uint64_t>(a) == std::bit_cast<std::uint64_t>(b); }
+bool same_bits(double a, double b) {
+  return std::bit_cast<std::uint64_t>(a) == std::bit_cast<std::uint64_t>(b);
+}
 
 }  // namespace
 
@@ -38,7 +42,8 @@ bool same_constant(const c10::IValue& a, const c10::IValue& b) {
   if (a.isDouble() && b.isDouble()) return same_bits(a.toDouble(), b.toDouble());
   if (a.isBool() && b.isBool()) return a.toBool() == b.toBool();
   if (a.isComplexDouble() && b.isComplexDouble())
-    return same_bits(a.toComplexDouble().real(), b.toComplexDouble().real()) && same_bits(a.toComplexDouble().imag(), b.toComplexDouble().imag());
+    return same_bits(a.toComplexDouble().real(), b.toComplexDouble().real()) &&
+           same_bits(a.toComplexDouble().imag(), b.toComplexDouble().imag());
   if (a.isString() && b.isString()) return a.toStringRef() == b.toStringRef();
   if (a.isDevice() && b.isDevice()) return a.toDevice() == b.toDevice();
   if (a.isTensor() && b.isTensor()) return same_tensor_constant(a.toTensor(), b.toTensor());
@@ -46,7 +51,8 @@ bool same_constant(const c10::IValue& a, const c10::IValue& b) {
   if (a.isIntList() && b.isIntList()) return a.toIntVector() == b.toIntVector();
   if (a.isDoubleList() && b.isDoubleList()) {
     const std::vector<double> x = a.toDoubleVector(), y = b.toDoubleVector();
-    return x.size() == y.size() && (x.empty() || std::memcmp(x.data(), y.data(), x.size() * sizeof(double)) == 0);
+    return x.size() == y.size() &&
+           (x.empty() || std::memcmp(x.data(), y.data(), x.size() * sizeof(double)) == 0);
   }
   if (a.isList() && b.isList()) return same_elements(a.toListRef(), b.toListRef());
   return a.is(b);

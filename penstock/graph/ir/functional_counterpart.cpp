@@ -56,13 +56,18 @@ c10::optional<c10::OperatorHandle> find_sibling(const c10::OperatorHandle& op) {
 }
 
 // The source in new memory, with the layout and dtype of the tensor it would have been copied to.
-at::Tensor copy_functional(const at::Tensor& self, const at::Tensor& src, bool non_blocking) { return at::empty_like(self).copy_(src, non_blocking); }
+at::Tensor copy_functional(const at::Tensor& self, const at::Tensor& src, bool non_blocking) {
+  return at::empty_like(self).copy_(src, non_blocking);
+}
 
 // Batch norm that returns the running statistics it would have written, after its other results. `norm`:
 // takes the statistics to write.
 template <class Norm>
-auto with_statistics(const c10::optional<at::Tensor>& running_mean, const c10::optional<at::Tensor>& running_var, const Norm& norm) {
-  const auto copy = [](const c10::optional<at::Tensor>& tensor) { return tensor && tensor->defined() ? tensor->clone() : at::Tensor(); };
+auto with_statistics(const c10::optional<at::Tensor>& running_mean,
+                     const c10::optional<at::Tensor>& running_var, const Norm& norm) {
+  const auto copy = [](const c10::optional<at::Tensor>& tensor) {
+    return tensor && tensor->defined() ? tensor->clone() : at::Tensor();
+  };
   const at::Tensor mean = copy(running_mean), variance = copy(running_var);
   auto results = norm(mean, variance);
   return std::tuple_cat(std::move(results), std::make_tuple(mean, variance));
@@ -70,16 +75,19 @@ auto with_statistics(const c10::optional<at::Tensor>& running_mean, const c10::o
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> native_batch_norm_functional(
     const at::Tensor& input, const c10::optional<at::Tensor>& weight, const c10::optional<at::Tensor>& bias,
-    const c10::optional<at::Tensor>& running_mean, const c10::optional<at::Tensor>& running_var, bool training, double momentum,
-    double eps) {
+    const c10::optional<at::Tensor>& running_mean, const c10::optional<at::Tensor>& running_var,
+    bool training, double momentum, double eps) {
   return with_statistics(running_mean, running_var, [&](const at::Tensor& mean, const at::Tensor& variance) {
     return at::native_batch_norm(input, weight, bias, mean, variance, training, momentum, eps);
   });
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> cudnn_batch_norm_functional(
-    const at::Tensor& input, const at::Tensor& weight, const c10::optional<at::Tensor>& bias, const c10::optional<at::Tensor>& running_mean,
-    const c10::optional<at::Tensor>& running_var, bool training, double factor, double epsilon) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>
+cudnn_batch_norm_functional(const at::Tensor& input, const at::Tensor& weight,
+                            const c10::optional<at::Tensor>& bias,
+                            const c10::optional<at::Tensor>& running_mean,
+                            const c10::optional<at::Tensor>& running_var, bool training, double factor,
+                            double epsilon) {
   return with_statistics(running_mean, running_var, [&](const at::Tensor& mean, const at::Tensor& variance) {
     return at::cudnn_batch_norm(input, weight, bias, mean, variance, training, factor, epsilon);
   });
@@ -99,10 +107,12 @@ c10::optional<c10::OperatorHandle> functional_counterpart(const c10::OperatorHan
 TORCH_LIBRARY_FRAGMENT(penstock, library) {
   library.def("copy_functional(Tensor self, Tensor src, bool non_blocking=False) -> Tensor");
   library.def(
-      "native_batch_norm_functional(Tensor input, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, bool training, "
+      "native_batch_norm_functional(Tensor input, Tensor? weight, Tensor? bias, Tensor? running_mean, "
+      "Tensor? running_var, bool training, "
       "float momentum, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   library.def(
-      "cudnn_batch_norm_functional(Tensor input, Tensor weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, bool training, "
+      "cudnn_batch_norm_functional(Tensor input, Tensor weight, Tensor? bias, Tensor? running_mean, Tensor? "
+      "running_var, bool training, "
       "float exponential_average_factor, float epsilon) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 TORCH_LIBRARY_IMPL(penstock, CompositeExplicitAutograd, library) {

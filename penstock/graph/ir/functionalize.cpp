@@ -10,8 +10,8 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/graph/ir/shape_inference.h"
 #include "penstock/fake.h"
+#include "penstock/graph/ir/shape_inference.h"
 #include "penstock/operator_traits.h"
 
 namespace penstock::graph {
@@ -30,7 +30,8 @@ Reach reach_of(const Geometry& geometry) {
   const std::int64_t item = item_size(geometry.dtype);
   Reach reach{geometry.storage_offset * item, geometry.storage_offset * item};
   if (geometry.numel() == 0) return reach;
-  for (std::size_t i = 0; i < geometry.sizes.size(); ++i) reach.end += (geometry.sizes[i] - 1) * geometry.strides[i] * item;
+  for (std::size_t i = 0; i < geometry.sizes.size(); ++i)
+    reach.end += (geometry.sizes[i] - 1) * geometry.strides[i] * item;
   reach.end += item;
   return reach;
 }
@@ -39,29 +40,41 @@ Reach reach_of(const Geometry& geometry) {
 // every bit.
 at::ScalarType cell_of_size(std::int64_t bytes) {
   switch (bytes) {
-    case 1: return at::kByte;
-    case 2: return at::kShort;
-    case 4: return at::kInt;
-    default: return at::kLong;
+    case 1:
+      return at::kByte;
+    case 2:
+      return at::kShort;
+    case 4:
+      return at::kInt;
+    default:
+      return at::kLong;
   }
 }
 
-bool same_layout(const Geometry& a, const Geometry& b) { return a.sizes == b.sizes && a.strides == b.strides; }
+bool same_layout(const Geometry& a, const Geometry& b) {
+  return a.sizes == b.sizes && a.strides == b.strides;
+}
 
 class Functionalizer {
  public:
   Functionalizer(const Graph& from, std::size_t forward_outputs)
-      : from_(from), forward_outputs_(forward_outputs), memories_(static_cast<std::size_t>(from.storages)), values_(from.values.size()) {
+      : from_(from),
+        forward_outputs_(forward_outputs),
+        memories_(static_cast<std::size_t>(from.storages)),
+        values_(from.values.size()) {
     find_writes();
   }
 
   Graph run() {
-    for (const Placeholder& input : from_.inputs) to_.inputs.push_back({define(input.value, to_.new_storage()), input.name});
+    for (const Placeholder& input : from_.inputs)
+      to_.inputs.push_back({define(input.value, to_.new_storage()), input.name});
     for (const ConstantTensor& constant : from_.constants) {
       if (memories_[index_of(from_[constant.value].storage)].written)
-        throw StateError(fmt::format("graph: the captured function writes a tensor that is not one of its inputs ({} elements); pass the "
-                                     "tensor as an input",
-                                     constant.tensor.numel()));
+        throw StateError(
+            fmt::format("graph: the captured function writes a tensor that is not one of its inputs ({} "
+                        "elements); pass the "
+                        "tensor as an input",
+                        constant.tensor.numel()));
       to_.constants.push_back({define(constant.value, to_.new_storage()), constant.tensor});
     }
     for (const Node& node : from_.nodes) {
@@ -69,7 +82,8 @@ class Functionalizer {
       translate(node);
     }
     return_forward();
-    for (std::size_t i = to_.outputs.size(); i < from_.outputs.size(); ++i) to_.outputs.push_back(translate(from_.outputs[i]));
+    for (std::size_t i = to_.outputs.size(); i < from_.outputs.size(); ++i)
+      to_.outputs.push_back(translate(from_.outputs[i]));
     verify(to_);
     return std::move(to_);
   }
@@ -78,7 +92,8 @@ class Functionalizer {
   // Emits the outputs of forward, before backward writes anything.
   void return_forward() {
     phase_ = Phase::Forward;
-    while (to_.outputs.size() < forward_outputs_) to_.outputs.push_back(translate(from_.outputs[to_.outputs.size()]));
+    while (to_.outputs.size() < forward_outputs_)
+      to_.outputs.push_back(translate(from_.outputs[to_.outputs.size()]));
   }
 
   // One storage of the graph with writes. A flat one becomes a row when it is written: the raw memory,
@@ -88,19 +103,19 @@ class Functionalizer {
     // The root is not a dense tensor that starts at the beginning of its memory, contains all other values
     // and has their dtype.
     bool flat = false;
-    bool mixed = false;             // values are of several dtypes
-    ValueId root = kNoValue;        // the first value of this memory
+    bool mixed = false;       // values are of several dtypes
+    ValueId root = kNoValue;  // the first value of this memory
     // In the new graph: the current contents, laid out like the root, or a row from byte `first` on.
     ValueId current = kNoValue;
     std::int64_t first = 0;
-    std::int64_t smallest = 0, largest = 0;   // bytes of an element, over all its values
-    Reach reach;                    // of all its values
+    std::int64_t smallest = 0, largest = 0;  // bytes of an element, over all its values
+    Reach reach;                             // of all its values
     std::uint32_t version = 0;
   };
   // A value of the graph with writes, in the new graph.
   struct Translated {
     ValueId value = kNoValue;
-    std::uint32_t version = 0;      // of its memory
+    std::uint32_t version = 0;  // of its memory
   };
 
   Memory& memory_of(ValueId value) { return memories_[index_of(from_[value].storage)]; }
@@ -136,7 +151,8 @@ class Functionalizer {
       if (memory.root == kNoValue || !memory.written) continue;
       const Geometry& root = from_[memory.root].geometry;
       const std::int64_t dense = root.numel() * item_size(root.dtype);
-      memory.flat |= memory.mixed || root.storage_offset != 0 || memory.reach.first != 0 || memory.reach.end != dense || reach_of(root).end != dense;
+      memory.flat |= memory.mixed || root.storage_offset != 0 || memory.reach.first != 0 ||
+                     memory.reach.end != dense || reach_of(root).end != dense;
     }
   }
 
@@ -153,7 +169,8 @@ class Functionalizer {
     if (memory.root == old) memory.current = value;
   }
 
-  ValueId emit(const c10::OperatorHandle& op, std::vector<Operand> arguments, Geometry geometry, c10::optional<StorageId> storage = c10::nullopt) {
+  ValueId emit(const c10::OperatorHandle& op, std::vector<Operand> arguments, Geometry geometry,
+               c10::optional<StorageId> storage = c10::nullopt) {
     const ValueId value = to_.new_value(std::move(geometry), storage ? *storage : to_.new_storage());
     to_.nodes.push_back({op, std::move(arguments), {Operand::of(value)}, phase_, grad_enabled_});
     return value;
@@ -175,7 +192,8 @@ class Functionalizer {
 
   ValueId emit_as_strided(ValueId of, Geometry place) {
     static const c10::OperatorHandle op = find("aten::as_strided");
-    std::vector<Operand> arguments{Operand::of(of), list_of(place.sizes), list_of(place.strides), Operand::of(IValue(place.storage_offset))};
+    std::vector<Operand> arguments{Operand::of(of), list_of(place.sizes), list_of(place.strides),
+                                   Operand::of(IValue(place.storage_offset))};
     return emit(op, std::move(arguments), std::move(place), to_[of].storage);
   }
 
@@ -202,7 +220,8 @@ class Functionalizer {
     if (geometry.dtype == dtype) return row;
     geometry.sizes[0] = geometry.sizes[0] * item_size(geometry.dtype) / item_size(dtype);
     geometry.dtype = dtype;
-    return emit(view, {Operand::of(row), Operand::of(IValue(static_cast<std::int64_t>(dtype)))}, std::move(geometry), to_[row].storage);
+    return emit(view, {Operand::of(row), Operand::of(IValue(static_cast<std::int64_t>(dtype)))},
+                std::move(geometry), to_[row].storage);
   }
 
   ValueId emit_view(ValueId of, c10::SmallVector<std::int64_t, 5> sizes) {
@@ -210,7 +229,8 @@ class Functionalizer {
     Geometry geometry = to_[of].geometry;
     geometry.sizes = std::move(sizes);
     geometry.strides.assign(geometry.sizes.size(), 1);
-    for (std::size_t i = geometry.sizes.size(); i-- > 1;) geometry.strides[i - 1] = geometry.strides[i] * std::max<std::int64_t>(geometry.sizes[i], 1);
+    for (std::size_t i = geometry.sizes.size(); i-- > 1;)
+      geometry.strides[i - 1] = geometry.strides[i] * std::max<std::int64_t>(geometry.sizes[i], 1);
     std::vector<Operand> arguments{Operand::of(of), list_of(geometry.sizes)};
     return emit(view, std::move(arguments), std::move(geometry), to_[of].storage);
   }
@@ -237,17 +257,20 @@ class Functionalizer {
     row.device = root.device;
     row.conjugated = root.conjugated;
     row.negated = root.negated;
-    const ValueId seen = emit_bits(emit_as_strided(values_[index_of(memory.root)].value, row), root.conjugated, root.negated);
+    const ValueId seen =
+        emit_bits(emit_as_strided(values_[index_of(memory.root)].value, row), root.conjugated, root.negated);
     row.storage_offset = 0;
     row.conjugated = row.negated = false;
     memory.current = emit(clone, {Operand::of(seen), Operand::of(IValue())}, std::move(row));
     if (!memory.mixed) return;
     memory.current = emit_row_of(memory.current, cell_of_size(memory.smallest));
     Geometry padded = to_[memory.current].geometry;
-    const std::int64_t whole = memory.largest / memory.smallest, missing = (whole - padded.sizes[0] % whole) % whole;
+    const std::int64_t whole = memory.largest / memory.smallest,
+                       missing = (whole - padded.sizes[0] % whole) % whole;
     if (missing == 0) return;
     padded.sizes[0] += missing;
-    memory.current = emit(pad, {Operand::of(memory.current), list_of({0, missing}), Operand::of(IValue(0))}, std::move(padded));
+    memory.current = emit(pad, {Operand::of(memory.current), list_of({0, missing}), Operand::of(IValue(0))},
+                          std::move(padded));
   }
 
   // Elements at the same address are written with equal values (otherwise the operator would have thrown):
@@ -258,7 +281,9 @@ class Functionalizer {
       if (place.strides[dim] != 0 || place.sizes[dim] <= 1) continue;
       Geometry first = to_[value].geometry;
       place.sizes[dim] = first.sizes[dim] = 1;
-      value = emit(slice, {Operand::of(value), Operand::of(IValue(static_cast<std::int64_t>(dim))), Operand::of(IValue(0)), Operand::of(IValue(1)), Operand::of(IValue(1))},
+      value = emit(slice,
+                   {Operand::of(value), Operand::of(IValue(static_cast<std::int64_t>(dim))),
+                    Operand::of(IValue(0)), Operand::of(IValue(1)), Operand::of(IValue(1))},
                    std::move(first), to_[value].storage);
     }
     return value;
@@ -267,8 +292,8 @@ class Functionalizer {
   void emit_scatter(Memory& memory, ValueId value, const Geometry& place) {
     static const c10::OperatorHandle scatter = find("aten::as_strided_scatter");
     memory.current = emit(scatter,
-                          {Operand::of(memory.current), Operand::of(value), list_of(place.sizes), list_of(place.strides),
-                           Operand::of(IValue(place.storage_offset))},
+                          {Operand::of(memory.current), Operand::of(value), list_of(place.sizes),
+                           list_of(place.strides), Operand::of(IValue(place.storage_offset))},
                           to_[memory.current].geometry);
   }
 
@@ -286,9 +311,13 @@ class Functionalizer {
       Geometry dense = place;
       dense.storage_offset = 0;
       dense.strides.assign(dense.sizes.size(), 1);
-      for (std::size_t i = dense.sizes.size(); i-- > 1;) dense.strides[i - 1] = dense.strides[i] * std::max<std::int64_t>(dense.sizes[i], 1);
+      for (std::size_t i = dense.sizes.size(); i-- > 1;)
+        dense.strides[i - 1] = dense.strides[i] * std::max<std::int64_t>(dense.sizes[i], 1);
       const std::int64_t elements = dense.numel();
-      value = emit(clone, {Operand::of(value), Operand::of(IValue(static_cast<std::int64_t>(at::MemoryFormat::Contiguous)))}, std::move(dense));
+      value = emit(
+          clone,
+          {Operand::of(value), Operand::of(IValue(static_cast<std::int64_t>(at::MemoryFormat::Contiguous)))},
+          std::move(dense));
       value = emit_row_of(emit_view(value, {elements}), cell);
       for (std::int64_t& stride : place.strides) stride *= cells;
       place.storage_offset *= cells;
@@ -305,7 +334,8 @@ class Functionalizer {
     Translated& translated = values_[index_of(old)];
     if (translated.version == memory.version) return translated.value;
     translated.version = memory.version;
-    if (!memory.flat && same_layout(from_[old].geometry, from_[memory.root].geometry)) return translated.value = memory.current;
+    if (!memory.flat && same_layout(from_[old].geometry, from_[memory.root].geometry))
+      return translated.value = memory.current;
     return translated.value = emit_read(old, memory);
   }
 
@@ -334,8 +364,8 @@ class Functionalizer {
   // Copies a node that writes nothing.
   void copy(const Node& node) {
     const OperatorTraits& traits = traits_of(node.op);
-    if (traits.pure_view && node.op.operator_name().name == "aten::as_strided" && memory_of(node.results[0].values[0]).flat &&
-        memory_of(node.results[0].values[0]).version > 0) {
+    if (traits.pure_view && node.op.operator_name().name == "aten::as_strided" &&
+        memory_of(node.results[0].values[0]).flat && memory_of(node.results[0].values[0]).version > 0) {
       // Its offset is relative to the beginning of the memory in the old graph.
       const ValueId result = node.results[0].values[0];
       Memory& memory = memory_of(result);
@@ -361,8 +391,9 @@ class Functionalizer {
     const std::string& name = node.op.operator_name().name;
     const auto sibling = functional_counterpart(node.op);
     if (!sibling || name == "aten::set_" || name == "aten::resize_" || name == "aten::resize_as_")
-      throw NotImplemented(fmt::format("graph: {} writes memory and has no functional counterpart; remove it from the captured function",
-                                       traits.name));
+      throw NotImplemented(fmt::format(
+          "graph: {} writes memory and has no functional counterpart; remove it from the captured function",
+          traits.name));
     std::vector<Operand> arguments;
     for (std::size_t i = 0; i < node.arguments.size(); ++i) {
       const bool only_receives = traits.arguments[i].written && node.op.schema().arguments()[i].kwarg_only();
@@ -381,17 +412,20 @@ class Functionalizer {
     for (std::size_t i = 0; i < node.results.size() && next < results.size(); ++i) {
       if (traits.returns[i].kind != ReturnAlias::Kind::Fresh) continue;
       for (std::size_t j = 0; j < node.results[i].values.size(); ++j)
-        if (const ValueId value = node.results[i].values[j]; value != kNoValue) adopt(value, results[next].values.at(j));
+        if (const ValueId value = node.results[i].values[j]; value != kNoValue)
+          adopt(value, results[next].values.at(j));
       ++next;
     }
     if (results.size() - next != written.size())
-      throw NotImplemented(fmt::format("graph: {} writes {} arguments, its functional counterpart returns {} results; remove it from the "
-                                       "captured function",
-                                       traits.name, written.size(), results.size() - next));
+      throw NotImplemented(fmt::format(
+          "graph: {} writes {} arguments, its functional counterpart returns {} results; remove it from the "
+          "captured function",
+          traits.name, written.size(), results.size() - next));
     for (std::size_t i = 0; i < written.size(); ++i) {
       const Operand& targets = node.arguments[written[i]];
       const Operand& stored = results[next + i];
-      PENSTOCK_INVARIANT(targets.values.size() == stored.values.size(), "a functional counterpart returned a different number of tensors");
+      PENSTOCK_INVARIANT(targets.values.size() == stored.values.size(),
+                         "a functional counterpart returned a different number of tensors");
       for (std::size_t j = 0; j < targets.values.size(); ++j)
         if (targets.values[j] != kNoValue) store(node, targets.values[j], stored.values[j]);
     }
@@ -399,14 +433,19 @@ class Functionalizer {
     for (std::size_t i = 0; i < node.results.size(); ++i)
       for (const ValueId value : node.results[i].values)
         if (value != kNoValue && values_[index_of(value)].value == kNoValue)
-          throw NotImplemented(fmt::format("graph: {} changes the shape of the tensor it writes; pass a tensor of the right shape", traits.name));
+          throw NotImplemented(fmt::format(
+              "graph: {} changes the shape of the tensor it writes; pass a tensor of the right shape",
+              traits.name));
   }
 
   Operand new_results(const IValue& shape) {
-    if (shape.isTensor()) return Operand::of(shape.toTensor().defined() ? to_.new_value(geometry_of(shape.toTensor())) : kNoValue);
+    if (shape.isTensor())
+      return Operand::of(shape.toTensor().defined() ? to_.new_value(geometry_of(shape.toTensor()))
+                                                    : kNoValue);
     Operand operand;
     operand.kind = Operand::Kind::TensorList;
-    for (const IValue& element : shape.toListRef()) operand.values.push_back(to_.new_value(geometry_of(element.toTensor())));
+    for (const IValue& element : shape.toListRef())
+      operand.values.push_back(to_.new_value(geometry_of(element.toTensor())));
     return operand;
   }
 
@@ -418,23 +457,28 @@ class Functionalizer {
       Geometry converted = to_[value].geometry;
       converted.dtype = wanted.dtype;
       value = emit(to_copy,
-                   {Operand::of(value), Operand::of(IValue(static_cast<std::int64_t>(wanted.dtype))), Operand::of(IValue()), Operand::of(IValue()),
-                    Operand::of(IValue()), Operand::of(IValue(false)), Operand::of(IValue())},
+                   {Operand::of(value), Operand::of(IValue(static_cast<std::int64_t>(wanted.dtype))),
+                    Operand::of(IValue()), Operand::of(IValue()), Operand::of(IValue()),
+                    Operand::of(IValue(false)), Operand::of(IValue())},
                    std::move(converted));
     }
     if (to_[value].geometry.sizes != wanted.sizes) {
       if (to_[value].geometry.sizes.size() > wanted.sizes.size())
-        throw NotImplemented(fmt::format("graph: {} writes a result whose shape differs from its target", c10::toString(node.op.operator_name())));
-      Geometry expanded = geometry_of(make_fake_strided(to_[value].geometry.sizes, to_[value].geometry.strides).expand(wanted.sizes));
+        throw NotImplemented(fmt::format("graph: {} writes a result whose shape differs from its target",
+                                         c10::toString(node.op.operator_name())));
+      Geometry expanded = geometry_of(
+          make_fake_strided(to_[value].geometry.sizes, to_[value].geometry.strides).expand(wanted.sizes));
       expanded.dtype = wanted.dtype;
       expanded.device = wanted.device;
-      value = emit(expand, {Operand::of(value), list_of(wanted.sizes), Operand::of(IValue(false))}, std::move(expanded), to_[value].storage);
+      value = emit(expand, {Operand::of(value), list_of(wanted.sizes), Operand::of(IValue(false))},
+                   std::move(expanded), to_[value].storage);
     }
     Memory& memory = memory_of(target);
     const Geometry& root = from_[memory.root].geometry;
     if (memory.flat) {
       scatter_into_row(memory, target, value);
-    } else if (same_layout(wanted, root) && same_layout(to_[value].geometry, root) && !to_[value].geometry.conjugated && !to_[value].geometry.negated) {
+    } else if (same_layout(wanted, root) && same_layout(to_[value].geometry, root) &&
+               !to_[value].geometry.conjugated && !to_[value].geometry.negated) {
       memory.current = value;
     } else {
       Geometry place = wanted;
@@ -445,10 +489,12 @@ class Functionalizer {
   }
 
   // transpose_ and similar operators: another view of the same memory.
-  void translate_metadata_write(const Node& node, const c10::OperatorHandle& sibling, std::vector<Operand> arguments) {
+  void translate_metadata_write(const Node& node, const c10::OperatorHandle& sibling,
+                                std::vector<Operand> arguments) {
     const ValueId before = node.arguments[0].value(), after = node.results[0].value();
     if (after == before) return;
-    if (Memory& memory = memory_of(after); memory.flat && memory.version > 0 && sibling.operator_name().name == "aten::as_strided") {
+    if (Memory& memory = memory_of(after);
+        memory.flat && memory.version > 0 && sibling.operator_name().name == "aten::as_strided") {
       values_[index_of(after)] = {emit_read(after, memory), memory.version};
       return;
     }
@@ -468,7 +514,9 @@ class Functionalizer {
 
 }  // namespace
 
-Graph functionalize(const Graph& graph, std::size_t forward_outputs) { return Functionalizer(graph, forward_outputs).run(); }
+Graph functionalize(const Graph& graph, std::size_t forward_outputs) {
+  return Functionalizer(graph, forward_outputs).run();
+}
 
 Graph functionalize(Graph&& graph, std::size_t forward_outputs) {
   if (count_writes(graph) > 0) return Functionalizer(graph, forward_outputs).run();

@@ -10,10 +10,10 @@
 #include <string_view>
 
 #include "penstock/base/describe.h"
+#include "penstock/compile_options.h"
 #include "penstock/errors.h"
 #include "penstock/graph/ir/symbolic_table.h"
 #include "penstock/operator_traits.h"
-#include "penstock/compile_options.h"
 
 namespace penstock::graph {
 namespace {
@@ -46,9 +46,14 @@ bool is_true(const Operand& operand) {
 // start, and the wait for a collective whose result is unused, because it releases what the collective holds.
 struct SideEffects {
   std::mutex mutex;
-  std::set<std::string, std::less<>> names{"penstock::all_reduce", "penstock::all_gather_into_tensor", "penstock::reduce_scatter_tensor",
-                                           "penstock::all_to_all_single", "penstock::broadcast", "penstock::all_gather_flat",
-                                           "penstock::reduce_scatter_flat", "penstock::wait_tensor"};
+  std::set<std::string, std::less<>> names{"penstock::all_reduce",
+                                           "penstock::all_gather_into_tensor",
+                                           "penstock::reduce_scatter_tensor",
+                                           "penstock::all_to_all_single",
+                                           "penstock::broadcast",
+                                           "penstock::all_gather_flat",
+                                           "penstock::reduce_scatter_flat",
+                                           "penstock::wait_tensor"};
   static SideEffects& instance() {
     static SideEffects& effects = *new SideEffects;
     return effects;
@@ -56,7 +61,8 @@ struct SideEffects {
 };
 
 [[noreturn]] void malformed(const Graph& graph, std::size_t node, const std::string& why) {
-  throw InvariantError(fmt::format("graph: node {} is malformed: {}; the node is {}", node, why, to_text(graph, graph.nodes[node])));
+  throw InvariantError(fmt::format("graph: node {} is malformed: {}; the node is {}", node, why,
+                                   to_text(graph, graph.nodes[node])));
 }
 
 class Verifier {
@@ -74,27 +80,32 @@ class Verifier {
     for (std::size_t i = 0; i < graph_.outputs.size(); ++i)
       for (const ValueId value : graph_.outputs[i].values)
         if (value != kNoValue && !is_defined(value))
-          throw InvariantError(fmt::format("graph: output {} is %{}, which no node defines", i, index_of(value)));
+          throw InvariantError(
+              fmt::format("graph: output {} is %{}, which no node defines", i, index_of(value)));
   }
 
  private:
-  bool in_range(ValueId value) const { return static_cast<std::int32_t>(value) >= 0 && index_of(value) < defined_.size(); }
+  bool in_range(ValueId value) const {
+    return static_cast<std::int32_t>(value) >= 0 && index_of(value) < defined_.size();
+  }
   bool is_defined(ValueId value) const { return in_range(value) && defined_[index_of(value)]; }
 
   template <class Entries>
-  void check_symbols(SymbolicId symbolic, Entries SymbolicTable::* entries, const std::string& who) const {
+  void check_symbols(SymbolicId symbolic, Entries SymbolicTable::*entries, const std::string& who) const {
     if (symbolic == kNotSymbolic) return;
     const std::size_t known = graph_.table ? (*graph_.table.*entries).size() : 0;
     if (symbolic < 0 || static_cast<std::size_t>(symbolic) >= known)
-      throw InvariantError(fmt::format("graph: {} refers to entry {} of the symbolic table, which has {} entries", who, symbolic, known));
+      throw InvariantError(fmt::format(
+          "graph: {} refers to entry {} of the symbolic table, which has {} entries", who, symbolic, known));
   }
 
   void define(ValueId value, const std::string& who) {
     if (!in_range(value)) throw InvariantError(fmt::format("graph: {} has no value", who));
-    if (defined_[index_of(value)]) throw InvariantError(fmt::format("graph: {} defines %{} again", who, index_of(value)));
+    if (defined_[index_of(value)])
+      throw InvariantError(fmt::format("graph: {} defines %{} again", who, index_of(value)));
     if (index_of(graph_[value].storage) >= static_cast<std::size_t>(graph_.storages))
-      throw InvariantError(fmt::format("graph: %{} is in storage {}, but there are only {}", index_of(value), index_of(graph_[value].storage),
-                                       graph_.storages));
+      throw InvariantError(fmt::format("graph: %{} is in storage {}, but there are only {}", index_of(value),
+                                       index_of(graph_[value].storage), graph_.storages));
     check_symbols(graph_[value].geometry.symbolic, &SymbolicTable::geometries, who);
     defined_[index_of(value)] = 1;
   }
@@ -103,28 +114,40 @@ class Verifier {
     const Node& node = graph_.nodes[position];
     const OperatorTraits& traits = traits_of(node.op);
     if (node.arguments.size() != traits.arguments.size())
-      malformed(graph_, position, fmt::format("it has {} arguments, the schema {}", node.arguments.size(), traits.arguments.size()));
+      malformed(
+          graph_, position,
+          fmt::format("it has {} arguments, the schema {}", node.arguments.size(), traits.arguments.size()));
     if (node.results.size() != traits.returns.size())
-      malformed(graph_, position, fmt::format("it has {} results, the schema {}", node.results.size(), traits.returns.size()));
+      malformed(graph_, position,
+                fmt::format("it has {} results, the schema {}", node.results.size(), traits.returns.size()));
     for_each_value(node.arguments, [&](ValueId value) {
-      if (!is_defined(value)) malformed(graph_, position, fmt::format("%{} is used before it is defined", static_cast<std::int32_t>(value)));
+      if (!is_defined(value))
+        malformed(graph_, position,
+                  fmt::format("%{} is used before it is defined", static_cast<std::int32_t>(value)));
     });
     for (const Operand& operand : node.arguments)
-      if (operand.symbolic != kNotSymbolic) check_symbols(operand.symbolic, &SymbolicTable::constants, fmt::format("node {}", position));
+      if (operand.symbolic != kNotSymbolic)
+        check_symbols(operand.symbolic, &SymbolicTable::constants, fmt::format("node {}", position));
     for (std::size_t i = 0; i < node.results.size(); ++i) check_result(position, node, traits.returns[i], i);
   }
 
   void check_result(std::size_t position, const Node& node, const ReturnAlias& alias, std::size_t result) {
-    const Operand* source = alias.kind == ReturnAlias::Kind::Fresh ? nullptr : &node.arguments[static_cast<std::size_t>(alias.argument)];
+    const Operand* source = alias.kind == ReturnAlias::Kind::Fresh
+                                ? nullptr
+                                : &node.arguments[static_cast<std::size_t>(alias.argument)];
     const Operand& operand = node.results[result];
     for (std::size_t i = 0; i < operand.values.size(); ++i) {
       const ValueId value = operand.values[i];
       if (value == kNoValue) continue;
-      if (source && alias.kind == ReturnAlias::Kind::Same && i < source->values.size() && source->values[i] == value) continue;
+      if (source && alias.kind == ReturnAlias::Kind::Same && i < source->values.size() &&
+          source->values[i] == value)
+        continue;
       define(value, fmt::format("node {}", position));
       if (source && source->kind == Operand::Kind::Tensor && source->values[0] != kNoValue &&
           graph_[source->values[0]].storage != graph_[value].storage)
-        malformed(graph_, position, fmt::format("%{} should share the memory of %{}", index_of(value), index_of(source->values[0])));
+        malformed(
+            graph_, position,
+            fmt::format("%{} should share the memory of %{}", index_of(value), index_of(source->values[0])));
     }
   }
 
@@ -153,9 +176,11 @@ Geometry geometry_of(const at::Tensor& tensor) {
 }
 
 bool has_geometry(const at::Tensor& tensor, const Geometry& geometry) {
-  return tensor.sizes() == at::IntArrayRef(geometry.sizes) && tensor.strides() == at::IntArrayRef(geometry.strides) &&
+  return tensor.sizes() == at::IntArrayRef(geometry.sizes) &&
+         tensor.strides() == at::IntArrayRef(geometry.strides) &&
          tensor.storage_offset() == geometry.storage_offset && tensor.scalar_type() == geometry.dtype &&
-         tensor.device() == geometry.device && tensor.is_conj() == geometry.conjugated && tensor.is_neg() == geometry.negated;
+         tensor.device() == geometry.device && tensor.is_conj() == geometry.conjugated &&
+         tensor.is_neg() == geometry.negated;
 }
 
 bool overlaps_itself(const Geometry& geometry) {
@@ -224,7 +249,8 @@ void register_side_effect(const std::string& op) {
 bool is_random(const Node& node) { return node.op.hasTag(at::Tag::nondeterministic_seeded); }
 
 std::size_t count_writes(const Graph& graph) {
-  return static_cast<std::size_t>(std::count_if(graph.nodes.begin(), graph.nodes.end(), [](const Node& node) { return writes(node); }));
+  return static_cast<std::size_t>(
+      std::count_if(graph.nodes.begin(), graph.nodes.end(), [](const Node& node) { return writes(node); }));
 }
 
 void verify(const Graph& graph) { Verifier(graph).run(); }
@@ -232,13 +258,15 @@ void verify(const Graph& graph) { Verifier(graph).run(); }
 std::size_t remove_dead_nodes(Graph& graph) {
   // A write is visible through any value of its storage that is used later, so liveness covers storages as
   // well as values.
-  std::vector<char> value_lives(graph.values.size(), 0), storage_lives(static_cast<std::size_t>(graph.storages), 0);
+  std::vector<char> value_lives(graph.values.size(), 0),
+      storage_lives(static_cast<std::size_t>(graph.storages), 0);
   const auto use = [&](ValueId value) {
     value_lives[index_of(value)] = 1;
     storage_lives[index_of(graph[value].storage)] = 1;
   };
   for (const Placeholder& input : graph.inputs) storage_lives[index_of(graph[input.value].storage)] = 1;
-  for (const ConstantTensor& constant : graph.constants) storage_lives[index_of(graph[constant.value].storage)] = 1;
+  for (const ConstantTensor& constant : graph.constants)
+    storage_lives[index_of(graph[constant.value].storage)] = 1;
   for_each_value(graph.outputs, use);
   std::vector<char> keep(graph.nodes.size(), 0);
   for (std::size_t i = graph.nodes.size(); i-- > 0;) {

@@ -16,10 +16,9 @@
 //
 // Inputs come first, then nodes in order; constants are tensors that the program found in its environment.
 //
-// Sizes that are known only when the graph is called (compile_options.h) are symbols: geometries and constants
-// that depend on them refer to expressions in the graph's table (symbolic_table.h) and hold their values for
-// one example of sizes.
-// Thread safety: that of a standard container.
+// Sizes that are known only when the graph is called (compile_options.h) are symbols: geometries and
+// constants that depend on them refer to expressions in the graph's table (symbolic_table.h) and hold their
+// values for one example of sizes. Thread safety: that of a standard container.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -74,9 +73,9 @@ struct Value {
 struct Operand {
   enum class Kind : std::uint8_t { Constant, Tensor, TensorList, OptionalTensorList };
   Kind kind = Kind::Constant;
-  c10::IValue constant;                    // of a Constant
-  c10::SmallVector<ValueId, 2> values;     // kNoValue: an undefined tensor or a missing element
-  SymbolicId symbolic = kNotSymbolic;      // index of a constant in the table; `constant` is then an example
+  c10::IValue constant;                 // of a Constant
+  c10::SmallVector<ValueId, 2> values;  // kNoValue: an undefined tensor or a missing element
+  SymbolicId symbolic = kNotSymbolic;   // index of a constant in the table; `constant` is then an example
 
   static Operand of(c10::IValue constant) { return {Kind::Constant, std::move(constant), {}, kNotSymbolic}; }
   static Operand of(ValueId value) { return {Kind::Tensor, {}, {value}, kNotSymbolic}; }
@@ -92,7 +91,7 @@ struct Node {
   // One for each return of the schema; Constant for those that are not tensors.
   std::vector<Operand> results;
   Phase phase = Phase::Forward;
-  bool grad_enabled = true;        // grad mode during recording
+  bool grad_enabled = true;  // grad mode during recording
 };
 
 struct Placeholder {
@@ -110,9 +109,9 @@ struct Graph {
   std::vector<Placeholder> inputs;
   std::vector<ConstantTensor> constants;
   std::vector<Node> nodes;
-  std::vector<Operand> outputs;   // Tensor or Constant: numbers, text and None pass through
-  std::vector<Value> values;      // by ValueId
-  std::int32_t storages = 0;      // number of StorageIds
+  std::vector<Operand> outputs;                // Tensor or Constant: numbers, text and None pass through
+  std::vector<Value> values;                   // by ValueId
+  std::int32_t storages = 0;                   // number of StorageIds
   std::shared_ptr<const SymbolicTable> table;  // null if all sizes are fixed
 
   const Value& operator[](ValueId value) const { return values[index_of(value)]; }
@@ -159,7 +158,8 @@ std::string to_text(const Graph& graph);
 // "float32[3, 4]", with strides, offset and device if they are not the defaults; with a table "float32[B,
 // 4]".
 std::string to_text(const Geometry& geometry, const SymbolicTable* table = nullptr);
-std::string to_text(const Operand& operand, const SymbolicTable* table = nullptr);    // "%3", "[%3, none]", "0.5"
+std::string to_text(const Operand& operand,
+                    const SymbolicTable* table = nullptr);  // "%3", "[%3, none]", "0.5"
 std::string to_text(const Graph& graph, const Node& node);
 
 }  // namespace penstock::graph

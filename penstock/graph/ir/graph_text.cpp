@@ -13,17 +13,28 @@ namespace {
 
 std::string dtype_text(at::ScalarType dtype) {
   switch (dtype) {
-    case at::kFloat: return "float32";
-    case at::kDouble: return "float64";
-    case at::kHalf: return "float16";
-    case at::kBFloat16: return "bfloat16";
-    case at::kLong: return "int64";
-    case at::kInt: return "int32";
-    case at::kShort: return "int16";
-    case at::kChar: return "int8";
-    case at::kByte: return "uint8";
-    case at::kBool: return "bool";
-    default: return c10::toString(dtype);
+    case at::kFloat:
+      return "float32";
+    case at::kDouble:
+      return "float64";
+    case at::kHalf:
+      return "float16";
+    case at::kBFloat16:
+      return "bfloat16";
+    case at::kLong:
+      return "int64";
+    case at::kInt:
+      return "int32";
+    case at::kShort:
+      return "int16";
+    case at::kChar:
+      return "int8";
+    case at::kByte:
+      return "uint8";
+    case at::kBool:
+      return "bool";
+    default:
+      return c10::toString(dtype);
   }
 }
 
@@ -54,17 +65,22 @@ std::string constant_text(const c10::IValue& value) {
   return text.str();
 }
 
-std::string name_text(ValueId value) { return value == kNoValue ? "none" : fmt::format("%{}", index_of(value)); }
+std::string name_text(ValueId value) {
+  return value == kNoValue ? "none" : fmt::format("%{}", index_of(value));
+}
 
 std::string typed_text(const Graph& graph, ValueId value) {
-  return value == kNoValue ? "none" : fmt::format("%{}: {}", index_of(value), to_text(graph[value].geometry, graph.table.get()));
+  return value == kNoValue
+             ? "none"
+             : fmt::format("%{}: {}", index_of(value), to_text(graph[value].geometry, graph.table.get()));
 }
 
 std::string result_text(const Graph& graph, const Operand& operand) {
   if (operand.kind == Operand::Kind::Constant) return "_";
   if (operand.kind == Operand::Kind::Tensor) return typed_text(graph, operand.values[0]);
   std::string text = "[";
-  for (std::size_t i = 0; i < operand.values.size(); ++i) text += (i > 0 ? ", " : "") + typed_text(graph, operand.values[i]);
+  for (std::size_t i = 0; i < operand.values.size(); ++i)
+    text += (i > 0 ? ", " : "") + typed_text(graph, operand.values[i]);
   return text + "]";
 }
 
@@ -86,16 +102,19 @@ std::string to_text(const Operand& operand, const SymbolicTable* table) {
   if (operand.kind == Operand::Kind::Constant) return constant_text(operand.constant);
   if (operand.kind == Operand::Kind::Tensor) return name_text(operand.values[0]);
   std::string text = "[";
-  for (std::size_t i = 0; i < operand.values.size(); ++i) text += (i > 0 ? ", " : "") + name_text(operand.values[i]);
+  for (std::size_t i = 0; i < operand.values.size(); ++i)
+    text += (i > 0 ? ", " : "") + name_text(operand.values[i]);
   return text + "]";
 }
 
 std::string to_text(const Graph& graph, const Node& node) {
   std::string text;
-  for (std::size_t i = 0; i < node.results.size(); ++i) text += (i > 0 ? ", " : "") + result_text(graph, node.results[i]);
+  for (std::size_t i = 0; i < node.results.size(); ++i)
+    text += (i > 0 ? ", " : "") + result_text(graph, node.results[i]);
   if (!node.results.empty()) text += " = ";
   text += c10::toString(node.op.operator_name()) + "(";
-  for (std::size_t i = 0; i < node.arguments.size(); ++i) text += (i > 0 ? ", " : "") + to_text(node.arguments[i], graph.table.get());
+  for (std::size_t i = 0; i < node.arguments.size(); ++i)
+    text += (i > 0 ? ", " : "") + to_text(node.arguments[i], graph.table.get());
   return text + ")";
 }
 
@@ -103,11 +122,13 @@ std::string to_text(const Graph& graph) {
   std::string text = "graph(";
   for (std::size_t i = 0; i < graph.inputs.size(); ++i) {
     const Placeholder& input = graph.inputs[i];
-    text += fmt::format("{}%{} {}: {}", i > 0 ? ", " : "", index_of(input.value), input.name, to_text(graph[input.value].geometry, graph.table.get()));
+    text += fmt::format("{}%{} {}: {}", i > 0 ? ", " : "", index_of(input.value), input.name,
+                        to_text(graph[input.value].geometry, graph.table.get()));
   }
   text += ") {\n";
   for (const ConstantTensor& constant : graph.constants)
-    text += fmt::format("  %{}: {} = constant\n", index_of(constant.value), to_text(graph[constant.value].geometry, graph.table.get()));
+    text += fmt::format("  %{}: {} = constant\n", index_of(constant.value),
+                        to_text(graph[constant.value].geometry, graph.table.get()));
   bool backward = false;
   for (const Node& node : graph.nodes) {
     if (node.phase == Phase::Backward && !backward) text += "  # backward\n";
@@ -115,7 +136,8 @@ std::string to_text(const Graph& graph) {
     text += "  " + to_text(graph, node) + "\n";
   }
   text += "  return (";
-  for (std::size_t i = 0; i < graph.outputs.size(); ++i) text += (i > 0 ? ", " : "") + to_text(graph.outputs[i], graph.table.get());
+  for (std::size_t i = 0; i < graph.outputs.size(); ++i)
+    text += (i > 0 ? ", " : "") + to_text(graph.outputs[i], graph.table.get());
   return text + ")\n}\n";
 }
 

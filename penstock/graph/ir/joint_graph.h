@@ -13,8 +13,8 @@ namespace penstock::graph {
 
 struct JointGraph {
   Graph graph;
-  std::size_t primals = 0;             // inputs of the graph that are inputs of the function
-  std::size_t forward_outputs = 0;     // outputs before the gradients
+  std::size_t primals = 0;          // inputs of the graph that are inputs of the function
+  std::size_t forward_outputs = 0;  // outputs before the gradients
   // meta.tangents without those of results that are the same tensor as an earlier one.
   std::vector<TangentInfo> tangents;
   // Primals; their new values are the last outputs, in this order.
@@ -24,7 +24,9 @@ struct JointGraph {
   // then count the plain tensors inside.
   std::shared_ptr<const SubclassLayout> subclasses;
   // The first output of the graph for one of meta.forward_returns().
-  std::size_t first_output(std::size_t returned) const { return subclasses ? subclasses->forward_outputs[returned].first_flat() : returned; }
+  std::size_t first_output(std::size_t returned) const {
+    return subclasses ? subclasses->forward_outputs[returned].first_flat() : returned;
+  }
 };
 
 }  // namespace penstock::graph

@@ -21,46 +21,69 @@ std::vector<std::size_t> positions_where(const Items& items, Test&& test) {
 
 std::string_view to_text(OutputKind kind) {
   switch (kind) {
-    case OutputKind::NonAlias: return "non_alias";
-    case OutputKind::AliasOfInput: return "alias_of_input";
-    case OutputKind::IsInput: return "is_input";
-    case OutputKind::AliasOfIntermediateSaveAsOutput: return "alias_of_intermediate_save_as_output";
-    case OutputKind::AliasOfIntermediate: return "alias_of_intermediate";
-    case OutputKind::AliasOfIntermediateBaseIsUserOutput: return "alias_of_intermediate_base_is_user_output";
-    case OutputKind::UnsafeViewAlias: return "unsafe_view_alias";
-    case OutputKind::CustomFunctionView: return "custom_function_view";
+    case OutputKind::NonAlias:
+      return "non_alias";
+    case OutputKind::AliasOfInput:
+      return "alias_of_input";
+    case OutputKind::IsInput:
+      return "is_input";
+    case OutputKind::AliasOfIntermediateSaveAsOutput:
+      return "alias_of_intermediate_save_as_output";
+    case OutputKind::AliasOfIntermediate:
+      return "alias_of_intermediate";
+    case OutputKind::AliasOfIntermediateBaseIsUserOutput:
+      return "alias_of_intermediate_base_is_user_output";
+    case OutputKind::UnsafeViewAlias:
+      return "unsafe_view_alias";
+    case OutputKind::CustomFunctionView:
+      return "custom_function_view";
   }
   return "?";
 }
 
 std::string_view to_text(MutationType type) {
   switch (type) {
-    case MutationType::NotMutated: return "NOT_MUTATED";
-    case MutationType::MutatedInGraph: return "MUTATED_IN_GRAPH";
-    case MutationType::MutatedOutOfGraph: return "MUTATED_OUT_GRAPH";
+    case MutationType::NotMutated:
+      return "NOT_MUTATED";
+    case MutationType::MutatedInGraph:
+      return "MUTATED_IN_GRAPH";
+    case MutationType::MutatedOutOfGraph:
+      return "MUTATED_OUT_GRAPH";
   }
   return "?";
 }
 
 std::string_view to_text(OutputType type) {
   switch (type) {
-    case OutputType::Tensor: return "Tensor";
-    case OutputType::Int: return "int";
-    case OutputType::Float: return "float";
-    case OutputType::Bool: return "bool";
-    case OutputType::None: return "NoneType";
-    case OutputType::String: return "str";
-    case OutputType::Other: return "other";
+    case OutputType::Tensor:
+      return "Tensor";
+    case OutputType::Int:
+      return "int";
+    case OutputType::Float:
+      return "float";
+    case OutputType::Bool:
+      return "bool";
+    case OutputType::None:
+      return "NoneType";
+    case OutputType::String:
+      return "str";
+    case OutputType::Other:
+      return "other";
   }
   return "?";
 }
 
 void InputInfo::validate(std::size_t input) const {
   if (mutates_storage_metadata && !mutates_metadata)
-    throw ValueError(fmt::format("graph: input {} is marked as getting other memory (set_) but keeping its metadata; set mutates_metadata as well", input));
+    throw ValueError(
+        fmt::format("graph: input {} is marked as getting other memory (set_) but keeping its metadata; set "
+                    "mutates_metadata as well",
+                    input));
   if ((mutates_storage_metadata || resizes_storage) && mutation_type() != MutationType::MutatedInGraph)
-    throw ValueError(fmt::format("graph: input {} is {}, which only the graph itself can do; keep input mutations, and do it under no_grad",
-                                 input, resizes_storage ? "resized" : "given other memory (set_)"));
+    throw ValueError(
+        fmt::format("graph: input {} is {}, which only the graph itself can do; keep input mutations, and do "
+                    "it under no_grad",
+                    input, resizes_storage ? "resized" : "given other memory (set_)"));
 }
 
 MutationType InputInfo::mutation_type() const {
@@ -68,20 +91,25 @@ MutationType InputInfo::mutation_type() const {
   // The graph may write an input if autograd would not notice: no gradient is involved and the shape stays,
   // or the write is invisible to autograd.
   const bool writes_memory = mutates_data || mutates_storage_metadata || resizes_storage;
-  const bool unnoticed = (!mutates_metadata && !requires_grad) || mutations_hidden_from_autograd || mutations_under_no_grad;
-  return keep_input_mutations && writes_memory && unnoticed ? MutationType::MutatedInGraph : MutationType::MutatedOutOfGraph;
+  const bool unnoticed =
+      (!mutates_metadata && !requires_grad) || mutations_hidden_from_autograd || mutations_under_no_grad;
+  return keep_input_mutations && writes_memory && unnoticed ? MutationType::MutatedInGraph
+                                                            : MutationType::MutatedOutOfGraph;
 }
 
 bool is_fresh(OutputKind kind) {
-  return kind == OutputKind::NonAlias || kind == OutputKind::UnsafeViewAlias || kind == OutputKind::CustomFunctionView;
+  return kind == OutputKind::NonAlias || kind == OutputKind::UnsafeViewAlias ||
+         kind == OutputKind::CustomFunctionView;
 }
 
 std::vector<std::size_t> ViewAndMutationMeta::mutated_at_run_time() const {
-  return positions_where(inputs, [](const InputInfo& info) { return info.mutation_type() == MutationType::MutatedOutOfGraph; });
+  return positions_where(
+      inputs, [](const InputInfo& info) { return info.mutation_type() == MutationType::MutatedOutOfGraph; });
 }
 
 std::vector<std::size_t> ViewAndMutationMeta::mutated_in_graph() const {
-  return positions_where(inputs, [](const InputInfo& info) { return info.mutation_type() == MutationType::MutatedInGraph; });
+  return positions_where(
+      inputs, [](const InputInfo& info) { return info.mutation_type() == MutationType::MutatedInGraph; });
 }
 
 std::vector<std::size_t> ViewAndMutationMeta::mutated_in_graph_seen_by_autograd() const {
@@ -95,7 +123,8 @@ std::vector<std::size_t> ViewAndMutationMeta::aliased_outputs() const {
 }
 
 std::vector<std::size_t> ViewAndMutationMeta::unsafe_view_outputs() const {
-  return positions_where(outputs, [](const OutputInfo& info) { return info.kind == OutputKind::UnsafeViewAlias; });
+  return positions_where(outputs,
+                         [](const OutputInfo& info) { return info.kind == OutputKind::UnsafeViewAlias; });
 }
 
 std::size_t ViewAndMutationMeta::outputs_aliased_to_inputs() const {
@@ -109,16 +138,20 @@ std::size_t ViewAndMutationMeta::outputs_aliased_to_intermediates() const {
 }
 
 bool ViewAndMutationMeta::dynamic_outputs() const {
-  return std::any_of(outputs.begin(), outputs.end(), [](const OutputInfo& info) { return !info.dynamic_dims.empty(); });
+  return std::any_of(outputs.begin(), outputs.end(),
+                     [](const OutputInfo& info) { return !info.dynamic_dims.empty(); });
 }
 
 std::size_t ViewAndMutationMeta::forward_return_of(const TangentInfo& tangent) const {
   const std::vector<std::size_t> mutated = mutated_at_run_time();
   switch (tangent.kind) {
     case TangentInfo::Kind::MutatedInput:
-      return static_cast<std::size_t>(std::find(mutated.begin(), mutated.end(), tangent.index) - mutated.begin());
-    case TangentInfo::Kind::Output: return mutated.size() + tangent.index;
-    case TangentInfo::Kind::IntermediateBase: return mutated.size() + outputs.size() + tangent.index;
+      return static_cast<std::size_t>(std::find(mutated.begin(), mutated.end(), tangent.index) -
+                                      mutated.begin());
+    case TangentInfo::Kind::Output:
+      return mutated.size() + tangent.index;
+    case TangentInfo::Kind::IntermediateBase:
+      return mutated.size() + outputs.size() + tangent.index;
   }
   throw InvariantError("graph: unknown kind of tangent");
 }

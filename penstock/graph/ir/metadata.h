@@ -19,13 +19,13 @@
 namespace penstock::graph {
 
 enum class OutputKind : std::uint8_t {
-  NonAlias,                              // has its own memory
-  AliasOfInput,                          // a view of input `base_index`
-  IsInput,                               // input `base_index` itself
+  NonAlias,      // has its own memory
+  AliasOfInput,  // a view of input `base_index`
+  IsInput,       // input `base_index` itself
   // A view of an internal tensor; this output adds it as intermediate base `base_index`.
   AliasOfIntermediateSaveAsOutput,
-  AliasOfIntermediate,                   // a view of intermediate base `base_index`, which an earlier output has added
-  AliasOfIntermediateBaseIsUserOutput,   // a view of output `base_index`
+  AliasOfIntermediate,  // a view of intermediate base `base_index`, which an earlier output has added
+  AliasOfIntermediateBaseIsUserOutput,  // a view of output `base_index`
   // A view of an internal tensor that nothing else refers to; equivalent to its own memory.
   UnsafeViewAlias,
   // A view made by a user-defined autograd function; differentiated like any other result.
@@ -39,16 +39,16 @@ std::string_view to_text(MutationType type);
 struct InputInfo {
   bool is_leaf = false;
   bool mutates_data = false;
-  bool mutates_metadata = false;             // sizes, strides, offset
+  bool mutates_metadata = false;  // sizes, strides, offset
   bool mutations_hidden_from_autograd = true;
-  bool mutations_under_no_grad = false;      // all of them under no_grad or in InferenceMode
-  bool mutates_storage_metadata = false;     // set_: other memory
+  bool mutations_under_no_grad = false;   // all of them under no_grad or in InferenceMode
+  bool mutates_storage_metadata = false;  // set_: other memory
   bool resizes_storage = false;
-  bool requires_grad = false;                // after the call
-  bool keep_input_mutations = false;         // the graph may write this input itself where that is allowed
+  bool requires_grad = false;         // after the call
+  bool keep_input_mutations = false;  // the graph may write this input itself where that is allowed
   // Some operator writes it or its metadata, even if the value ends up unchanged.
   bool is_touched = false;
-  bool is_tensor = true;                     // if so, it is an input of the graph
+  bool is_tensor = true;  // if so, it is an input of the graph
 
   // Throws ValueError if the flags contradict each other: new memory implies new metadata, and a change of
   // the memory itself can only be done in the graph.
@@ -70,14 +70,14 @@ struct OutputInfo {
   bool requires_grad = false;
   // It also has something to differentiate, unlike a view taken under no_grad.
   bool requires_grad_for_backward = false;
-  std::optional<std::size_t> same_as;        // an earlier output that is the same tensor
-  Geometry geometry;                         // of a tensor
-  std::vector<std::size_t> dynamic_dims;     // of a tensor: whose sizes depend on symbols
+  std::optional<std::size_t> same_as;     // an earlier output that is the same tensor
+  Geometry geometry;                      // of a tensor
+  std::vector<std::size_t> dynamic_dims;  // of a tensor: whose sizes depend on symbols
   // `view` reproduces it from its base; false if the base has changed shape.
   bool has_view_replay = false;
   // Made from its base by as_strided, because no view operators lead to it from the base after the call.
   bool by_geometry = false;
-  ViewReplay view;                           // for an alias, the view operators that lead from its base to it
+  ViewReplay view;  // for an alias, the view operators that lead from its base to it
 
   bool operator==(const OutputInfo&) const = default;
 };
@@ -97,24 +97,27 @@ struct ViewAndMutationMeta {
   std::vector<OutputInfo> outputs;
   std::size_t intermediate_bases = 0;
   bool keep_input_mutations = false;
-  std::vector<TangentInfo> tangents;               // mutated inputs, then outputs, then intermediate bases
-  std::optional<bool> grad_mode_after;             // the grad mode after the function, if it changes it
+  std::vector<TangentInfo> tangents;    // mutated inputs, then outputs, then intermediate bases
+  std::optional<bool> grad_mode_after;  // the grad mode after the function, if it changes it
   // The number of symbols backward depends on once the graph is split. They are kept with the call; forward
   // does not return them.
   std::size_t symbols_for_backward = 0;
 
   // ---- derived ----
-  std::vector<std::size_t> mutated_at_run_time() const;      // written after the graph has run
+  std::vector<std::size_t> mutated_at_run_time() const;  // written after the graph has run
   std::vector<std::size_t> mutated_in_graph() const;
   std::vector<std::size_t> mutated_in_graph_seen_by_autograd() const;
-  std::vector<std::size_t> aliased_outputs() const;          // all kinds but NonAlias, UnsafeViewAlias, CustomFunctionView
+  std::vector<std::size_t> aliased_outputs()
+      const;  // all kinds but NonAlias, UnsafeViewAlias, CustomFunctionView
   std::vector<std::size_t> unsafe_view_outputs() const;
   std::size_t outputs_non_aliased() const { return outputs.size() - aliased_outputs().size(); }
   std::size_t outputs_aliased_to_inputs() const;
   std::size_t outputs_aliased_to_intermediates() const;
   // The number of values the forward graph returns before the tensors saved for backward: mutated inputs,
   // outputs, intermediate bases.
-  std::size_t forward_returns() const { return mutated_at_run_time().size() + outputs.size() + intermediate_bases; }
+  std::size_t forward_returns() const {
+    return mutated_at_run_time().size() + outputs.size() + intermediate_bases;
+  }
   // The index, among the forward returns, of the value that a tangent is the gradient of.
   std::size_t forward_return_of(const TangentInfo& tangent) const;
   // Whether some result has a gradient.

@@ -11,8 +11,8 @@
 #include <utility>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/hash.h"
+#include "penstock/errors.h"
 #include "penstock/graph/ir/constant_value.h"
 #include "penstock/graph/ir/shape_inference.h"
 
@@ -21,7 +21,9 @@ namespace {
 
 void refuse_writes(const Graph& graph, const char* who) {
   if (const std::size_t writing = count_writes(graph); writing > 0)
-    throw ValueError(fmt::format("graph: {}: the graph has {} nodes that write memory, expected none; functionalize it first", who, writing));
+    throw ValueError(fmt::format(
+        "graph: {}: the graph has {} nodes that write memory, expected none; functionalize it first", who,
+        writing));
 }
 
 bool same_operands(const std::vector<Operand>& a, const std::vector<Operand>& b) {
@@ -51,23 +53,32 @@ void check_rule(const Rule& rule) {
     verify(*graph);
     refuse_writes(*graph, who);
     if (!graph->constants.empty())
-      throw ValueError(fmt::format("graph: the {} of a rule contains {} tensor constants, expected none; make them inputs", who, graph->constants.size()));
+      throw ValueError(
+          fmt::format("graph: the {} of a rule contains {} tensor constants, expected none; make them inputs",
+                      who, graph->constants.size()));
     if (graph->outputs.size() != 1 || graph->outputs[0].value() == kNoValue)
-      throw ValueError(fmt::format("graph: the {} of a rule has {} outputs, expected one tensor", who, graph->outputs.size()));
+      throw ValueError(fmt::format("graph: the {} of a rule has {} outputs, expected one tensor", who,
+                                   graph->outputs.size()));
   }
   if (rule.pattern.inputs.size() != rule.replacement.inputs.size())
-    throw ValueError(fmt::format("graph: the pattern of a rule has {} inputs, the replacement {}; give both the same number", rule.pattern.inputs.size(),
-                                 rule.replacement.inputs.size()));
+    throw ValueError(fmt::format(
+        "graph: the pattern of a rule has {} inputs, the replacement {}; give both the same number",
+        rule.pattern.inputs.size(), rule.replacement.inputs.size()));
   const std::vector<Node>& nodes = rule.pattern.nodes;
-  if (nodes.empty() || nodes.back().results.size() != 1 || nodes.back().results[0].value() != rule.pattern.outputs[0].value())
-    throw ValueError("graph: the output of a rule's pattern is not the result of its last node; end the pattern with the value it replaces");
+  if (nodes.empty() || nodes.back().results.size() != 1 ||
+      nodes.back().results[0].value() != rule.pattern.outputs[0].value())
+    throw ValueError(
+        "graph: the output of a rule's pattern is not the result of its last node; end the pattern with the "
+        "value it replaces");
 }
 
 class Matcher {
  public:
-  Matcher(const Graph& graph, const Graph& pattern) : graph_(graph), pattern_(pattern), maker_(makers_of(graph)), maker_in_pattern_(makers_of(pattern)) {
+  Matcher(const Graph& graph, const Graph& pattern)
+      : graph_(graph), pattern_(pattern), maker_(makers_of(graph)), maker_in_pattern_(makers_of(pattern)) {
     uses_.resize(graph.values.size(), 0);
-    for (const Node& node : graph.nodes) for_each_value(node.arguments, [&](ValueId value) { ++uses_[index_of(value)]; });
+    for (const Node& node : graph.nodes)
+      for_each_value(node.arguments, [&](ValueId value) { ++uses_[index_of(value)]; });
     for_each_value(graph.outputs, [&](ValueId value) { ++uses_[index_of(value)]; });
   }
 
@@ -75,7 +86,8 @@ class Matcher {
   std::optional<Match> match_at(std::size_t root) {
     values_.assign(pattern_.values.size(), kNoValue);
     nodes_.assign(pattern_.nodes.size(), kNoNode);
-    if (!match_node(pattern_.nodes.size() - 1, root) || std::count(nodes_.begin(), nodes_.end(), kNoNode) > 0) return std::nullopt;
+    if (!match_node(pattern_.nodes.size() - 1, root) || std::count(nodes_.begin(), nodes_.end(), kNoNode) > 0)
+      return std::nullopt;
     if (!inner_values_are_free(root)) return std::nullopt;
     Match match;
     match.nodes = nodes_;
@@ -86,7 +98,8 @@ class Matcher {
  private:
   static std::vector<std::size_t> makers_of(const Graph& graph) {
     std::vector<std::size_t> maker(graph.values.size(), kNoNode);
-    for (std::size_t i = 0; i < graph.nodes.size(); ++i) for_each_value(graph.nodes[i].results, [&](ValueId value) { maker[index_of(value)] = i; });
+    for (std::size_t i = 0; i < graph.nodes.size(); ++i)
+      for_each_value(graph.nodes[i].results, [&](ValueId value) { maker[index_of(value)] = i; });
     return maker;
   }
 
@@ -98,12 +111,15 @@ class Matcher {
     for (std::size_t i = 0; i < a.results.size(); ++i) {
       if (a.results[i].values.size() != b.results[i].values.size()) return false;
       for (std::size_t j = 0; j < a.results[i].values.size(); ++j)
-        if (a.results[i].values[j] != kNoValue) values_[index_of(a.results[i].values[j])] = b.results[i].values[j];
+        if (a.results[i].values[j] != kNoValue)
+          values_[index_of(a.results[i].values[j])] = b.results[i].values[j];
     }
     for (std::size_t i = 0; i < a.arguments.size(); ++i) {
       const Operand &x = a.arguments[i], &y = b.arguments[i];
       if (x.kind != y.kind || x.values.size() != y.values.size()) return false;
-      if (x.symbolic != y.symbolic || (x.kind == Operand::Kind::Constant && !same_constant(x.constant, y.constant))) return false;
+      if (x.symbolic != y.symbolic ||
+          (x.kind == Operand::Kind::Constant && !same_constant(x.constant, y.constant)))
+        return false;
       for (std::size_t j = 0; j < x.values.size(); ++j)
         if (!match_value(x.values[j], y.values[j])) return false;
     }
@@ -113,7 +129,9 @@ class Matcher {
   bool match_value(ValueId wanted, ValueId actual) {
     if (wanted == kNoValue || actual == kNoValue) return wanted == actual;
     const std::size_t maker = maker_in_pattern_[index_of(wanted)];
-    if (maker != kNoNode && (maker_[index_of(actual)] == kNoNode || !match_node(maker, maker_[index_of(actual)]))) return false;
+    if (maker != kNoNode &&
+        (maker_[index_of(actual)] == kNoNode || !match_node(maker, maker_[index_of(actual)])))
+      return false;
     ValueId& known = values_[index_of(wanted)];
     if (known == kNoValue) known = actual;
     return known == actual;
@@ -123,7 +141,8 @@ class Matcher {
   bool inner_values_are_free(std::size_t root) const {
     std::unordered_map<std::int32_t, std::size_t> inside;
     for (const std::size_t node : nodes_)
-      for_each_value(graph_.nodes[node].arguments, [&](ValueId value) { ++inside[static_cast<std::int32_t>(value)]; });
+      for_each_value(graph_.nodes[node].arguments,
+                     [&](ValueId value) { ++inside[static_cast<std::int32_t>(value)]; });
     bool free = true;
     for (const std::size_t node : nodes_)
       if (node != root)
@@ -137,8 +156,8 @@ class Matcher {
   const Graph &graph_, &pattern_;
   const std::vector<std::size_t> maker_, maker_in_pattern_;
   std::vector<std::size_t> uses_;
-  std::vector<ValueId> values_;      // by value of the pattern
-  std::vector<std::size_t> nodes_;   // by node of the pattern
+  std::vector<ValueId> values_;     // by value of the pattern
+  std::vector<std::size_t> nodes_;  // by node of the pattern
 };
 
 // Inserts the replacement at the match's last node; the other nodes of the match become dead.
@@ -150,7 +169,8 @@ class Replacing {
     const Node root = graph_.nodes[match_.nodes.back()];
     const ValueId old = root.results[0].value();
     std::vector<ValueId> values(rule_.replacement.values.size(), kNoValue);
-    for (std::size_t i = 0; i < match_.inputs.size(); ++i) values[index_of(rule_.replacement.inputs[i].value)] = match_.inputs[i];
+    for (std::size_t i = 0; i < match_.inputs.size(); ++i)
+      values[index_of(rule_.replacement.inputs[i].value)] = match_.inputs[i];
     std::vector<Node> made;
     for (const Node& node : rule_.replacement.nodes) {
       Node copied{node.op, node.arguments, {}, root.phase, root.grad_enabled};
@@ -159,23 +179,29 @@ class Replacing {
           if (value != kNoValue) value = values[index_of(value)];
       copied.results = infer_results(graph_, copied);
       for (std::size_t i = 0; i < node.results.size(); ++i) {
-        PENSTOCK_INVARIANT(node.results[i].values.size() == copied.results[i].values.size(), "an operator returns a different number of tensors than in the rule");
+        PENSTOCK_INVARIANT(node.results[i].values.size() == copied.results[i].values.size(),
+                           "an operator returns a different number of tensors than in the rule");
         for (std::size_t j = 0; j < node.results[i].values.size(); ++j)
-          if (node.results[i].values[j] != kNoValue) values[index_of(node.results[i].values[j])] = copied.results[i].values[j];
+          if (node.results[i].values[j] != kNoValue)
+            values[index_of(node.results[i].values[j])] = copied.results[i].values[j];
       }
       made.push_back(std::move(copied));
     }
     const ValueId fresh = values[index_of(rule_.replacement.outputs[0].value())];
     const Geometry &is = graph_[fresh].geometry, &was = graph_[old].geometry;
-    if (is.sizes != was.sizes || is.strides != was.strides || is.dtype != was.dtype || is.device != was.device)
-      throw ValueError(fmt::format("graph: a replacement produces {} for {}; it must have the same shape, layout and dtype", to_text(is), to_text(was)));
+    if (is.sizes != was.sizes || is.strides != was.strides || is.dtype != was.dtype ||
+        is.device != was.device)
+      throw ValueError(fmt::format(
+          "graph: a replacement produces {} for {}; it must have the same shape, layout and dtype",
+          to_text(is), to_text(was)));
     share_memory(old, fresh);
     const auto exchange = [&](std::vector<Operand>& operands) {
       for (Operand& operand : operands)
         for (ValueId& value : operand.values)
           if (value == old) value = fresh;
     };
-    for (std::size_t i = match_.nodes.back() + 1; i < graph_.nodes.size(); ++i) exchange(graph_.nodes[i].arguments);
+    for (std::size_t i = match_.nodes.back() + 1; i < graph_.nodes.size(); ++i)
+      exchange(graph_.nodes[i].arguments);
     exchange(graph_.outputs);
     return made;
   }
@@ -213,13 +239,16 @@ std::size_t merge_common_subexpressions(Graph& graph) {
   for (Node& node : graph.nodes) {
     translate(node.arguments);
     bool stays = must_run(node);
-    for_each_value(node.results, [&](ValueId value) { stays |= is_output_memory[index_of(graph[value].storage)] != 0; });
+    for_each_value(node.results,
+                   [&](ValueId value) { stays |= is_output_memory[index_of(graph[value].storage)] != 0; });
     const Node* twin = nullptr;
     const std::size_t hash = stays ? 0 : hash_of_node(node);
     if (!stays)
       for (auto [entry, end] = seen.equal_range(hash); entry != end && !twin; ++entry) {
         const Node& other = kept[entry->second];
-        if (&other.op.schema() == &node.op.schema() && other.phase == node.phase && same_operands(other.arguments, node.arguments)) twin = &other;
+        if (&other.op.schema() == &node.op.schema() && other.phase == node.phase &&
+            same_operands(other.arguments, node.arguments))
+          twin = &other;
       }
     if (!twin) {
       if (!stays) seen.emplace(hash, kept.size());
@@ -268,7 +297,8 @@ std::size_t rewrite(Graph& graph, const Rule& rule) {
     }
     graph.nodes = std::move(nodes);
     matcher.reset();
-    position -= static_cast<std::size_t>(std::count(goes.begin(), goes.begin() + static_cast<std::ptrdiff_t>(position), char{1}));
+    position -= static_cast<std::size_t>(
+        std::count(goes.begin(), goes.begin() + static_cast<std::ptrdiff_t>(position), char{1}));
     ++places;
   }
   if (places > 0) verify(graph);

@@ -28,8 +28,8 @@ std::size_t merge_common_subexpressions(Graph& graph);
 
 // Where a pattern was found.
 struct Match {
-  std::vector<ValueId> inputs;      // the values matched by the inputs of the pattern
-  std::vector<std::size_t> nodes;   // of the graph, one for each node of the pattern
+  std::vector<ValueId> inputs;     // the values matched by the inputs of the pattern
+  std::vector<std::size_t> nodes;  // of the graph, one for each node of the pattern
 };
 
 struct Rule {

@@ -7,27 +7,35 @@
 
 namespace penstock::graph {
 
-Stack run_on_fake_arguments(const Graph& graph, const c10::OperatorHandle& op, const std::vector<Operand>& arguments) {
+Stack run_on_fake_arguments(const Graph& graph, const c10::OperatorHandle& op,
+                            const std::vector<Operand>& arguments) {
   const auto fake = [&](ValueId value) {
     const Geometry& geometry = graph[value].geometry;
-    at::Tensor made = make_fake_strided(geometry.sizes, geometry.strides, at::dtype(geometry.dtype).device(geometry.device));
+    at::Tensor made = make_fake_strided(geometry.sizes, geometry.strides,
+                                        at::dtype(geometry.dtype).device(geometry.device));
     if (geometry.conjugated) made = made.conj();
     return geometry.negated ? made._neg_view() : made;
   };
   Stack stack;
   for (const Operand& operand : arguments) switch (operand.kind) {
-      case Operand::Kind::Constant: stack.push_back(operand.constant); break;
-      case Operand::Kind::Tensor: stack.emplace_back(operand.values[0] == kNoValue ? at::Tensor() : fake(operand.values[0])); break;
+      case Operand::Kind::Constant:
+        stack.push_back(operand.constant);
+        break;
+      case Operand::Kind::Tensor:
+        stack.emplace_back(operand.values[0] == kNoValue ? at::Tensor() : fake(operand.values[0]));
+        break;
       case Operand::Kind::TensorList: {
         c10::List<at::Tensor> list;
-        for (const ValueId value : operand.values) list.push_back(value == kNoValue ? at::Tensor() : fake(value));
+        for (const ValueId value : operand.values)
+          list.push_back(value == kNoValue ? at::Tensor() : fake(value));
         stack.emplace_back(std::move(list));
         break;
       }
       case Operand::Kind::OptionalTensorList: {
         c10::List<c10::optional<at::Tensor>> list;
         for (const ValueId value : operand.values)
-          list.push_back(value == kNoValue ? c10::optional<at::Tensor>() : c10::optional<at::Tensor>(fake(value)));
+          list.push_back(value == kNoValue ? c10::optional<at::Tensor>()
+                                           : c10::optional<at::Tensor>(fake(value)));
         stack.emplace_back(std::move(list));
         break;
       }

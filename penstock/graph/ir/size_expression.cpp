@@ -25,7 +25,9 @@ std::optional<std::int64_t> times(std::int64_t a, std::int64_t b) {
   return result;
 }
 
-std::int64_t floor_quotient(std::int64_t a, std::int64_t b) { return a / b - (a % b != 0 && (a % b < 0) != (b < 0) ? 1 : 0); }
+std::int64_t floor_quotient(std::int64_t a, std::int64_t b) {
+  return a / b - (a % b != 0 && (a % b < 0) != (b < 0) ? 1 : 0);
+}
 
 // ---- arithmetic modulo the prime 2^61 - 1: systems of equations are solved exactly and without coefficient
 // growth ----
@@ -34,7 +36,8 @@ constexpr std::uint64_t kPrime = (std::uint64_t{1} << 61) - 1;
 
 std::uint64_t residue_of(std::int64_t value) {
   const auto remainder = value % static_cast<std::int64_t>(kPrime);
-  return static_cast<std::uint64_t>(remainder < 0 ? remainder + static_cast<std::int64_t>(kPrime) : remainder);
+  return static_cast<std::uint64_t>(remainder < 0 ? remainder + static_cast<std::int64_t>(kPrime)
+                                                  : remainder);
 }
 std::uint64_t multiply(std::uint64_t a, std::uint64_t b) {
   __extension__ using Wide = unsigned __int128;
@@ -57,7 +60,8 @@ std::optional<std::int64_t> small_number(std::uint64_t residue) {
 
 // Solves an overdetermined system: rows of coefficients with the right side last. Returns std::nullopt unless
 // there is exactly one solution.
-std::optional<std::vector<std::uint64_t>> solve_residues(std::vector<std::vector<std::uint64_t>> rows, std::size_t unknowns) {
+std::optional<std::vector<std::uint64_t>> solve_residues(std::vector<std::vector<std::uint64_t>> rows,
+                                                         std::size_t unknowns) {
   for (std::size_t column = 0; column < unknowns; ++column) {
     std::size_t pivot = column;
     while (pivot < rows.size() && rows[pivot][column] == 0) ++pivot;
@@ -68,7 +72,8 @@ std::optional<std::vector<std::uint64_t>> solve_residues(std::vector<std::vector
     for (std::size_t i = 0; i < rows.size(); ++i) {
       const std::uint64_t factor = rows[i][column];
       if (i == column || factor == 0) continue;
-      for (std::size_t j = column; j <= unknowns; ++j) rows[i][j] = subtract(rows[i][j], multiply(factor, rows[column][j]));
+      for (std::size_t j = column; j <= unknowns; ++j)
+        rows[i][j] = subtract(rows[i][j], multiply(factor, rows[column][j]));
     }
   }
   for (std::size_t i = unknowns; i < rows.size(); ++i)
@@ -78,7 +83,9 @@ std::optional<std::vector<std::uint64_t>> solve_residues(std::vector<std::vector
   return solution;
 }
 
-bool equal_bits(double a, double b) { return std::bit_cast<std::uint64_t>(a) == std::bit_cast<std::uint64_t>(b); }
+bool equal_bits(double a, double b) {
+  return std::bit_cast<std::uint64_t>(a) == std::bit_cast<std::uint64_t>(b);
+}
 
 // A factor in source code has few digits; one recovered by a division has rounding errors.
 double rounded_to_digits(double value) { return std::strtod(fmt::format("{:.12g}", value).c_str(), nullptr); }
@@ -99,13 +106,15 @@ SizeExpression SizeExpression::variable(std::size_t index) {
 
 bool SizeExpression::is_constant() const {
   return std::all_of(terms_.begin(), terms_.end(), [](const Term& term) {
-    return std::all_of(term.exponents.begin(), term.exponents.end(), [](std::uint8_t exponent) { return exponent == 0; });
+    return std::all_of(term.exponents.begin(), term.exponents.end(),
+                       [](std::uint8_t exponent) { return exponent == 0; });
   });
 }
 
 bool SizeExpression::uses(std::size_t variable) const {
-  return std::any_of(terms_.begin(), terms_.end(),
-                     [&](const Term& term) { return variable < term.exponents.size() && term.exponents[variable] > 0; });
+  return std::any_of(terms_.begin(), terms_.end(), [&](const Term& term) {
+    return variable < term.exponents.size() && term.exponents[variable] > 0;
+  });
 }
 
 std::optional<std::int64_t> SizeExpression::at(std::span<const std::int64_t> variables) const {
@@ -152,10 +161,14 @@ std::string SizeExpression::text(std::span<const std::string> names, bool in_pro
 
 double NumberExpression::combine(Form form, double factor, double size) {
   switch (form) {
-    case Form::Multiple: return factor * size;
-    case Form::Quotient: return factor / size;
-    case Form::MultipleOfRoot: return factor * std::sqrt(size);
-    case Form::QuotientOfRoot: return factor / std::sqrt(size);
+    case Form::Multiple:
+      return factor * size;
+    case Form::Quotient:
+      return factor / size;
+    case Form::MultipleOfRoot:
+      return factor * std::sqrt(size);
+    case Form::QuotientOfRoot:
+      return factor / std::sqrt(size);
   }
   return 0;
 }
@@ -169,10 +182,15 @@ std::optional<double> NumberExpression::at(std::span<const std::int64_t> variabl
 std::string NumberExpression::text(std::span<const std::string> names) const {
   const std::string inner = size.text(names, /*in_product=*/true);
   switch (form) {
-    case Form::Multiple: return factor == 1 ? size.text(names) : fmt::format("{}*{}", factor, inner);
-    case Form::Quotient: return fmt::format("{}/({})", factor, size.text(names));
-    case Form::MultipleOfRoot: return factor == 1 ? fmt::format("sqrt({})", size.text(names)) : fmt::format("{}*sqrt({})", factor, size.text(names));
-    case Form::QuotientOfRoot: return fmt::format("{}/sqrt({})", factor, size.text(names));
+    case Form::Multiple:
+      return factor == 1 ? size.text(names) : fmt::format("{}*{}", factor, inner);
+    case Form::Quotient:
+      return fmt::format("{}/({})", factor, size.text(names));
+    case Form::MultipleOfRoot:
+      return factor == 1 ? fmt::format("sqrt({})", size.text(names))
+                         : fmt::format("{}*sqrt({})", factor, size.text(names));
+    case Form::QuotientOfRoot:
+      return fmt::format("{}/sqrt({})", factor, size.text(names));
   }
   return "?";
 }
@@ -203,13 +221,15 @@ bool SymbolSet::depends(std::size_t variable, std::size_t symbol) const {
 
 // ---- SizeFitter ----
 
-SizeFitter::SizeFitter(std::vector<std::string> names, std::vector<SymbolValues> points) : symbols_(std::move(names)), points_(std::move(points)) {
+SizeFitter::SizeFitter(std::vector<std::string> names, std::vector<SymbolValues> points)
+    : symbols_(std::move(names)), points_(std::move(points)) {
   if (points_.size() < 2)
-    throw ValueError(describe("graph: points to fit sizes to", std::to_string(points_.size()), "two or more", "allow more sizes for the symbols"));
+    throw ValueError(describe("graph: points to fit sizes to", std::to_string(points_.size()), "two or more",
+                              "allow more sizes for the symbols"));
   for (const SymbolValues& point : points_)
     if (point.size() != symbols_.symbols())
-      throw ValueError(describe("graph: values of symbols at a point", std::to_string(point.size()), std::to_string(symbols_.symbols()),
-                                "give one for each symbol"));
+      throw ValueError(describe("graph: values of symbols at a point", std::to_string(point.size()),
+                                std::to_string(symbols_.symbols()), "give one for each symbol"));
   list_monomials();
 }
 
@@ -219,7 +239,8 @@ void SizeFitter::list_monomials() {
   monomials_.clear();
   std::vector<std::uint8_t> exponents(variables, 0);
   while (true) {
-    if (std::accumulate(exponents.begin(), exponents.end(), 0u) <= max_degree) monomials_.push_back(exponents);
+    if (std::accumulate(exponents.begin(), exponents.end(), 0u) <= max_degree)
+      monomials_.push_back(exponents);
     std::size_t i = 0;
     while (i < variables && exponents[i] == 2) exponents[i++] = 0;
     if (i == variables) break;
@@ -247,7 +268,8 @@ bool SizeFitter::holds(const SizeExpression& expression, const std::vector<std::
   return true;
 }
 
-std::optional<SizeExpression> SizeFitter::solve(const std::vector<std::size_t>& support, const std::vector<std::int64_t>& values) const {
+std::optional<SizeExpression> SizeFitter::solve(const std::vector<std::size_t>& support,
+                                                const std::vector<std::int64_t>& values) const {
   std::vector<std::vector<Residue>> rows(points_.size());
   for (std::size_t i = 0; i < points_.size(); ++i) {
     for (const std::size_t monomial : support) rows[i].push_back(residues_[monomial][i]);
@@ -271,9 +293,11 @@ std::optional<SizeExpression> SizeFitter::solve(const std::vector<std::size_t>& 
   return std::nullopt;
 }
 
-std::optional<SizeExpression> SizeFitter::search(const std::vector<std::int64_t>& values, std::size_t max_terms) const {
+std::optional<SizeExpression> SizeFitter::search(const std::vector<std::int64_t>& values,
+                                                 std::size_t max_terms) const {
   // Two more points than terms, if there are enough.
-  const std::size_t most = std::min({max_terms, std::max<std::size_t>(points_.size() - 2, 1), monomials_.size()});
+  const std::size_t most =
+      std::min({max_terms, std::max<std::size_t>(points_.size() - 2, 1), monomials_.size()});
   std::vector<std::size_t> support;
   for (std::size_t terms = 1; terms <= most; ++terms) {
     support.resize(terms);
@@ -281,7 +305,8 @@ std::optional<SizeExpression> SizeFitter::search(const std::vector<std::int64_t>
     while (true) {
       if (auto found = solve(support, values)) return found;
       std::size_t i = terms;  // the next combination of this many monomials
-      while (i-- > 0 && support[i] == monomials_.size() - terms + i) {}
+      while (i-- > 0 && support[i] == monomials_.size() - terms + i) {
+      }
       if (i >= terms) break;
       ++support[i];
       for (std::size_t j = i + 1; j < terms; ++j) support[j] = support[j - 1] + 1;
@@ -304,7 +329,8 @@ std::optional<SizeExpression> SizeFitter::fit_size(const std::vector<std::int64_
   // value = (variable + shift) // divisor: each point allows a few shifts, and all points together one.
   for (std::int64_t divisor = 2; divisor <= kMaxDivisor; ++divisor)
     for (std::size_t variable = 0; variable < symbols_.variables(); ++variable) {
-      std::int64_t least = std::numeric_limits<std::int64_t>::min(), most = std::numeric_limits<std::int64_t>::max();
+      std::int64_t least = std::numeric_limits<std::int64_t>::min(),
+                   most = std::numeric_limits<std::int64_t>::max();
       for (std::size_t i = 0; i < points_.size(); ++i) {
         const auto first = times(values[i], divisor);
         if (!first) return std::nullopt;
@@ -312,7 +338,8 @@ std::optional<SizeExpression> SizeFitter::fit_size(const std::vector<std::int64_
         most = std::min(most, *first + divisor - 1 - points_[i][variable]);
       }
       if (least != most) continue;
-      std::vector<SizeExpression::Term> numerator{SizeExpression::Term{1, std::vector<std::uint8_t>(variable + 1, 0)}};
+      std::vector<SizeExpression::Term> numerator{
+          SizeExpression::Term{1, std::vector<std::uint8_t>(variable + 1, 0)}};
       numerator[0].exponents[variable] = 1;
       if (least != 0) numerator.push_back({least, {}});
       symbols_.add_quotient(SizeExpression(std::move(numerator)), divisor);
@@ -325,13 +352,16 @@ std::optional<SizeExpression> SizeFitter::fit_size(const std::vector<std::int64_
   return fit(values);
 }
 
-std::optional<NumberExpression> SizeFitter::fit_number(NumberExpression::Form form, double factor, const std::vector<double>& values) {
+std::optional<NumberExpression> SizeFitter::fit_number(NumberExpression::Form form, double factor,
+                                                       const std::vector<double>& values) {
   using Form = NumberExpression::Form;
   std::vector<std::int64_t> sizes;
   for (const double value : values) {
-    const double ratio = form == Form::Quotient || form == Form::QuotientOfRoot ? factor / value : value / factor;
+    const double ratio =
+        form == Form::Quotient || form == Form::QuotientOfRoot ? factor / value : value / factor;
     const double size = std::round(form == Form::Multiple || form == Form::Quotient ? ratio : ratio * ratio);
-    if (!(std::abs(size) < 9e15) || !equal_bits(NumberExpression::combine(form, factor, size), value)) return std::nullopt;
+    if (!(std::abs(size) < 9e15) || !equal_bits(NumberExpression::combine(form, factor, size), value))
+      return std::nullopt;
     sizes.push_back(static_cast<std::int64_t>(size));
   }
   auto expression = fit(sizes);

@@ -34,8 +34,9 @@ class SizeExpression {
     bool operator==(const Term&) const = default;
   };
 
-  SizeExpression() = default;             // 0
-  explicit SizeExpression(std::vector<Term> terms, std::int64_t divisor = 1) : terms_(std::move(terms)), divisor_(divisor) {}
+  SizeExpression() = default;  // 0
+  explicit SizeExpression(std::vector<Term> terms, std::int64_t divisor = 1)
+      : terms_(std::move(terms)), divisor_(divisor) {}
   static SizeExpression constant(std::int64_t value);
   static SizeExpression variable(std::size_t index);
 
@@ -70,11 +71,12 @@ struct NumberExpression {
 // Symbols, and floors of quotients of them: the output length of a convolution with stride 2 is "(T - 1)//2".
 class SymbolSet {
  public:
-  explicit SymbolSet(std::vector<std::string> names = {}) : names_(std::move(names)), symbols_(names_.size()) {}
+  explicit SymbolSet(std::vector<std::string> names = {})
+      : names_(std::move(names)), symbols_(names_.size()) {}
 
   std::size_t symbols() const { return symbols_; }
   std::size_t variables() const { return names_.size(); }
-  const std::vector<std::string>& names() const { return names_; }   // of variables
+  const std::vector<std::string>& names() const { return names_; }  // of variables
   // Adds floor(numerator / divisor) as a variable; the numerator may use all variables so far.
   void add_quotient(SizeExpression numerator, std::int64_t divisor);
   // The values of the symbols, then those of the quotients. Returns std::nullopt if one is out of range.
@@ -113,14 +115,16 @@ class SizeFitter {
 
   void list_monomials();
   std::optional<SizeExpression> search(const std::vector<std::int64_t>& values, std::size_t max_terms) const;
-  std::optional<SizeExpression> solve(const std::vector<std::size_t>& support, const std::vector<std::int64_t>& values) const;
+  std::optional<SizeExpression> solve(const std::vector<std::size_t>& support,
+                                      const std::vector<std::int64_t>& values) const;
   bool holds(const SizeExpression& expression, const std::vector<std::int64_t>& values) const;
-  std::optional<NumberExpression> fit_number(NumberExpression::Form form, double factor, const std::vector<double>& values);
+  std::optional<NumberExpression> fit_number(NumberExpression::Form form, double factor,
+                                             const std::vector<double>& values);
 
   SymbolSet symbols_;
-  std::vector<SymbolValues> points_;                      // with quotients
-  std::vector<std::vector<std::uint8_t>> monomials_;      // as exponents, low degrees first
-  std::vector<std::vector<Residue>> residues_;            // of each monomial, at each point
+  std::vector<SymbolValues> points_;                  // with quotients
+  std::vector<std::vector<std::uint8_t>> monomials_;  // as exponents, low degrees first
+  std::vector<std::vector<Residue>> residues_;        // of each monomial, at each point
   std::map<std::vector<std::int64_t>, std::optional<SizeExpression>> known_;
 };
 

@@ -37,7 +37,8 @@ void collect_names(const FlattenRecord& record, const std::string& prefix, std::
     names.push_back(prefix);
     return;
   }
-  for (const auto& [name, attribute] : record.subclass().attributes) collect_names(attribute, prefix + "." + name, names);
+  for (const auto& [name, attribute] : record.subclass().attributes)
+    collect_names(attribute, prefix + "." + name, names);
 }
 
 }  // namespace
@@ -55,8 +56,8 @@ at::Tensor to_fake_parts(const at::Tensor& tensor) { return penstock::to_fake_pa
 std::string SubclassMeta::to_text() const { return kind_and_context(*like); }
 
 bool SubclassMeta::operator==(const SubclassMeta& other) const {
-  return first_flat == other.first_flat && count == other.count && outer == other.outer && like->same_context(*other.like) &&
-         attributes == other.attributes;
+  return first_flat == other.first_flat && count == other.count && outer == other.outer &&
+         like->same_context(*other.like) && attributes == other.attributes;
 }
 
 FlattenRecord FlattenRecord::of(const at::Tensor& tensor, std::size_t first_flat) {
@@ -78,10 +79,12 @@ FlattenRecord FlattenRecord::of(const at::Tensor& tensor, std::size_t first_flat
 }
 
 bool FlattenRecord::matches(const at::Tensor& tensor) const {
-  if (!is_subclass()) return !graph::is_subclass(tensor) && plain().geometry && has_geometry(tensor, *plain().geometry);
+  if (!is_subclass())
+    return !graph::is_subclass(tensor) && plain().geometry && has_geometry(tensor, *plain().geometry);
   const Payload* payload = graph::is_subclass(tensor) ? payload_of(tensor) : nullptr;
   const SubclassMeta& meta = subclass();
-  if (!payload || !meta.like->same_context(*payload) || !(penstock::geometry_of(tensor) == meta.outer)) return false;
+  if (!payload || !meta.like->same_context(*payload) || !(penstock::geometry_of(tensor) == meta.outer))
+    return false;
   const auto inner = payload->inner_tensors();
   if (inner.size() != meta.attributes.size()) return false;
   for (std::size_t i = 0; i < inner.size(); ++i)
@@ -91,12 +94,16 @@ bool FlattenRecord::matches(const at::Tensor& tensor) const {
 
 std::string FlattenRecord::difference(const at::Tensor& tensor) const {
   if (matches(tensor)) return {};
-  const std::string now = type_text(tensor), expected = is_subclass() ? subclass().to_text() : "a plain tensor";
+  const std::string now = type_text(tensor),
+                    expected = is_subclass() ? subclass().to_text() : "a plain tensor";
   if (now != expected) return fmt::format("{}, in the capture {}", now, expected);
-  if (!is_subclass()) return fmt::format("{}, in the capture {}", to_text(geometry_of(tensor)), plain().geometry ? to_text(*plain().geometry) : "nothing");
+  if (!is_subclass())
+    return fmt::format("{}, in the capture {}", to_text(geometry_of(tensor)),
+                       plain().geometry ? to_text(*plain().geometry) : "nothing");
   const auto inner = payload_of(tensor)->inner_tensors();
   for (std::size_t i = 0; i < std::min(inner.size(), subclass().attributes.size()); ++i)
-    if (const std::string inside = subclass().attributes[i].second.difference(inner[i].second); !inside.empty())
+    if (const std::string inside = subclass().attributes[i].second.difference(inner[i].second);
+        !inside.empty())
       return fmt::format("{} with {} {}", now, inner[i].first, inside);
   return fmt::format("{} with a different mesh, geometry or context than in the capture", now);
 }
@@ -107,19 +114,23 @@ void FlattenRecord::flatten(const at::Tensor& tensor, std::vector<at::Tensor>& f
     collect(tensor, flat);
   else
     flat.push_back(tensor);
-  PENSTOCK_INVARIANT(flat.size() - before == count(), "a subclass contains a different number of tensors than its record");
+  PENSTOCK_INVARIANT(flat.size() - before == count(),
+                     "a subclass contains a different number of tensors than its record");
 }
 
 at::Tensor FlattenRecord::rebuild(const std::vector<at::Tensor>& flat) const {
   if (first_flat() + count() > flat.size())
-    throw ValueError(describe("graph: number of tensors to rebuild a tensor from", std::to_string(flat.size()),
-                              fmt::format("at least {}, of which it uses indices {} to {}", first_flat() + count(), first_flat(), first_flat() + count() - 1)));
+    throw ValueError(describe("graph: number of tensors to rebuild a tensor from",
+                              std::to_string(flat.size()),
+                              fmt::format("at least {}, of which it uses indices {} to {}",
+                                          first_flat() + count(), first_flat(), first_flat() + count() - 1)));
   if (!is_subclass()) return flat[plain().flat_index];
   std::vector<at::Tensor> inner;
   for (const auto& [name, attribute] : subclass().attributes) {
     inner.push_back(attribute.rebuild(flat));
     if (!inner.back().defined())
-      throw ValueError(fmt::format("graph: tensor {} of a {} is undefined; pass all of them or none", name, subclass().kind()));
+      throw ValueError(fmt::format("graph: tensor {} of a {} is undefined; pass all of them or none", name,
+                                   subclass().kind()));
   }
   return subclass().like->rebuild(inner, subclass().outer);
 }

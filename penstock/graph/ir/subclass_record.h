@@ -53,9 +53,9 @@ struct SubclassMeta {
   std::size_t first_flat = 0;
   // Of plain tensors, including those of inner subclasses.
   std::size_t count = 0;
-  std::vector<std::pair<std::string, FlattenRecord>> attributes;        // in the order of inner_tensors()
-  WrapperGeometry outer;                                               // the geometry of the wrapper
-  PayloadPtr like;                                                     // kind and context, around fake tensors
+  std::vector<std::pair<std::string, FlattenRecord>> attributes;  // in the order of inner_tensors()
+  WrapperGeometry outer;                                          // the geometry of the wrapper
+  PayloadPtr like;                                                // kind and context, around fake tensors
 
   std::string_view kind() const { return like->kind(); }
   // "DTensor [S(0)]"
@@ -111,14 +111,14 @@ std::string type_text(const at::Tensor& tensor);
 
 // The records of a captured call. Used only if some tensor is a subclass; otherwise each tensor is one entry.
 struct SubclassLayout {
-  std::vector<FlattenRecord> inputs;            // the tensors among the inputs, after duplicates are removed
+  std::vector<FlattenRecord> inputs;  // the tensors among the inputs, after duplicates are removed
   // Mutated inputs, results, intermediate bases; without the tensors saved for backward.
   std::vector<FlattenRecord> forward_outputs;
   // For each plain tensor among the forward outputs: the graph input in whose memory the result is, if the
   // function writes that input. The graph returns it in its own memory; it is recreated as a view of the
   // input.
   std::vector<std::optional<std::size_t>> in_mutated_input;
-  std::vector<FlattenRecord> tangents;          // as backward expects them; does not count saved tensors
+  std::vector<FlattenRecord> tangents;  // as backward expects them; does not count saved tensors
   // What backward returns, one for each of `inputs`; may be a subclass where the input is plain, and vice
   // versa.
   std::vector<FlattenRecord> input_gradients;

@@ -15,7 +15,8 @@ namespace {
 
 // A number in source code that an operator wrapped in a tensor.
 bool is_wrapped_number(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.dim() == 0 && tensor.unsafeGetTensorImpl()->is_wrapped_number() && tensor.is_cpu() && tensor.has_storage();
+  return tensor.defined() && tensor.dim() == 0 && tensor.unsafeGetTensorImpl()->is_wrapped_number() &&
+         tensor.is_cpu() && tensor.has_storage();
 }
 
 std::optional<PlainNumber> read_number(const at::Tensor& tensor) {
@@ -50,26 +51,29 @@ std::optional<PlainNumber> number_at(const NumberOrSize& number, const SymbolVal
 }
 
 // Evaluates a geometry for given values of all variables; sets `why` if some number has no value.
-std::optional<StridedLayout> layout_at(const SymbolicGeometry& geometry, const SymbolSet& symbols, const SymbolValues& variables,
-                                            std::string* why) {
+std::optional<StridedLayout> layout_at(const SymbolicGeometry& geometry, const SymbolSet& symbols,
+                                       const SymbolValues& variables, std::string* why) {
   StridedLayout layout;
   const auto read = [&](const std::optional<SizeExpression>& expression, std::int64_t* value) {
     const std::optional<std::int64_t> result = expression ? expression->at(variables) : std::nullopt;
     if (result)
       *value = *result;
     else if (why)
-      *why = expression ? expression->text(symbols.names()) + " is not a whole number" : "a size has no expression in the symbols";
+      *why = expression ? expression->text(symbols.names()) + " is not a whole number"
+                        : "a size has no expression in the symbols";
     return result.has_value();
   };
   layout.sizes.resize(geometry.sizes.size());
   layout.strides.resize(geometry.strides.size());
   for (std::size_t i = 0; i < geometry.sizes.size(); ++i)
-    if (!read(geometry.sizes[i], &layout.sizes[i]) || !read(geometry.strides[i], &layout.strides[i])) return std::nullopt;
+    if (!read(geometry.sizes[i], &layout.sizes[i]) || !read(geometry.strides[i], &layout.strides[i]))
+      return std::nullopt;
   if (!read(geometry.storage_offset, &layout.storage_offset)) return std::nullopt;
   return layout;
 }
 
-std::optional<c10::IValue> constant_at(const SymbolicConstant& constant, const SymbolSet& symbols, const SymbolValues& variables, std::string* why) {
+std::optional<c10::IValue> constant_at(const SymbolicConstant& constant, const SymbolSet& symbols,
+                                       const SymbolValues& variables, std::string* why) {
   std::vector<PlainNumber> numbers;
   for (const NumberOrSize& number : constant.numbers) {
     const auto value = number_at(number, variables);
@@ -82,7 +86,8 @@ std::optional<c10::IValue> constant_at(const SymbolicConstant& constant, const S
   return with_numbers(constant.example, numbers);
 }
 
-std::optional<at::Tensor> tensor_at(const SymbolicTensor& tensor, const SymbolSet& symbols, const SymbolValues& variables, std::string* why) {
+std::optional<at::Tensor> tensor_at(const SymbolicTensor& tensor, const SymbolSet& symbols,
+                                    const SymbolValues& variables, std::string* why) {
   if (tensor.number) {
     if (const auto number = number_at(*tensor.number, variables)) return tensor_of(*number);
     if (why) *why = text_of_number(*tensor.number, symbols) + " is not a whole number";
@@ -97,7 +102,8 @@ std::optional<at::Tensor> tensor_at(const SymbolicTensor& tensor, const SymbolSe
     inside &= layout->sizes[i] >= 0 && layout->strides[i] >= 0;
     end += std::max<std::int64_t>(layout->sizes[i] - 1, 0) * layout->strides[i];
   }
-  if (!inside || static_cast<std::size_t>(end + 1) * tensor.example.itemsize() > tensor.example.storage().nbytes()) {
+  if (!inside ||
+      static_cast<std::size_t>(end + 1) * tensor.example.itemsize() > tensor.example.storage().nbytes()) {
     if (why) *why = "a tensor that the function uses is too small";
     return std::nullopt;
   }
@@ -107,23 +113,28 @@ std::optional<at::Tensor> tensor_at(const SymbolicTensor& tensor, const SymbolSe
 
 SymbolValues variables_or_throw(const SymbolicTable& table, const SymbolValues& values) {
   if (values.size() != table.symbols.symbols())
-    throw ValueError(describe("graph: number of sizes to bind", std::to_string(values.size()),
-                              fmt::format("{} for {}", table.symbols.symbols(), fmt::join(table.symbols.names(), ", ")), "give one for each symbol"));
+    throw ValueError(
+        describe("graph: number of sizes to bind", std::to_string(values.size()),
+                 fmt::format("{} for {}", table.symbols.symbols(), fmt::join(table.symbols.names(), ", ")),
+                 "give one for each symbol"));
   auto variables = table.symbols.variables_at(values);
-  if (!variables) throw ValueError(fmt::format("graph: no sizes for {}: out of range", table.text_of(values)));
+  if (!variables)
+    throw ValueError(fmt::format("graph: no sizes for {}: out of range", table.text_of(values)));
   return std::move(*variables);
 }
 
 // Replaces the symbols in geometries and constants.
 class Binding {
  public:
-  Binding(const SymbolicTable& table, const SymbolValues& values) : table_(table), values_(values), variables_(variables_or_throw(table, values)) {}
+  Binding(const SymbolicTable& table, const SymbolValues& values)
+      : table_(table), values_(values), variables_(variables_or_throw(table, values)) {}
 
   // A size inside the graph without an expression keeps its value from the example.
   void bind(Geometry& geometry, bool may_be_unknown) const {
     if (geometry.symbolic == kNotSymbolic) return;
     std::string why;
-    const auto layout = layout_at(table_.geometries.at(static_cast<std::size_t>(geometry.symbolic)), table_.symbols, variables_, &why);
+    const auto layout = layout_at(table_.geometries.at(static_cast<std::size_t>(geometry.symbolic)),
+                                  table_.symbols, variables_, &why);
     geometry.symbolic = kNotSymbolic;
     if (layout) {
       geometry.sizes = layout->sizes;
@@ -136,7 +147,8 @@ class Binding {
   void bind(ConstantTensor& constant) const {
     if (constant.symbolic == kNotSymbolic) return;
     std::string why;
-    auto tensor = tensor_at(table_.tensors.at(static_cast<std::size_t>(constant.symbolic)), table_.symbols, variables_, &why);
+    auto tensor = tensor_at(table_.tensors.at(static_cast<std::size_t>(constant.symbolic)), table_.symbols,
+                            variables_, &why);
     if (!tensor) refuse(why);
     constant.tensor = std::move(*tensor);
     constant.symbolic = kNotSymbolic;
@@ -144,7 +156,8 @@ class Binding {
   void bind(Operand& operand) const {
     if (operand.symbolic == kNotSymbolic) return;
     std::string why;
-    auto constant = constant_at(table_.constants.at(static_cast<std::size_t>(operand.symbolic)), table_.symbols, variables_, &why);
+    auto constant = constant_at(table_.constants.at(static_cast<std::size_t>(operand.symbolic)),
+                                table_.symbols, variables_, &why);
     if (!constant) refuse(why);
     operand.constant = std::move(*constant);
     operand.symbolic = kNotSymbolic;
@@ -152,7 +165,8 @@ class Binding {
 
  private:
   [[noreturn]] void refuse(const std::string& why) const {
-    throw ValueError(fmt::format("graph: the graph cannot be evaluated for {}: {}; bind other sizes", table_.text_of(values_), why));
+    throw ValueError(fmt::format("graph: the graph cannot be evaluated for {}: {}; bind other sizes",
+                                 table_.text_of(values_), why));
   }
 
   const SymbolicTable& table_;
@@ -184,7 +198,8 @@ std::optional<std::vector<PlainNumber>> numbers_of(const c10::IValue& constant) 
 }
 
 std::optional<PlainNumber> number_of(const at::Tensor& tensor) {
-  if (!tensor.defined() || tensor.dim() != 0 || !tensor.is_cpu() || !tensor.has_storage()) return std::nullopt;
+  if (!tensor.defined() || tensor.dim() != 0 || !tensor.is_cpu() || !tensor.has_storage())
+    return std::nullopt;
   return read_number(tensor);
 }
 
@@ -239,7 +254,8 @@ c10::intrusive_ptr<BoundSizes> SymbolicTable::at(const SymbolValues& values, std
 std::string SymbolicTable::text_of(const SymbolValues& values) const {
   std::string text;
   for (std::size_t i = 0; i < values.size(); ++i)
-    text += fmt::format("{}{} = {}", i > 0 ? ", " : "", i < symbols.symbols() ? symbols.names()[i] : "?", values[i]);
+    text += fmt::format("{}{} = {}", i > 0 ? ", " : "", i < symbols.symbols() ? symbols.names()[i] : "?",
+                        values[i]);
   return text;
 }
 
@@ -247,7 +263,9 @@ Graph bind(const Graph& graph, const SymbolValues& values) {
   Graph bound = graph;
   bound.table.reset();
   if (!graph.table) {
-    if (!values.empty()) throw ValueError(describe("graph: number of sizes to bind", std::to_string(values.size()), "none", "the graph has no symbols"));
+    if (!values.empty())
+      throw ValueError(describe("graph: number of sizes to bind", std::to_string(values.size()), "none",
+                                "the graph has no symbols"));
     return bound;
   }
   const Binding binding(*graph.table, values);
@@ -261,14 +279,17 @@ Graph bind(const Graph& graph, const SymbolValues& values) {
 }
 
 JointGraph bind(const JointGraph& joint, const SymbolValues& values) {
-  JointGraph bound{bind(joint.graph, values), joint.primals, joint.forward_outputs, joint.tangents, joint.written_in_backward, {}};
+  JointGraph bound{bind(joint.graph, values), joint.primals,
+                   joint.forward_outputs,     joint.tangents,
+                   joint.written_in_backward, {}};
   if (!joint.graph.table) return bound;
   const Binding binding(*joint.graph.table, values);
   for (TangentInfo& tangent : bound.tangents) binding.bind(tangent.geometry, /*may_be_unknown=*/false);
   return bound;
 }
 
-ViewAndMutationMeta bind(const ViewAndMutationMeta& meta, const SymbolicTable& table, const SymbolValues& values) {
+ViewAndMutationMeta bind(const ViewAndMutationMeta& meta, const SymbolicTable& table,
+                         const SymbolValues& values) {
   ViewAndMutationMeta bound = meta;
   const Binding binding(table, values);
   for (OutputInfo& output : bound.outputs) {
@@ -284,8 +305,8 @@ ViewAndMutationMeta bind(const ViewAndMutationMeta& meta, const SymbolicTable& t
 
 LayoutText layout_text(const Geometry& geometry, const SymbolicTable* table) {
   if (geometry.symbolic == kNotSymbolic || !table)
-    return {fmt::format("{}", fmt::join(geometry.sizes, ", ")), fmt::format("{}", fmt::join(geometry.strides, ", ")),
-            std::to_string(geometry.storage_offset)};
+    return {fmt::format("{}", fmt::join(geometry.sizes, ", ")),
+            fmt::format("{}", fmt::join(geometry.strides, ", ")), std::to_string(geometry.storage_offset)};
   const SymbolicGeometry& symbolic = table->geometries.at(static_cast<std::size_t>(geometry.symbolic));
   LayoutText text;
   for (std::size_t i = 0; i < symbolic.sizes.size(); ++i) {
@@ -299,7 +320,8 @@ LayoutText layout_text(const Geometry& geometry, const SymbolicTable* table) {
 std::string constant_text(const SymbolicTable& table, SymbolicId constant) {
   const SymbolicConstant& symbolic = table.constants.at(static_cast<std::size_t>(constant));
   std::string text;
-  for (std::size_t i = 0; i < symbolic.numbers.size(); ++i) text += (i > 0 ? ", " : "") + text_of_number(symbolic.numbers[i], table.symbols);
+  for (std::size_t i = 0; i < symbolic.numbers.size(); ++i)
+    text += (i > 0 ? ", " : "") + text_of_number(symbolic.numbers[i], table.symbols);
   return symbolic.example.isList() ? "[" + text + "]" : text;
 }
 

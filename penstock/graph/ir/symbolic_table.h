@@ -27,14 +27,14 @@ namespace penstock::graph {
 struct SymbolicGeometry {
   std::vector<std::optional<SizeExpression>> sizes, strides;
   std::optional<SizeExpression> storage_offset;
-  bool used_by_calls = false;   // to compare inputs, lay out gradients or make views of results
+  bool used_by_calls = false;  // to compare inputs, lay out gradients or make views of results
 };
 
 using NumberOrSize = std::variant<SizeExpression, NumberExpression>;
 
 struct SymbolicConstant {
-  c10::IValue example;                 // a number, a number wrapped in a tensor, or a list of numbers
-  std::vector<NumberOrSize> numbers;   // each number in it
+  c10::IValue example;                // a number, a number wrapped in a tensor, or a list of numbers
+  std::vector<NumberOrSize> numbers;  // each number in it
 };
 
 // A tensor that the function found: a number in a 0-dim tensor, or a part of a larger tensor such as a table
@@ -42,7 +42,7 @@ struct SymbolicConstant {
 struct SymbolicTensor {
   at::Tensor example;
   std::optional<NumberOrSize> number;
-  SymbolicGeometry part;               // of the memory of the example, if it is not a number
+  SymbolicGeometry part;  // of the memory of the example, if it is not a number
 };
 
 // ---- numbers inside constants ----
@@ -59,11 +59,11 @@ std::optional<PlainNumber> number_of(const at::Tensor& tensor);
 
 // The whole table evaluated for one choice of sizes. Entries of geometries that calls do not use are empty.
 struct BoundSizes final : c10::intrusive_ptr_target {
-  SymbolValues values;                 // of the symbols
+  SymbolValues values;  // of the symbols
   std::vector<c10::IValue> constants;
   std::vector<StridedLayout> layouts;
   std::vector<at::Tensor> tensors;
-  bool checked = false;                // these sizes need no further check (DynamicCall)
+  bool checked = false;  // these sizes need no further check (DynamicCall)
 };
 
 class SymbolicTable {
@@ -86,7 +86,8 @@ struct LayoutInCall {
   std::int64_t storage_offset = 0;
 };
 inline LayoutInCall layout_in_call(const Geometry& geometry, const BoundSizes* bound) {
-  if (geometry.symbolic == kNotSymbolic || !bound) return {geometry.sizes, geometry.strides, geometry.storage_offset};
+  if (geometry.symbolic == kNotSymbolic || !bound)
+    return {geometry.sizes, geometry.strides, geometry.storage_offset};
   const StridedLayout& layout = bound->layouts[static_cast<std::size_t>(geometry.symbolic)];
   return {layout.sizes, layout.strides, layout.storage_offset};
 }
@@ -95,12 +96,13 @@ inline LayoutInCall layout_in_call(const Geometry& geometry, const BoundSizes* b
 // do not fit.
 Graph bind(const Graph& graph, const SymbolValues& values);
 JointGraph bind(const JointGraph& joint, const SymbolValues& values);
-ViewAndMutationMeta bind(const ViewAndMutationMeta& meta, const SymbolicTable& table, const SymbolValues& values);
+ViewAndMutationMeta bind(const ViewAndMutationMeta& meta, const SymbolicTable& table,
+                         const SymbolValues& values);
 
 // ---- text ----
 
 struct LayoutText {
-  std::string sizes, strides, storage_offset;   // "B, 4"
+  std::string sizes, strides, storage_offset;  // "B, 4"
 };
 LayoutText layout_text(const Geometry& geometry, const SymbolicTable* table);
 std::string constant_text(const SymbolicTable& table, SymbolicId constant);

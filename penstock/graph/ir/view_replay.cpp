@@ -35,7 +35,8 @@ std::optional<FoundStep> step_to(const Node& node, ValueId view) {
       op = *sibling;
     }
     FoundStep found{{op, node.arguments, viewed, i, std::nullopt}, node.arguments[viewed].value()};
-    if (result.kind == Operand::Kind::TensorList) found.step.element = static_cast<std::size_t>(place - result.values.begin());
+    if (result.kind == Operand::Kind::TensorList)
+      found.step.element = static_cast<std::size_t>(place - result.values.begin());
     found.step.arguments[viewed] = Operand::of(kNoValue);
     for (const Operand& argument : found.step.arguments)
       for (const ValueId value : argument.values)
@@ -53,8 +54,10 @@ bool same_step_operand(const Operand& a, const Operand& b) {
 }  // namespace
 
 bool ViewStep::operator==(const ViewStep& other) const {
-  return op.operator_name() == other.op.operator_name() && viewed == other.viewed && result == other.result && element == other.element &&
-         std::equal(arguments.begin(), arguments.end(), other.arguments.begin(), other.arguments.end(), same_step_operand);
+  return op.operator_name() == other.op.operator_name() && viewed == other.viewed && result == other.result &&
+         element == other.element &&
+         std::equal(arguments.begin(), arguments.end(), other.arguments.begin(), other.arguments.end(),
+                    same_step_operand);
 }
 
 at::Tensor ViewReplay::apply(at::Tensor base, const BoundSizes* sizes) const {
@@ -68,10 +71,13 @@ at::Tensor ViewReplay::apply(at::Tensor base, const BoundSizes* sizes) const {
       else if (argument.kind != Operand::Kind::Constant)
         stack.emplace_back(at::Tensor());
       else
-        stack.push_back(argument.symbolic == kNotSymbolic ? argument.constant : sizes->constants[static_cast<std::size_t>(argument.symbolic)]);
+        stack.push_back(argument.symbolic == kNotSymbolic
+                            ? argument.constant
+                            : sizes->constants[static_cast<std::size_t>(argument.symbolic)]);
     }
     step.op.callBoxed(&stack);
-    base = step.element ? stack[step.result].toTensorVector().at(*step.element) : stack[step.result].toTensor();
+    base =
+        step.element ? stack[step.result].toTensorVector().at(*step.element) : stack[step.result].toTensor();
   }
   return base;
 }

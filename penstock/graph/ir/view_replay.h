@@ -23,16 +23,16 @@ struct BoundSizes;
 // One operator that returns a view of its argument `viewed`; its other arguments are not tensors.
 struct ViewStep {
   c10::OperatorHandle op;
-  std::vector<Operand> arguments;           // one for each argument of the schema; the viewed one is empty
+  std::vector<Operand> arguments;  // one for each argument of the schema; the viewed one is empty
   std::size_t viewed = 0;
-  std::size_t result = 0;                   // which result of the operator
-  std::optional<std::size_t> element;       // the element of that result, if it is a list (split)
+  std::size_t result = 0;              // which result of the operator
+  std::optional<std::size_t> element;  // the element of that result, if it is a list (split)
 
   bool operator==(const ViewStep& other) const;
 };
 
 struct ViewReplay {
-  std::vector<ViewStep> steps;              // if empty, the view is the base itself
+  std::vector<ViewStep> steps;  // if empty, the view is the base itself
 
   // `sizes`: for a capture with dynamic dims.
   at::Tensor apply(at::Tensor base, const BoundSizes* sizes = nullptr) const;

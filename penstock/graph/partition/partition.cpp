@@ -17,7 +17,9 @@ namespace {
 class PartOfGraph {
  public:
   explicit PartOfGraph(const Graph& from)
-      : from_(from), new_ids_(from.values.size(), kNoValue), new_storages_(static_cast<std::size_t>(from.storages), -1) {
+      : from_(from),
+        new_ids_(from.values.size(), kNoValue),
+        new_storages_(static_cast<std::size_t>(from.storages), -1) {
     for (const ConstantTensor& constant : from.constants) constants_.emplace(constant.value, constant);
     to_.table = from.table;
   }
@@ -50,7 +52,8 @@ class PartOfGraph {
       std::int32_t& storage = new_storages_[index_of(from_[old].storage)];
       if (storage < 0) storage = static_cast<std::int32_t>(to_.new_storage());
       value = to_.new_value(from_[old].geometry, StorageId{storage});
-      if (const auto constant = constants_.find(old); constant != constants_.end()) to_.constants.push_back({value, constant->second.tensor, constant->second.symbolic});
+      if (const auto constant = constants_.find(old); constant != constants_.end())
+        to_.constants.push_back({value, constant->second.tensor, constant->second.symbolic});
     }
     return value;
   }
@@ -79,7 +82,8 @@ class PartOfGraph {
 std::size_t Partition::saved_bytes(const Graph& joint) const {
   std::size_t bytes = 0;
   for (const ValueId value : saved)
-    bytes += static_cast<std::size_t>(joint[value].geometry.numel()) * c10::elementSize(joint[value].geometry.dtype);
+    bytes += static_cast<std::size_t>(joint[value].geometry.numel()) *
+             c10::elementSize(joint[value].geometry.dtype);
   return bytes;
 }
 
@@ -101,8 +105,11 @@ namespace detail {
 ForwardBackwardSplit forward_backward_split(const JointGraph& joint) {
   const Graph& graph = joint.graph;
   if (const std::size_t writing = count_writes(graph); writing > 0)
-    throw ValueError(fmt::format("graph: {} nodes write memory, expected none; functionalize the graph before splitting it", writing));
-  ForwardBackwardSplit halves{std::vector<char>(graph.nodes.size(), 0), std::vector<char>(graph.values.size(), 0), std::vector<char>(graph.values.size(), 0)};
+    throw ValueError(fmt::format(
+        "graph: {} nodes write memory, expected none; functionalize the graph before splitting it", writing));
+  ForwardBackwardSplit halves{std::vector<char>(graph.nodes.size(), 0),
+                              std::vector<char>(graph.values.size(), 0),
+                              std::vector<char>(graph.values.size(), 0)};
   std::vector<char> needed(graph.values.size(), 0);
   for (std::size_t i = 0; i < joint.forward_outputs; ++i)
     for (const ValueId value : graph.outputs[i].values)
@@ -137,7 +144,8 @@ std::vector<char> used_by_backward(const JointGraph& joint, const ForwardBackwar
   return wanted;
 }
 
-Partition split(const JointGraph& joint, const ForwardBackwardSplit& halves, const std::vector<char>& is_saved) {
+Partition split(const JointGraph& joint, const ForwardBackwardSplit& halves,
+                const std::vector<char>& is_saved) {
   const Graph& graph = joint.graph;
   std::vector<char> wanted(graph.values.size(), 0), in_backward(graph.nodes.size(), 0);
   for (std::size_t i = joint.forward_outputs; i < graph.outputs.size(); ++i)
@@ -145,7 +153,8 @@ Partition split(const JointGraph& joint, const ForwardBackwardSplit& halves, con
       if (value != kNoValue) wanted[index_of(value)] = 1;
   for (std::size_t i = graph.nodes.size(); i-- > 0;) {
     bool needs = must_run(graph.nodes[i]) && !halves.in_forward[i];
-    for_each_value(graph.nodes[i].results, [&](ValueId value) { needs |= wanted[index_of(value)] && !is_saved[index_of(value)]; });
+    for_each_value(graph.nodes[i].results,
+                   [&](ValueId value) { needs |= wanted[index_of(value)] && !is_saved[index_of(value)]; });
     if (!needs) continue;
     in_backward[i] = 1;
     for_each_value(graph.nodes[i].arguments, [&](ValueId value) { wanted[index_of(value)] = 1; });
@@ -155,16 +164,20 @@ Partition split(const JointGraph& joint, const ForwardBackwardSplit& halves, con
   for (std::size_t i = 0; i < graph.values.size(); ++i)
     if (is_saved[i] && wanted[i]) result.saved.push_back(ValueId{static_cast<std::int32_t>(i)});
   PartOfGraph forward(graph), backward(graph);
-  for (std::size_t i = 0; i < joint.primals; ++i) forward.add_input(graph.inputs[i].value, graph.inputs[i].name);
-  for (const ValueId value : result.saved) backward.add_input(value, fmt::format("saved_{}", index_of(value)));
-  for (std::size_t i = joint.primals; i < graph.inputs.size(); ++i) backward.add_input(graph.inputs[i].value, graph.inputs[i].name);
+  for (std::size_t i = 0; i < joint.primals; ++i)
+    forward.add_input(graph.inputs[i].value, graph.inputs[i].name);
+  for (const ValueId value : result.saved)
+    backward.add_input(value, fmt::format("saved_{}", index_of(value)));
+  for (std::size_t i = joint.primals; i < graph.inputs.size(); ++i)
+    backward.add_input(graph.inputs[i].value, graph.inputs[i].name);
   for (std::size_t i = 0; i < graph.nodes.size(); ++i) {
     if (halves.in_forward[i]) forward.add_node(graph.nodes[i]);
     if (in_backward[i]) backward.add_node(graph.nodes[i], is_saved);
   }
   for (std::size_t i = 0; i < joint.forward_outputs; ++i) forward.add_output(graph.outputs[i]);
   for (const ValueId value : result.saved) forward.add_output(Operand::of(value));
-  for (std::size_t i = joint.forward_outputs; i < graph.outputs.size(); ++i) backward.add_output(graph.outputs[i]);
+  for (std::size_t i = joint.forward_outputs; i < graph.outputs.size(); ++i)
+    backward.add_output(graph.outputs[i]);
   result.forward = forward.finish();
   result.backward = backward.finish();
   return result;

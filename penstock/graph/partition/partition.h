@@ -15,14 +15,14 @@
 #include <cstddef>
 #include <vector>
 
-#include "penstock/graph/trace/capture.h"
 #include "penstock/graph/ir/graph.h"
+#include "penstock/graph/trace/capture.h"
 
 namespace penstock::graph {
 
 struct Partition {
   Graph forward, backward;
-  std::vector<ValueId> saved;        // values of the joint graph that are saved for backward
+  std::vector<ValueId> saved;  // values of the joint graph that are saved for backward
   std::size_t saved_bytes(const Graph& joint) const;
   // Indices into `saved` of tensors whose memory is shared with no input, result or gradient, so that
   // backward may overwrite it.
@@ -40,9 +40,9 @@ namespace detail {
 
 // Which parts of a joint graph belong to forward, before it is split.
 struct ForwardBackwardSplit {
-  std::vector<char> in_forward;     // by node: the forward results need it
-  std::vector<char> from_forward;   // by value: a primal, or made by such a node
-  std::vector<char> is_constant;    // by value
+  std::vector<char> in_forward;    // by node: the forward results need it
+  std::vector<char> from_forward;  // by value: a primal, or made by such a node
+  std::vector<char> is_constant;   // by value
 };
 ForwardBackwardSplit forward_backward_split(const JointGraph& joint);
 
@@ -50,7 +50,8 @@ ForwardBackwardSplit forward_backward_split(const JointGraph& joint);
 std::vector<char> used_by_backward(const JointGraph& joint, const ForwardBackwardSplit& halves);
 
 // Backward consists of what the gradients need, down to the values in `is_saved`.
-Partition split(const JointGraph& joint, const ForwardBackwardSplit& halves, const std::vector<char>& is_saved);
+Partition split(const JointGraph& joint, const ForwardBackwardSplit& halves,
+                const std::vector<char>& is_saved);
 
 }  // namespace detail
 

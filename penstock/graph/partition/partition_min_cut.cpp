@@ -19,30 +19,130 @@ using EdgeOfFlow = boost::adjacency_list_traits<boost::vecS, boost::vecS, boost:
 using FlowGraph = boost::adjacency_list<
     boost::vecS, boost::vecS, boost::directedS,
     boost::property<boost::vertex_color_t, boost::default_color_type,
-                    boost::property<boost::vertex_distance_t, long, boost::property<boost::vertex_predecessor_t, EdgeOfFlow>>>,
+                    boost::property<boost::vertex_distance_t, long,
+                                    boost::property<boost::vertex_predecessor_t, EdgeOfFlow>>>,
     boost::property<boost::edge_capacity_t, std::int64_t,
-                    boost::property<boost::edge_residual_capacity_t, std::int64_t, boost::property<boost::edge_reverse_t, EdgeOfFlow>>>>;
+                    boost::property<boost::edge_residual_capacity_t, std::int64_t,
+                                    boost::property<boost::edge_reverse_t, EdgeOfFlow>>>>;
 
 // Large, but many of them can be added without overflow.
 constexpr std::int64_t kUnlimited = std::numeric_limits<std::int64_t>::max() / (1 << 20);
 
 // Pointwise operators, reductions and factories: one pass over memory, no more expensive than reading the
 // saved value.
-constexpr std::array kCheap = std::to_array<std::string_view>(
-    {"aten::_to_copy", "aten::_unsafe_view", "aten::abs", "aten::acos", "aten::add", "aten::addcdiv", "aten::addcmul", "aten::all", "aten::amax",
-     "aten::amin", "aten::any", "aten::arange", "aten::argmax", "aten::argmin", "aten::asin", "aten::atan", "aten::atan2", "aten::bitwise_and",
-     "aten::bitwise_not", "aten::bitwise_or", "aten::bitwise_xor", "aten::ceil", "aten::clamp", "aten::clamp_max", "aten::clamp_min",
-     "aten::clone", "aten::cos", "aten::cosh", "aten::div", "aten::empty", "aten::empty_like", "aten::eq", "aten::erf", "aten::erfc", "aten::exp",
-     "aten::expm1", "aten::fill", "aten::floor", "aten::fmod", "aten::frac", "aten::full", "aten::full_like", "aten::gather", "aten::ge",
-     "aten::gelu", "aten::gelu_backward", "aten::gt", "aten::hardtanh", "aten::index", "aten::isinf", "aten::isnan", "aten::le",
-     "aten::leaky_relu", "aten::lerp", "aten::lgamma", "aten::log", "aten::log10", "aten::log1p", "aten::log2", "aten::logical_and",
-     "aten::logical_not", "aten::logical_or", "aten::logical_xor", "aten::lt", "aten::masked_fill", "aten::max", "aten::maximum", "aten::mean",
-     "aten::min", "aten::minimum", "aten::mul", "aten::ne", "aten::neg", "aten::new_empty", "aten::new_full", "aten::new_ones", "aten::new_zeros",
-     "aten::ones", "aten::ones_like", "aten::pow", "aten::reciprocal", "aten::relu", "aten::remainder", "aten::round", "aten::rsqrt", "aten::rsub",
-     "aten::scalar_tensor", "aten::sigmoid", "aten::sigmoid_backward", "aten::sign", "aten::silu", "aten::sin", "aten::sinh", "aten::softplus",
-     "aten::sqrt", "aten::square", "aten::std", "aten::sub", "aten::sum", "aten::tan", "aten::tanh", "aten::tanh_backward", "aten::threshold",
-     "aten::threshold_backward", "aten::tril", "aten::triu", "aten::trunc", "aten::var", "aten::var_mean", "aten::where", "aten::zero",
-     "aten::zeros", "aten::zeros_like"});
+constexpr std::array kCheap = std::to_array<std::string_view>({"aten::_to_copy",
+                                                               "aten::_unsafe_view",
+                                                               "aten::abs",
+                                                               "aten::acos",
+                                                               "aten::add",
+                                                               "aten::addcdiv",
+                                                               "aten::addcmul",
+                                                               "aten::all",
+                                                               "aten::amax",
+                                                               "aten::amin",
+                                                               "aten::any",
+                                                               "aten::arange",
+                                                               "aten::argmax",
+                                                               "aten::argmin",
+                                                               "aten::asin",
+                                                               "aten::atan",
+                                                               "aten::atan2",
+                                                               "aten::bitwise_and",
+                                                               "aten::bitwise_not",
+                                                               "aten::bitwise_or",
+                                                               "aten::bitwise_xor",
+                                                               "aten::ceil",
+                                                               "aten::clamp",
+                                                               "aten::clamp_max",
+                                                               "aten::clamp_min",
+                                                               "aten::clone",
+                                                               "aten::cos",
+                                                               "aten::cosh",
+                                                               "aten::div",
+                                                               "aten::empty",
+                                                               "aten::empty_like",
+                                                               "aten::eq",
+                                                               "aten::erf",
+                                                               "aten::erfc",
+                                                               "aten::exp",
+                                                               "aten::expm1",
+                                                               "aten::fill",
+                                                               "aten::floor",
+                                                               "aten::fmod",
+                                                               "aten::frac",
+                                                               "aten::full",
+                                                               "aten::full_like",
+                                                               "aten::gather",
+                                                               "aten::ge",
+                                                               "aten::gelu",
+                                                               "aten::gelu_backward",
+                                                               "aten::gt",
+                                                               "aten::hardtanh",
+                                                               "aten::index",
+                                                               "aten::isinf",
+                                                               "aten::isnan",
+                                                               "aten::le",
+                                                               "aten::leaky_relu",
+                                                               "aten::lerp",
+                                                               "aten::lgamma",
+                                                               "aten::log",
+                                                               "aten::log10",
+                                                               "aten::log1p",
+                                                               "aten::log2",
+                                                               "aten::logical_and",
+                                                               "aten::logical_not",
+                                                               "aten::logical_or",
+                                                               "aten::logical_xor",
+                                                               "aten::lt",
+                                                               "aten::masked_fill",
+                                                               "aten::max",
+                                                               "aten::maximum",
+                                                               "aten::mean",
+                                                               "aten::min",
+                                                               "aten::minimum",
+                                                               "aten::mul",
+                                                               "aten::ne",
+                                                               "aten::neg",
+                                                               "aten::new_empty",
+                                                               "aten::new_full",
+                                                               "aten::new_ones",
+                                                               "aten::new_zeros",
+                                                               "aten::ones",
+                                                               "aten::ones_like",
+                                                               "aten::pow",
+                                                               "aten::reciprocal",
+                                                               "aten::relu",
+                                                               "aten::remainder",
+                                                               "aten::round",
+                                                               "aten::rsqrt",
+                                                               "aten::rsub",
+                                                               "aten::scalar_tensor",
+                                                               "aten::sigmoid",
+                                                               "aten::sigmoid_backward",
+                                                               "aten::sign",
+                                                               "aten::silu",
+                                                               "aten::sin",
+                                                               "aten::sinh",
+                                                               "aten::softplus",
+                                                               "aten::sqrt",
+                                                               "aten::square",
+                                                               "aten::std",
+                                                               "aten::sub",
+                                                               "aten::sum",
+                                                               "aten::tan",
+                                                               "aten::tanh",
+                                                               "aten::tanh_backward",
+                                                               "aten::threshold",
+                                                               "aten::threshold_backward",
+                                                               "aten::tril",
+                                                               "aten::triu",
+                                                               "aten::trunc",
+                                                               "aten::var",
+                                                               "aten::var_mean",
+                                                               "aten::where",
+                                                               "aten::zero",
+                                                               "aten::zeros",
+                                                               "aten::zeros_like"});
 
 bool is_recomputable(const Node& node) {
   if (is_random(node)) return false;
@@ -53,10 +153,12 @@ bool is_recomputable(const Node& node) {
 
 // Nodes of backward that do not depend on tangents: forward may run them instead, if their results are
 // smaller than their arguments.
-std::vector<char> nodes_without_tangents(const JointGraph& joint, const detail::ForwardBackwardSplit& halves) {
+std::vector<char> nodes_without_tangents(const JointGraph& joint,
+                                         const detail::ForwardBackwardSplit& halves) {
   const Graph& graph = joint.graph;
   std::vector<char> early(graph.nodes.size(), 0), depends(graph.values.size(), 0);
-  for (std::size_t i = joint.primals; i < graph.inputs.size(); ++i) depends[index_of(graph.inputs[i].value)] = 1;
+  for (std::size_t i = joint.primals; i < graph.inputs.size(); ++i)
+    depends[index_of(graph.inputs[i].value)] = 1;
   for (std::size_t i = 0; i < graph.nodes.size(); ++i) {
     const Node& node = graph.nodes[i];
     if (halves.in_forward[i]) continue;
@@ -72,8 +174,14 @@ std::vector<char> nodes_without_tangents(const JointGraph& joint, const detail::
 // are connected to the second.
 class SavedValuesCut {
  public:
-  SavedValuesCut(const JointGraph& joint, const detail::ForwardBackwardSplit& halves, const std::vector<char>& early)
-      : joint_(joint), halves_(halves), early_(early), flow_(2 * joint.graph.values.size() + 2), source_(2 * joint.graph.values.size()), sink_(source_ + 1) {}
+  SavedValuesCut(const JointGraph& joint, const detail::ForwardBackwardSplit& halves,
+                 const std::vector<char>& early)
+      : joint_(joint),
+        halves_(halves),
+        early_(early),
+        flow_(2 * joint.graph.values.size() + 2),
+        source_(2 * joint.graph.values.size()),
+        sink_(source_ + 1) {}
 
   std::vector<char> run() {
     const Graph& graph = joint_.graph;
@@ -82,10 +190,12 @@ class SavedValuesCut {
       if (!halves_.from_forward[i]) continue;
       const Geometry& geometry = graph.values[i].geometry;
       // One more than its bytes: among equal cuts prefers the one with fewer tensors.
-      connect(before(i), after(i), geometry.numel() * static_cast<std::int64_t>(c10::elementSize(geometry.dtype)) + 1);
+      connect(before(i), after(i),
+              geometry.numel() * static_cast<std::int64_t>(c10::elementSize(geometry.dtype)) + 1);
       if (used[i]) connect(after(i), sink_, kUnlimited);
     }
-    for (std::size_t i = 0; i < joint_.primals; ++i) connect(source_, before(index_of(graph.inputs[i].value)), kUnlimited);
+    for (std::size_t i = 0; i < joint_.primals; ++i)
+      connect(source_, before(index_of(graph.inputs[i].value)), kUnlimited);
     for (std::size_t i = 0; i < graph.nodes.size(); ++i)
       if (halves_.in_forward[i]) connect_node(graph.nodes[i], early_[i] != 0);
     boost::boykov_kolmogorov_max_flow(flow_, source_, sink_);
@@ -102,7 +212,8 @@ class SavedValuesCut {
   static Vertex after(std::size_t value) { return 2 * value + 1; }
 
   void connect(Vertex from, Vertex to, std::int64_t capacity) {
-    const EdgeOfFlow there = boost::add_edge(from, to, flow_).first, back = boost::add_edge(to, from, flow_).first;
+    const EdgeOfFlow there = boost::add_edge(from, to, flow_).first,
+                     back = boost::add_edge(to, from, flow_).first;
     boost::put(boost::edge_capacity, flow_, there, capacity);
     boost::put(boost::edge_capacity, flow_, back, 0);
     boost::put(boost::edge_reverse, flow_, there, back);
@@ -115,7 +226,8 @@ class SavedValuesCut {
     for_each_value(node.results, [&](ValueId result) {
       if (!again) return connect(source_, before(index_of(result)), kUnlimited);
       for_each_value(node.arguments, [&](ValueId argument) {
-        if (!halves_.is_constant[index_of(argument)]) connect(after(index_of(argument)), before(index_of(result)), kUnlimited);
+        if (!halves_.is_constant[index_of(argument)])
+          connect(after(index_of(argument)), before(index_of(result)), kUnlimited);
       });
     });
   }

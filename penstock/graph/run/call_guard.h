@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
-#include "penstock/graph/trace/analyze.h"
 #include "penstock/graph/ir/subclass_record.h"
 #include "penstock/graph/ir/symbolic_table.h"
+#include "penstock/graph/trace/analyze.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 
 namespace penstock::graph {
@@ -27,7 +27,8 @@ class CallGuard {
   bool holds(const Values& inputs, const BoundSizes* sizes = nullptr) const;
   // Returns an empty string if the capture is valid; otherwise the difference: "input 1 has sizes [2, 4], in
   // the capture [3, 4]".
-  std::string difference(const Values& inputs, const BoundSizes* sizes = nullptr, const SymbolicTable* table = nullptr) const;
+  std::string difference(const Values& inputs, const BoundSizes* sizes = nullptr,
+                         const SymbolicTable* table = nullptr) const;
   // Whether the inputs differ at most in sizes, strides and offsets.
   bool same_kind(const Values& inputs) const;
   bool same_kind(const CallGuard& other) const;
@@ -49,10 +50,10 @@ class CallGuard {
     std::optional<Geometry> tensor;
     // Set for a subclass: kind, context and inner tensors are compared as well.
     std::shared_ptr<const FlattenRecord> subclass;
-    c10::IValue value;              // of a non-tensor
+    c10::IValue value;  // of a non-tensor
     bool requires_grad = false, is_leaf = true, is_view = false;
-    std::size_t same_as = 0;        // the first input that is the same tensor
-    std::size_t shares_with = 0;    // the first input that uses the same memory
+    std::size_t same_as = 0;      // the first input that is the same tensor
+    std::size_t shares_with = 0;  // the first input that uses the same memory
   };
   enum class Records { Make, None };
   static std::vector<Input> describe_all(const Values& inputs, Records records);

@@ -1,7 +1,7 @@
 #include "penstock/graph/run/captured_call.h"
 
-#include <c10/core/GradMode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/GradMode.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/functions/utils.h>
 
@@ -10,8 +10,8 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/graph/run/captured_node.h"
 #include "penstock/graph/ir/functionalize.h"
+#include "penstock/graph/run/captured_node.h"
 
 namespace penstock::graph {
 namespace {
@@ -26,17 +26,23 @@ std::vector<at::Tensor> tensors_among(const Values& values) {
 // Another tensor over the same memory, sharing the version counter.
 at::Tensor share_storage(const at::Tensor& tensor) {
   const auto& impl = tensor.unsafeGetTensorImpl();
-  return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/true));
+  return at::Tensor(
+      impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/true));
 }
 
 }  // namespace
 
 CapturedCall::CapturedCall(const Function& function, const Values& inputs, const Convention& convention)
-    : guard(inputs, convention), user_meta(initial_analysis(function, inputs, convention)), plan(inputs, user_meta, convention) {
+    : guard(inputs, convention),
+      user_meta(initial_analysis(function, inputs, convention)),
+      plan(inputs, user_meta, convention) {
   const Function inner = plan.inner_function(function);
   const Values inner_inputs = plan.inner_inputs(inputs);
-  meta = plan.is_identity() ? user_meta : analyze(inner, inner_inputs, {.convention = plan.inner_convention()});
-  joint = early_joint_ && plan.is_identity() ? std::move(*early_joint_) : capture_joint(inner, inner_inputs, meta, plan.inner_convention());
+  meta =
+      plan.is_identity() ? user_meta : analyze(inner, inner_inputs, {.convention = plan.inner_convention()});
+  joint = early_joint_ && plan.is_identity()
+              ? std::move(*early_joint_)
+              : capture_joint(inner, inner_inputs, meta, plan.inner_convention());
   early_joint_.reset();
   for (std::size_t i = 0; i < meta.mutated_at_run_time().size(); ++i)
     geometry_after.push_back(joint.graph[joint.graph.outputs[joint.first_output(i)].value()].geometry);
@@ -45,25 +51,32 @@ CapturedCall::CapturedCall(const Function& function, const Values& inputs, const
     const ValueId value = joint.graph.outputs[i].value();
     memory_of_output_.push_back(value == kNoValue ? StorageId{-1} : joint.graph[value].storage);
   }
-  for (const std::size_t primal : joint.written_in_backward) check_written_in_backward(primal, tensors_among(inner_inputs));
+  for (const std::size_t primal : joint.written_in_backward)
+    check_written_in_backward(primal, tensors_among(inner_inputs));
   joint.graph = functionalize(std::move(joint.graph), joint.forward_outputs);
   remove_dead_nodes(joint.graph);
 }
 
 // What backward writes is known only after duplicate inputs were removed.
-void CapturedCall::check_written_in_backward(std::size_t primal, const std::vector<at::Tensor>& primals) const {
+void CapturedCall::check_written_in_backward(std::size_t primal,
+                                             const std::vector<at::Tensor>& primals) const {
   const std::string& name = joint.graph.inputs[primal].name;
   for (std::size_t i = 0; i < primals.size(); ++i)
     if (i != primal && primals[i].is_alias_of(primals[primal]))
-      throw NotImplemented(fmt::format("graph: backward writes {}, which shares memory with {}; pass a copy", name, joint.graph.inputs[i].name));
+      throw NotImplemented(fmt::format("graph: backward writes {}, which shares memory with {}; pass a copy",
+                                       name, joint.graph.inputs[i].name));
   if (overlaps_itself(geometry_of(primals[primal])))
-    throw NotImplemented(fmt::format("graph: {} has elements that share memory (expand, unfold), and backward writes it; pass a contiguous copy", name));
+    throw NotImplemented(
+        fmt::format("graph: {} has elements that share memory (expand, unfold), and backward writes it; pass "
+                    "a contiguous copy",
+                    name));
 }
 
 void CapturedCall::make_ready(Partitioner partitioner) {
   halves = partitioner == Partitioner::MinCut ? partition_min_cut(joint) : partition_default(joint);
   if (joint.subclasses) {
-    subclasses_ = c10::make_intrusive<SubclassCall>(SubclassCall::Context{joint, halves, meta, plan.inner_convention(), primal_written, primal_shares_changed});
+    subclasses_ = c10::make_intrusive<SubclassCall>(SubclassCall::Context{
+        joint, halves, meta, plan.inner_convention(), primal_written, primal_shares_changed});
     return;
   }
   forward.emplace(halves.forward);
@@ -85,11 +98,14 @@ void CapturedCall::count_symbols_for_backward() {
     for (const Node& node : halves.backward.nodes)
       for (const Operand& operand : node.arguments)
         if (operand.symbolic != kNotSymbolic)
-          for (const NumberOrSize& number : table->constants[static_cast<std::size_t>(operand.symbolic)].numbers)
-            use(std::holds_alternative<SizeExpression>(number) ? std::get<SizeExpression>(number) : std::get<NumberExpression>(number).size);
+          for (const NumberOrSize& number :
+               table->constants[static_cast<std::size_t>(operand.symbolic)].numbers)
+            use(std::holds_alternative<SizeExpression>(number) ? std::get<SizeExpression>(number)
+                                                               : std::get<NumberExpression>(number).size);
     for (const TangentInfo& tangent : joint.tangents)
       if (tangent.geometry.symbolic != kNotSymbolic) {
-        const SymbolicGeometry& geometry = table->geometries[static_cast<std::size_t>(tangent.geometry.symbolic)];
+        const SymbolicGeometry& geometry =
+            table->geometries[static_cast<std::size_t>(tangent.geometry.symbolic)];
         for (const auto& expressions : {geometry.sizes, geometry.strides})
           for (const auto& expression : expressions)
             if (expression) use(*expression);
@@ -99,7 +115,8 @@ void CapturedCall::count_symbols_for_backward() {
   user_meta.symbols_for_backward = meta.symbols_for_backward = count;
 }
 
-ViewAndMutationMeta CapturedCall::initial_analysis(const Function& function, const Values& inputs, const Convention& convention) {
+ViewAndMutationMeta CapturedCall::initial_analysis(const Function& function, const Values& inputs,
+                                                   const Convention& convention) {
   if (guard.inputs_share_memory()) {
     ViewAndMutationMeta shared = analyze(function, inputs, {.convention = convention});
     reject_shared_writes(inputs, shared, convention);
@@ -107,7 +124,8 @@ ViewAndMutationMeta CapturedCall::initial_analysis(const Function& function, con
   }
   // What the inputs become is known only after analyzing the function (input_plan.h).
   for (const c10::IValue& input : inputs)
-    if (input.isTensor() && input.toTensor().defined() && (input.toTensor().is_conj() || input.toTensor().is_neg()))
+    if (input.isTensor() && input.toTensor().defined() &&
+        (input.toTensor().is_conj() || input.toTensor().is_neg()))
       return analyze(function, inputs, {.convention = convention});
   AnalyzedCapture captured = analyze_and_capture(function, inputs, convention);
   early_joint_ = std::move(captured.joint);
@@ -128,13 +146,16 @@ void CapturedCall::plan_returned() {
     for (const Returned& earlier : returned) {
       if (joint.graph.outputs[earlier.output].value() != value) continue;
       held_twice = true;
-      if (!shares && i >= mutated && earlier.output >= mutated && memory_of_output_[i] == memory_of_output_[earlier.output]) shares = earlier.output;
+      if (!shares && i >= mutated && earlier.output >= mutated &&
+          memory_of_output_[i] == memory_of_output_[earlier.output])
+        shares = earlier.output;
     }
     returned.push_back({i, differentiated[i] != 0, held_twice, shares});
   }
   for (const TangentInfo& tangent : joint.tangents) {
     const std::size_t output = meta.forward_return_of(tangent);
-    const auto place = std::find_if(returned.begin(), returned.end(), [&](const Returned& item) { return item.output == output; });
+    const auto place = std::find_if(returned.begin(), returned.end(),
+                                    [&](const Returned& item) { return item.output == output; });
     PENSTOCK_INVARIANT(place != returned.end(), "a tangent belongs to a result that is not returned");
     returned_of_tangent.push_back(static_cast<std::size_t>(place - returned.begin()));
   }
@@ -153,7 +174,8 @@ void CapturedCall::find_written_primals(const Values& inner) {
   // Changing a tensor, even only its metadata, increments the version of all tensors that share its memory.
   for (std::size_t i = 0; i < primals.size(); ++i) {
     bool shares = false;
-    for (std::size_t j = 0; j < primals.size(); ++j) shares |= changed[j] && primals[i].is_alias_of(primals[j]);
+    for (std::size_t j = 0; j < primals.size(); ++j)
+      shares |= changed[j] && primals[i].is_alias_of(primals[j]);
     primal_shares_changed.push_back(shares);
   }
 }
@@ -184,7 +206,8 @@ void CapturedCall::plan_saved() {
   }
 }
 
-std::vector<at::Tensor> CapturedCall::run_forward(const std::vector<at::Tensor>& primals, const c10::intrusive_ptr<BoundSizes>& sizes) {
+std::vector<at::Tensor> CapturedCall::run_forward(const std::vector<at::Tensor>& primals,
+                                                  const c10::intrusive_ptr<BoundSizes>& sizes) {
   if (subclasses_) return subclasses_->run(primals);
   std::vector<at::Tensor> results(joint.forward_outputs);
   const auto keep = [&](const std::vector<c10::IValue>& values) {
@@ -194,7 +217,8 @@ std::vector<at::Tensor> CapturedCall::run_forward(const std::vector<at::Tensor>&
         result = share_storage(results[*item.shares]);
       else if (item.copied)
         result = copy_keeping_lazy_bits(result);
-      else if (std::any_of(primals.begin(), primals.end(), [&](const at::Tensor& primal) { return primal.is_same(result); }))
+      else if (std::any_of(primals.begin(), primals.end(),
+                           [&](const at::Tensor& primal) { return primal.is_same(result); }))
         // A kernel returned its argument: an input must not become a result of the function.
         result = result.variable_data();
       results[item.output] = std::move(result);
@@ -211,13 +235,15 @@ std::vector<at::Tensor> CapturedCall::run_forward(const std::vector<at::Tensor>&
     const at::AutoDispatchBelowADInplaceOrView below;
     keep(values);
   }
-  for (std::size_t i = 0; i < returned_of_tangent.size(); ++i) torch::autograd::set_history(results[returned[returned_of_tangent[i]].output], NodePtr(node));
+  for (std::size_t i = 0; i < returned_of_tangent.size(); ++i)
+    torch::autograd::set_history(results[returned[returned_of_tangent[i]].output], NodePtr(node));
   node->save_all(values, primals, results);
   for (const std::size_t primal : joint.written_in_backward) node->write_in_backward(primals[primal]);
   return results;
 }
 
-void CapturedCall::write_inputs(const Values& inner, const std::vector<at::Tensor>& results, const BoundSizes* sizes) const {
+void CapturedCall::write_inputs(const Values& inner, const std::vector<at::Tensor>& results,
+                                const BoundSizes* sizes) const {
   const std::vector<std::size_t> mutated = meta.mutated_at_run_time();
   for (std::size_t i = 0; i < mutated.size(); ++i) {
     const InputInfo& info = meta.inputs[mutated[i]];
@@ -231,7 +257,8 @@ void CapturedCall::write_inputs(const Values& inner, const std::vector<at::Tenso
     // The data first: autograd could not track a write to a view whose shape was changed.
     if (info.mutates_data) {
       const auto place = [&](const at::Tensor& memory) {
-        return info.mutates_metadata ? memory.as_strided(layout.sizes, layout.strides, layout.storage_offset) : memory;
+        return info.mutates_metadata ? memory.as_strided(layout.sizes, layout.strides, layout.storage_offset)
+                                     : memory;
       };
       const c10::AutoGradMode mode(!unseen && c10::GradMode::is_enabled());
       place(unseen && !info.mutations_under_no_grad ? input.detach() : input).copy_(after);
@@ -243,7 +270,8 @@ void CapturedCall::write_inputs(const Values& inner, const std::vector<at::Tenso
   }
 }
 
-Values CapturedCall::make_outputs(const Values& inputs, const Values& inner, const std::vector<at::Tensor>& results, const BoundSizes* sizes) const {
+Values CapturedCall::make_outputs(const Values& inputs, const Values& inner,
+                                  const std::vector<at::Tensor>& results, const BoundSizes* sizes) const {
   const std::size_t mutated = meta.mutated_at_run_time().size();
   const auto view_of = [&](at::Tensor base, const OutputInfo& info) {
     const c10::AutoGradMode mode(info.requires_grad_for_backward);
@@ -253,12 +281,14 @@ Values CapturedCall::make_outputs(const Values& inputs, const Values& inner, con
     return base.as_strided(layout.sizes, layout.strides, layout.storage_offset);
   };
   const auto constant_of = [&](const Operand& operand) {
-    return operand.symbolic == kNotSymbolic ? operand.constant : sizes->constants[static_cast<std::size_t>(operand.symbolic)];
+    return operand.symbolic == kNotSymbolic ? operand.constant
+                                            : sizes->constants[static_cast<std::size_t>(operand.symbolic)];
   };
   Values outputs(meta.outputs.size());
   const auto fresh = [&](std::size_t i) {
     const at::Tensor& result = results[mutated + i];
-    if (meta.outputs[i].requires_grad && !meta.outputs[i].requires_grad_for_backward) result.set_requires_grad(true);
+    if (meta.outputs[i].requires_grad && !meta.outputs[i].requires_grad_for_backward)
+      result.set_requires_grad(true);
     return result;
   };
   for (std::size_t i = 0; i < meta.outputs.size(); ++i) {
@@ -275,36 +305,38 @@ Values CapturedCall::make_outputs(const Values& inputs, const Values& inner, con
     if (info.kind != OutputKind::AliasOfIntermediateBaseIsUserOutput) return 0;
     return info.requires_grad ? 1 : 2;
   };
-  for (int round = 0; round < 3; ++round) for (std::size_t i = 0; i < meta.outputs.size(); ++i) {
-    const OutputInfo& info = meta.outputs[i];
-    if (info.type != OutputType::Tensor || info.same_as || round_of(info) != round) continue;
-    switch (info.kind) {
-      case OutputKind::NonAlias:
-      case OutputKind::UnsafeViewAlias:
-      case OutputKind::CustomFunctionView: break;
-      case OutputKind::IsInput:
-      case OutputKind::AliasOfInput: {
-        // As in the original call: an input that was merged with others is itself again.
-        const OutputInfo& user = user_meta.outputs[i];
-        if (user.kind == OutputKind::IsInput)
-          outputs[i] = inputs[*user.base_index];
-        else if (user.kind == OutputKind::AliasOfInput)
-          outputs[i] = view_of(inputs[*user.base_index].toTensor(), user);
-        else
-          outputs[i] = view_of(inner[*info.base_index].toTensor(), info);
-        break;
-      }
-      case OutputKind::AliasOfIntermediate:
-      case OutputKind::AliasOfIntermediateSaveAsOutput:
-        outputs[i] = view_of(results[mutated + meta.outputs.size() + *info.base_index], info);
-        break;
-      case OutputKind::AliasOfIntermediateBaseIsUserOutput: {
-        const std::size_t base = meta.outputs[*info.base_index].same_as.value_or(*info.base_index);
-        outputs[i] = view_of(outputs[base].toTensor(), info);
-        break;
+  for (int round = 0; round < 3; ++round)
+    for (std::size_t i = 0; i < meta.outputs.size(); ++i) {
+      const OutputInfo& info = meta.outputs[i];
+      if (info.type != OutputType::Tensor || info.same_as || round_of(info) != round) continue;
+      switch (info.kind) {
+        case OutputKind::NonAlias:
+        case OutputKind::UnsafeViewAlias:
+        case OutputKind::CustomFunctionView:
+          break;
+        case OutputKind::IsInput:
+        case OutputKind::AliasOfInput: {
+          // As in the original call: an input that was merged with others is itself again.
+          const OutputInfo& user = user_meta.outputs[i];
+          if (user.kind == OutputKind::IsInput)
+            outputs[i] = inputs[*user.base_index];
+          else if (user.kind == OutputKind::AliasOfInput)
+            outputs[i] = view_of(inputs[*user.base_index].toTensor(), user);
+          else
+            outputs[i] = view_of(inner[*info.base_index].toTensor(), info);
+          break;
+        }
+        case OutputKind::AliasOfIntermediate:
+        case OutputKind::AliasOfIntermediateSaveAsOutput:
+          outputs[i] = view_of(results[mutated + meta.outputs.size() + *info.base_index], info);
+          break;
+        case OutputKind::AliasOfIntermediateBaseIsUserOutput: {
+          const std::size_t base = meta.outputs[*info.base_index].same_as.value_or(*info.base_index);
+          outputs[i] = view_of(outputs[base].toTensor(), info);
+          break;
+        }
       }
     }
-  }
   for (std::size_t i = 0; i < meta.outputs.size(); ++i)
     if (meta.outputs[i].same_as) outputs[i] = outputs[*meta.outputs[i].same_as];
   return outputs;

@@ -38,7 +38,7 @@ class CapturedCall final : public torch::CustomClassHolder {
   struct Returned {
     std::size_t output = 0;
     bool needs_grad = false;
-    bool copied = false;   // something other than this result holds the same tensor
+    bool copied = false;  // something other than this result holds the same tensor
     // An output that shares its memory, as in the function: the same tensor again.
     std::optional<std::size_t> shares;
   };
@@ -46,8 +46,9 @@ class CapturedCall final : public torch::CustomClassHolder {
   CallGuard guard;
 
  private:
-  std::optional<JointGraph> early_joint_;   // if one run of the function was enough
-  ViewAndMutationMeta initial_analysis(const Function& function, const Values& inputs, const Convention& convention);
+  std::optional<JointGraph> early_joint_;  // if one run of the function was enough
+  ViewAndMutationMeta initial_analysis(const Function& function, const Values& inputs,
+                                       const Convention& convention);
 
  public:
   ViewAndMutationMeta user_meta;
@@ -58,14 +59,14 @@ class CapturedCall final : public torch::CustomClassHolder {
   std::vector<char> primal_written, primal_shares_changed;
   // Of the mutated inputs, in the order of the forward outputs.
   std::vector<Geometry> geometry_after;
-  std::optional<DynamicCall> dynamic;                       // for a capture with dynamic dims
+  std::optional<DynamicCall> dynamic;  // for a capture with dynamic dims
 
   // ---- set by make_ready() ----
   Partition halves;
   std::optional<Executor> forward, backward;
   std::vector<Saved> saved;
   std::vector<Returned> returned;
-  std::vector<std::size_t> returned_of_tangent;   // index into `returned`, for each tangent
+  std::vector<std::size_t> returned_of_tangent;  // index into `returned`, for each tangent
 
  private:
   void check_written_in_backward(std::size_t primal, const std::vector<at::Tensor>& primals) const;
@@ -73,9 +74,12 @@ class CapturedCall final : public torch::CustomClassHolder {
   void plan_saved();
   void plan_returned();
   void count_symbols_for_backward();
-  std::vector<at::Tensor> run_forward(const std::vector<at::Tensor>& primals, const c10::intrusive_ptr<BoundSizes>& sizes);
-  void write_inputs(const Values& inner, const std::vector<at::Tensor>& results, const BoundSizes* sizes) const;
-  Values make_outputs(const Values& inputs, const Values& inner, const std::vector<at::Tensor>& results, const BoundSizes* sizes) const;
+  std::vector<at::Tensor> run_forward(const std::vector<at::Tensor>& primals,
+                                      const c10::intrusive_ptr<BoundSizes>& sizes);
+  void write_inputs(const Values& inner, const std::vector<at::Tensor>& results,
+                    const BoundSizes* sizes) const;
+  Values make_outputs(const Values& inputs, const Values& inner, const std::vector<at::Tensor>& results,
+                      const BoundSizes* sizes) const;
 
   // Of the forward outputs, before the writes were removed.
   std::vector<StorageId> memory_of_output_;

@@ -18,14 +18,17 @@ using torch::autograd::variable_list;
 at::Tensor tangent(const at::Tensor& gradient, const Geometry& geometry, const BoundSizes* sizes) {
   const LayoutInCall layout = layout_in_call(geometry, sizes);
   if (!gradient.defined())
-    return at::empty_strided(layout.sizes, layout.strides, at::dtype(geometry.dtype).device(geometry.device)).zero_();
+    return at::empty_strided(layout.sizes, layout.strides, at::dtype(geometry.dtype).device(geometry.device))
+        .zero_();
   if (is_wrapper(gradient))
-    throw TypeError(describe("graph: a gradient of a captured function", "a tensor of kind " + std::string(payload_of(gradient)->kind()), "a plain tensor",
-                             "pass a gradient of the same kind as the result"));
+    throw TypeError(describe("graph: a gradient of a captured function",
+                             "a tensor of kind " + std::string(payload_of(gradient)->kind()),
+                             "a plain tensor", "pass a gradient of the same kind as the result"));
   if (gradient.sizes() != layout.sizes || gradient.scalar_type() != geometry.dtype)
-    throw ValueError(fmt::format("graph: a gradient has {} elements of {}, expected {} of {}; pass gradients that match the results",
-                                 gradient.numel(), c10::toString(gradient.scalar_type()), c10::multiply_integers(layout.sizes),
-                                 c10::toString(geometry.dtype)));
+    throw ValueError(fmt::format(
+        "graph: a gradient has {} elements of {}, expected {} of {}; pass gradients that match the results",
+        gradient.numel(), c10::toString(gradient.scalar_type()), c10::multiply_integers(layout.sizes),
+        c10::toString(geometry.dtype)));
   // Backward was captured for a gradient without lazy conjugate or negative bits.
   if (gradient.strides() == layout.strides && !gradient.is_conj() && !gradient.is_neg()) return gradient;
   return at::empty_strided(layout.sizes, layout.strides, gradient.options()).copy_(gradient);
@@ -33,7 +36,8 @@ at::Tensor tangent(const at::Tensor& gradient, const Geometry& geometry, const B
 
 }  // namespace
 
-void CapturedNode::save_all(const std::vector<c10::IValue>& values, const std::vector<at::Tensor>& primals, const std::vector<at::Tensor>& results) {
+void CapturedNode::save_all(const std::vector<c10::IValue>& values, const std::vector<at::Tensor>& primals,
+                            const std::vector<at::Tensor>& results) {
   for (std::size_t i = 0; i < call_->saved.size(); ++i) {
     const CapturedCall::Saved& how = call_->saved[i];
     at::Tensor tensor = values[call_->joint.forward_outputs + i].toTensor();
@@ -50,13 +54,16 @@ void CapturedNode::save_all(const std::vector<c10::IValue>& values, const std::v
 
 variable_list CapturedNode::apply(variable_list&& gradients) {
   std::vector<at::Tensor> inputs = unpack();
-  for (std::size_t i = 0; i < gradients.size(); ++i) inputs.push_back(tangent(gradients[i], call_->joint.tangents[i].geometry, sizes_.get()));
+  for (std::size_t i = 0; i < gradients.size(); ++i)
+    inputs.push_back(tangent(gradients[i], call_->joint.tangents[i].geometry, sizes_.get()));
   gradients.clear();
   // What backward writes was computed from the values at forward.
   for (std::size_t i = 0; i < written_.size(); ++i)
     if (static_cast<std::int64_t>(written_[i].tensor._version()) != written_[i].version)
-      throw StateError(fmt::format("graph: {}, which backward writes, was modified after forward; run backward once, before the next write",
-                                   call_->joint.graph.inputs[call_->joint.written_in_backward[i]].name));
+      throw StateError(
+          fmt::format("graph: {}, which backward writes, was modified after forward; run backward once, "
+                      "before the next write",
+                      call_->joint.graph.inputs[call_->joint.written_in_backward[i]].name));
   give_up();
   variable_list results;
   for (const c10::IValue& gradient : (*call_->backward)(std::move(inputs), sizes_.get()))

@@ -15,11 +15,13 @@ namespace penstock::graph {
 class CapturedNode final : public SavingNode {
  public:
   // `sizes`: those of dynamic dims in forward.
-  CapturedNode(c10::intrusive_ptr<CapturedCall> call, c10::intrusive_ptr<BoundSizes> sizes) : call_(std::move(call)), sizes_(std::move(sizes)) {}
+  CapturedNode(c10::intrusive_ptr<CapturedCall> call, c10::intrusive_ptr<BoundSizes> sizes)
+      : call_(std::move(call)), sizes_(std::move(sizes)) {}
 
   // Called after the results have their history. `values`: the results of the forward graph; `results`:
   // indexed like the forward outputs.
-  void save_all(const std::vector<c10::IValue>& values, const std::vector<at::Tensor>& primals, const std::vector<at::Tensor>& results);
+  void save_all(const std::vector<c10::IValue>& values, const std::vector<at::Tensor>& primals,
+                const std::vector<at::Tensor>& results);
 
   // An input that backward writes. It does not require a gradient, so holding it keeps no autograd graph
   // alive.
@@ -33,7 +35,7 @@ class CapturedNode final : public SavingNode {
   c10::intrusive_ptr<BoundSizes> sizes_;
   struct Written {
     at::Tensor tensor;
-    std::int64_t version = 0;   // at forward
+    std::int64_t version = 0;  // at forward
   };
   std::vector<Written> written_;
 };

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "penstock/errors.h"
 #include "penstock/base/warnings.h"
+#include "penstock/errors.h"
 #include "penstock/graph/run/captured_call.h"
 #include "penstock/graph/run/generalize.h"
 
@@ -47,12 +47,14 @@ Values Compiled::operator()(const Values& inputs) {
     return call.dynamic->needs_check(*sizes) ? check_and_run(call, inputs, sizes) : call.run(inputs, sizes);
   }
   if (!calls_.empty() && !options_.recapture)
-    throw StateError(fmt::format("graph: the capture is not valid for this call: {}; call it as it was captured, or set recapture",
-                                 difference_of(*calls_.back(), inputs)));
+    throw StateError(fmt::format(
+        "graph: the capture is not valid for this call: {}; call it as it was captured, or set recapture",
+        difference_of(*calls_.back(), inputs)));
   return capture(inputs);
 }
 
-Values Compiled::check_and_run(CapturedCall& call, const Values& inputs, const c10::intrusive_ptr<BoundSizes>& sizes) {
+Values Compiled::check_and_run(CapturedCall& call, const Values& inputs,
+                               const c10::intrusive_ptr<BoundSizes>& sizes) {
   auto fixed = c10::make_intrusive<CapturedCall>(function_, inputs, convention_);
   const std::string difference = difference_at(call, *fixed, *sizes);
   if (difference.empty()) {
@@ -60,8 +62,10 @@ Values Compiled::check_and_run(CapturedCall& call, const Values& inputs, const c
     return call.run(inputs, sizes);
   }
   if (!options_.recapture)
-    throw StateError(fmt::format("graph: the capture for all sizes is not valid for {}: there {}; call it with other sizes, or set recapture",
-                                 call.dynamic->table().text_of(sizes->values), difference));
+    throw StateError(
+        fmt::format("graph: the capture for all sizes is not valid for {}: there {}; call it with other "
+                    "sizes, or set recapture",
+                    call.dynamic->table().text_of(sizes->values), difference));
   fixed->make_ready(options_.partitioner);
   calls_.push_back(fixed);
   return fixed->run(inputs);
@@ -84,7 +88,10 @@ c10::intrusive_ptr<CapturedCall> Compiled::capture_dynamic(const Values& inputs)
   if (symbols.empty()) return {};
   const auto refuse = [&](const std::string& why) {
     if (!options_.recapture)
-      throw StateError(fmt::format("graph: the function cannot be captured for all sizes: {}; change it, mark other dims, or set recapture", why));
+      throw StateError(
+          fmt::format("graph: the function cannot be captured for all sizes: {}; change it, mark other dims, "
+                      "or set recapture",
+                      why));
   };
   // Sizes outside the requested range say nothing about the others; neither does a tensor without elements,
   // which has no dim order.
@@ -107,13 +114,16 @@ c10::intrusive_ptr<CapturedCall> Compiled::capture_dynamic(const Values& inputs)
     if (all.refused.empty()) return all.call;
   }
   refuse(all.refused);
-  warn("graph", fmt::format("dynamic dims: the function is captured separately for each size: {}", all.refused));
+  warn("graph",
+       fmt::format("dynamic dims: the function is captured separately for each size: {}", all.refused));
   refused_.push_back({CallGuard(inputs, convention_), std::move(all.refused)});
   return {};
 }
 
 const ViewAndMutationMeta& Compiled::meta(std::size_t capture) const { return calls_.at(capture)->user_meta; }
-const ViewAndMutationMeta& Compiled::inner_meta(std::size_t capture) const { return calls_.at(capture)->meta; }
+const ViewAndMutationMeta& Compiled::inner_meta(std::size_t capture) const {
+  return calls_.at(capture)->meta;
+}
 const JointGraph& Compiled::joint(std::size_t capture) const { return calls_.at(capture)->joint; }
 const Partition& Compiled::partition(std::size_t capture) const { return calls_.at(capture)->halves; }
 bool Compiled::is_dynamic(std::size_t capture) const { return calls_.at(capture)->dynamic.has_value(); }
@@ -121,6 +131,8 @@ std::size_t Compiled::checked_sizes(std::size_t capture) const {
   const CapturedCall& call = *calls_.at(capture);
   return call.dynamic ? call.dynamic->checked() : 0;
 }
-std::string Compiled::why_not_dynamic() const { return refused_.empty() ? std::string() : refused_.back().why; }
+std::string Compiled::why_not_dynamic() const {
+  return refused_.empty() ? std::string() : refused_.back().why;
+}
 
 }  // namespace penstock::graph

@@ -29,9 +29,9 @@
 #include <vector>
 
 #include "penstock/compile_options.h"
+#include "penstock/graph/partition/partition.h"
 #include "penstock/graph/trace/analyze.h"
 #include "penstock/graph/trace/capture.h"
-#include "penstock/graph/partition/partition.h"
 
 namespace penstock::graph {
 
@@ -49,10 +49,10 @@ class Compiled {
 
   // One capture for each kind of call so far; the most recent is last.
   std::size_t captures() const { return calls_.size(); }
-  const ViewAndMutationMeta& meta(std::size_t capture) const;          // of the function as called
+  const ViewAndMutationMeta& meta(std::size_t capture) const;  // of the function as called
   // After removing duplicates and merging overlapping inputs.
   const ViewAndMutationMeta& inner_meta(std::size_t capture) const;
-  const JointGraph& joint(std::size_t capture) const;                  // without writes
+  const JointGraph& joint(std::size_t capture) const;  // without writes
   const Partition& partition(std::size_t capture) const;
 
   // For dynamic dims: whether a capture is valid for all sizes, at how many sizes it was compared, and why
@@ -62,7 +62,7 @@ class Compiled {
   std::string why_not_dynamic() const;
 
  private:
-  struct Refused;   // a kind of call that is captured for each of its sizes, and the reason
+  struct Refused;  // a kind of call that is captured for each of its sizes, and the reason
   Values capture(const Values& inputs);
   // Captures for all sizes. Returns null if that is not possible.
   c10::intrusive_ptr<CapturedCall> capture_dynamic(const Values& inputs);

@@ -40,20 +40,23 @@ namespace {
 Values values_of_leaves(const std::vector<Tree>& leaves) {
   Values values;
   values.reserve(leaves.size());
-  for (const Tree& leaf : leaves) values.push_back(leaf.is_tensor() ? c10::IValue(leaf.tensor()) : tree_to_ivalue(leaf));
+  for (const Tree& leaf : leaves)
+    values.push_back(leaf.is_tensor() ? c10::IValue(leaf.tensor()) : tree_to_ivalue(leaf));
   return values;
 }
 
 template <class Iterator>
 std::vector<Tree> leaves_of_values(Iterator begin, Iterator end) {
   std::vector<Tree> leaves;
-  for (; begin != end; ++begin) leaves.push_back(begin->isTensor() ? Tree(begin->toTensor()) : tree_from_ivalue(*begin));
+  for (; begin != end; ++begin)
+    leaves.push_back(begin->isTensor() ? Tree(begin->toTensor()) : tree_from_ivalue(*begin));
   return leaves;
 }
 
 }  // namespace
 
-CompiledModuleBase::CompiledModuleBase(std::shared_ptr<torch::nn::Module> module, const CompileOptions& options)
+CompiledModuleBase::CompiledModuleBase(std::shared_ptr<torch::nn::Module> module,
+                                       const CompileOptions& options)
     : torch::nn::Module(module ? "Compiled" + module->name() : "Compiled"), impl_(std::make_unique<Impl>()) {
   if (!module) throw ValueError("graph: compile got no module; pass a non-empty module holder");
   impl_->module = std::move(module);
@@ -101,12 +104,15 @@ std::string CompiledModuleBase::Impl::training_flags() const {
   return flags;
 }
 
-CompiledModuleBase::Impl::Entry& CompiledModuleBase::Impl::entry_for(std::type_index types, const TreeSpec& spec, const Forward& forward) {
+CompiledModuleBase::Impl::Entry& CompiledModuleBase::Impl::entry_for(std::type_index types,
+                                                                     const TreeSpec& spec,
+                                                                     const Forward& forward) {
   for (const auto& entry : entries)
     if (entry->types == types && entry->spec == spec) return *entry;
   if (!entries.empty() && !options.recapture)
-    throw StateError(fmt::format("graph: the capture is not valid for this call: {}; call it as it was captured, or set recapture",
-                                 first_difference(entries.back()->spec, spec).value_or("arguments of other types")));
+    throw StateError(fmt::format(
+        "graph: the capture is not valid for this call: {}; call it as it was captured, or set recapture",
+        first_difference(entries.back()->spec, spec).value_or("arguments of other types")));
   const std::size_t found = state.tensors.size();
   auto results = std::make_shared<std::vector<TreeSpec>>();
   Function function = [forward, spec, results, found](const Values& inputs) {
@@ -121,7 +127,8 @@ CompiledModuleBase::Impl::Entry& CompiledModuleBase::Impl::entry_for(std::type_i
   Convention convention{found, state.names};
   convention.names.emplace_back("the training flags of the submodules");
   for (std::string& path : spec.leaf_paths("args")) convention.names.push_back(std::move(path));
-  entries.push_back(std::make_unique<Entry>(Entry{types, spec, std::move(results), Compiled(std::move(function), options, std::move(convention))}));
+  entries.push_back(std::make_unique<Entry>(
+      Entry{types, spec, std::move(results), Compiled(std::move(function), options, std::move(convention))}));
   return *entries.back();
 }
 
@@ -146,9 +153,13 @@ struct CompiledModuleAccess {
   static const Impl& of(const CompiledModuleBase& module) { return *module.impl_; }
 };
 
-const ModuleState& state_of(const CompiledModuleBase& module) { return CompiledModuleAccess::of(module).state; }
+const ModuleState& state_of(const CompiledModuleBase& module) {
+  return CompiledModuleAccess::of(module).state;
+}
 
-std::size_t entry_count(const CompiledModuleBase& module) { return CompiledModuleAccess::of(module).entries.size(); }
+std::size_t entry_count(const CompiledModuleBase& module) {
+  return CompiledModuleAccess::of(module).entries.size();
+}
 
 const Compiled& compiled_entry(const CompiledModuleBase& module, std::size_t entry) {
   return CompiledModuleAccess::of(module).entries.at(entry)->compiled;
@@ -162,7 +173,8 @@ const TreeSpec& results_spec(const CompiledModuleBase& module, std::size_t entry
   const CompiledModuleAccess::Impl::Entry& found = *CompiledModuleAccess::of(module).entries.at(entry);
   const JointGraph& joint = found.compiled.joint(capture);
   const ViewAndMutationMeta& meta = found.compiled.inner_meta(capture);
-  const Operand& index = joint.graph.outputs.at(joint.first_output(meta.mutated_at_run_time().size() + meta.outputs.size() - 1));
+  const Operand& index =
+      joint.graph.outputs.at(joint.first_output(meta.mutated_at_run_time().size() + meta.outputs.size() - 1));
   return found.results->at(static_cast<std::size_t>(index.constant.toInt()));
 }
 

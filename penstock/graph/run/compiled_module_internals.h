@@ -18,7 +18,8 @@ namespace penstock::graph {
 // The parameters and buffers of the module.
 const ModuleState& state_of(const CompiledModuleBase& module);
 
-// One entry for each kind of arguments so far (types and nesting), each with one capture for each kind of call.
+// One entry for each kind of arguments so far (types and nesting), each with one capture for each kind of
+// call.
 std::size_t entry_count(const CompiledModuleBase& module);
 const Compiled& compiled_entry(const CompiledModuleBase& module, std::size_t entry);
 const TreeSpec& arguments_spec(const CompiledModuleBase& module, std::size_t entry);

@@ -12,9 +12,9 @@
 #include <string>
 #include <vector>
 
-#include "penstock/graph/trace/analyze.h"
 #include "penstock/compile_options.h"
 #include "penstock/graph/ir/symbolic_table.h"
+#include "penstock/graph/trace/analyze.h"
 
 namespace penstock::graph {
 
@@ -28,13 +28,14 @@ struct DynamicSymbol {
   std::int64_t min = 0, max = 0, multiple_of = 1;
 
   bool allows(std::int64_t size) const { return size >= min && size <= max && size % multiple_of == 0; }
-  std::string range_text() const;   // "2 to 64, a multiple of 8"
+  std::string range_text() const;  // "2 to 64, a multiple of 8"
 };
 
 // Returns the symbols of a call, in order of their first occurrence. Throws ValueError for an input or dim
 // that does not exist, a parameter or buffer, an empty range, more than four symbols, and dims of one symbol
 // that differ in this call.
-std::vector<DynamicSymbol> symbols_of(const DynamicOptions& options, const Values& inputs, const Convention& convention);
+std::vector<DynamicSymbol> symbols_of(const DynamicOptions& options, const Values& inputs,
+                                      const Convention& convention);
 // The size of the first dim of each symbol in a call.
 SymbolValues sizes_of(const std::vector<DynamicSymbol>& symbols, const Values& inputs);
 
@@ -62,7 +63,7 @@ class DynamicCall {
   std::shared_ptr<const SymbolicTable> table_;
   bool trust_ = false;
   c10::intrusive_ptr<BoundSizes> last_;
-  std::map<SymbolValues, c10::intrusive_ptr<BoundSizes>> bound_;   // the most recent ones
+  std::map<SymbolValues, c10::intrusive_ptr<BoundSizes>> bound_;  // the most recent ones
   std::set<SymbolValues> checked_;
 };
 

@@ -28,7 +28,8 @@ class Executor {
   // Takes one defined tensor for each input of the graph. Returns one value for each output; undefined
   // tensors for outputs that are kNoValue. Throws ValueError if the number of inputs differs from that of the
   // graph, one is undefined, or the graph has symbols and `sizes` is null.
-  std::vector<c10::IValue> operator()(std::vector<at::Tensor> inputs, const BoundSizes* sizes = nullptr) const;
+  std::vector<c10::IValue> operator()(std::vector<at::Tensor> inputs,
+                                      const BoundSizes* sizes = nullptr) const;
 
   std::size_t input_count() const { return inputs_.size(); }
 
@@ -55,14 +56,16 @@ class Executor {
     std::uint32_t pushes_end = 0, keeps_end = 0, frees_end = 0;
   };
 
-  void plan_node(const Graph& graph, const Node& node, std::size_t position, const std::vector<std::size_t>& last_use);
-  void push(std::vector<at::Tensor>& slots, const Push& what, const BoundSizes* sizes, std::vector<c10::IValue>* stack) const;
+  void plan_node(const Graph& graph, const Node& node, std::size_t position,
+                 const std::vector<std::size_t>& last_use);
+  void push(std::vector<at::Tensor>& slots, const Push& what, const BoundSizes* sizes,
+            std::vector<c10::IValue>* stack) const;
 
   std::vector<Step> steps_;
   std::vector<Push> pushes_;
   std::vector<Keep> keeps_;
   std::vector<std::uint32_t> frees_;
-  std::vector<c10::IValue> plain_;                    // constant arguments
+  std::vector<c10::IValue> plain_;  // constant arguments
   std::vector<std::vector<ListItem>> lists_;
   struct FoundTensor {
     std::uint32_t slot = 0;

@@ -14,11 +14,12 @@
 namespace penstock::graph {
 
 struct Generalized {
-  c10::intrusive_ptr<CapturedCall> call;   // ready to run
+  c10::intrusive_ptr<CapturedCall> call;  // ready to run
   // If `call` is null, the reason: which node and argument, or other cause.
   std::string refused;
 };
-Generalized capture_for_all_sizes(const Function& function, const Values& inputs, const CompileOptions& options, const Convention& convention,
+Generalized capture_for_all_sizes(const Function& function, const Values& inputs,
+                                  const CompileOptions& options, const Convention& convention,
                                   std::vector<DynamicSymbol> symbols);
 
 // Returns an empty string if a capture with dynamic dims, bound to these sizes, is equivalent to a capture at
@@ -33,6 +34,7 @@ Values inputs_at(const Values& inputs, const std::vector<DynamicSymbol>& symbols
 // Sizes to capture at, in this order, until there are enough: larger than 1, close but not equal to `actual`,
 // different from the other sizes of the inputs and, within one point, from each other, with no relation
 // between symbols. Fewer if the ranges of the symbols do not allow more.
-std::vector<SymbolValues> sample_sizes(const Values& inputs, const std::vector<DynamicSymbol>& symbols, const SymbolValues& actual);
+std::vector<SymbolValues> sample_sizes(const Values& inputs, const std::vector<DynamicSymbol>& symbols,
+                                       const SymbolValues& actual);
 
 }  // namespace penstock::graph

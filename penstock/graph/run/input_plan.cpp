@@ -41,15 +41,19 @@ bool visit_elements(const at::Tensor& tensor, std::int64_t dim, std::int64_t pos
 }  // namespace
 
 bool overlap(const at::Tensor& a, const at::Tensor& b) {
-  if (memory_of_input(a) == nullptr || memory_of_input(a) != memory_of_input(b) || a.numel() == 0 || b.numel() == 0) return false;
+  if (memory_of_input(a) == nullptr || memory_of_input(a) != memory_of_input(b) || a.numel() == 0 ||
+      b.numel() == 0)
+    return false;
   const ByteRange in_a = byte_range(a), in_b = byte_range(b);
   const std::int64_t first = std::max(in_a.first, in_b.first), end = std::min(in_a.end, in_b.end);
   if (first >= end) return false;
   constexpr std::int64_t kExactLimit = 1 << 20;
-  if (a.numel() > kExactLimit || b.numel() > kExactLimit || in_a.end - in_a.first > 64 * kExactLimit) return true;
+  if (a.numel() > kExactLimit || b.numel() > kExactLimit || in_a.end - in_a.first > 64 * kExactLimit)
+    return true;
   std::vector<bool> taken(static_cast<std::size_t>(in_a.end - in_a.first), false);
   visit_elements(a, 0, a.storage_offset(), [&](std::int64_t byte) {
-    for (std::int64_t i = 0; i < static_cast<std::int64_t>(a.itemsize()); ++i) taken[static_cast<std::size_t>(byte + i - in_a.first)] = true;
+    for (std::int64_t i = 0; i < static_cast<std::int64_t>(a.itemsize()); ++i)
+      taken[static_cast<std::size_t>(byte + i - in_a.first)] = true;
     return false;
   });
   return visit_elements(b, 0, b.storage_offset(), [&](std::int64_t byte) {
@@ -66,12 +70,14 @@ namespace {
 bool treated_as_overlapping(const at::Tensor& a, const at::Tensor& b) {
   if (a.numel() == 0 || b.numel() == 0) return false;
   if (a.scalar_type() != b.scalar_type()) return overlap(a, b);
-  const at::Tensor &first = a.storage_offset() <= b.storage_offset() ? a : b, &second = a.storage_offset() <= b.storage_offset() ? b : a;
+  const at::Tensor &first = a.storage_offset() <= b.storage_offset() ? a : b,
+                   &second = a.storage_offset() <= b.storage_offset() ? b : a;
   const std::int64_t distance = second.storage_offset() - first.storage_offset();
   const auto item = static_cast<std::int64_t>(first.itemsize());
   if (byte_range(first).end / item <= second.storage_offset()) return false;
   if (first.is_contiguous() && second.is_contiguous()) return true;
-  const bool rows = first.dim() == 2 && second.dim() == 2 && first.stride(1) == 1 && second.stride(1) == 1 && first.stride(0) == second.stride(0);
+  const bool rows = first.dim() == 2 && second.dim() == 2 && first.stride(1) == 1 && second.stride(1) == 1 &&
+                    first.stride(0) == second.stride(0);
   if (!rows || distance < first.size(1)) return true;
   const std::int64_t within = distance % first.stride(0);
   return within < first.size(1) || within + second.size(1) > first.stride(0);
@@ -89,7 +95,8 @@ std::size_t place_in(const Items& items, const Value& value) {
 
 }  // namespace
 
-InputPlan::InputPlan(const Values& inputs, const ViewAndMutationMeta& meta, const Convention& convention) : convention_{convention.found, {}} {
+InputPlan::InputPlan(const Values& inputs, const ViewAndMutationMeta& meta, const Convention& convention)
+    : convention_{convention.found, {}} {
   // The same tensor again: only matters if it is written.
   std::unordered_map<const c10::TensorImpl*, std::size_t> first_place;
   same_as_.resize(inputs.size());
@@ -123,21 +130,24 @@ InputPlan::InputPlan(const Values& inputs, const ViewAndMutationMeta& meta, cons
     for (const std::size_t member : base.members) name += " " + convention.name_of(member);
     convention_.names.push_back(std::move(name));
   }
-  for (std::size_t i = convention.found; i < others_.size(); ++i) convention_.names.push_back(convention.name_of(others_[i]));
+  for (std::size_t i = convention.found; i < others_.size(); ++i)
+    convention_.names.push_back(convention.name_of(others_[i]));
 }
 
 void InputPlan::merge_overlapping(const Values& inputs, const ViewAndMutationMeta& meta) {
   std::unordered_map<const c10::StorageImpl*, std::vector<std::size_t>> sharing;
   for (const std::size_t i : kept_)
     if (input_is_tensor(inputs[i]))
-      if (const c10::StorageImpl* memory = memory_of_input(inputs[i].toTensor())) sharing[memory].push_back(i);
+      if (const c10::StorageImpl* memory = memory_of_input(inputs[i].toTensor()))
+        sharing[memory].push_back(i);
 
   std::vector<char> seen(inputs.size(), 0), merged(inputs.size(), 0);
   for (const std::size_t i : kept_) {
     if (seen[i] || !input_is_tensor(inputs[i])) continue;
     const std::vector<std::size_t>& members = sharing[memory_of_input(inputs[i].toTensor())];
     for (const std::size_t member : members) seen[member] = 1;
-    const bool written = std::any_of(members.begin(), members.end(), [&](std::size_t member) { return meta.inputs[member].mutates_data; });
+    const bool written = std::any_of(members.begin(), members.end(),
+                                     [&](std::size_t member) { return meta.inputs[member].mutates_data; });
     const auto any_two = [&](const auto& test) {
       for (std::size_t a = 0; a < members.size(); ++a)
         for (std::size_t b = a + 1; b < members.size(); ++b)
@@ -160,27 +170,39 @@ void InputPlan::merge_overlapping(const Values& inputs, const ViewAndMutationMet
   order_others(inputs, merged);
 }
 
-std::optional<std::string> InputPlan::why_not_merged(const Base& base, const Values& inputs, const ViewAndMutationMeta& meta) const {
+std::optional<std::string> InputPlan::why_not_merged(const Base& base, const Values& inputs,
+                                                     const ViewAndMutationMeta& meta) const {
   const at::Tensor& first = inputs[base.members[0]].toTensor();
   for (const std::size_t member : base.members) {
     if (member < convention_.found)
-      return fmt::format("graph: input {}, a parameter or buffer, overlaps other inputs in memory, one of which is written; pass a copy",
-                         member);
+      return fmt::format(
+          "graph: input {}, a parameter or buffer, overlaps other inputs in memory, one of which is written; "
+          "pass a copy",
+          member);
     if (meta.inputs[member].mutates_metadata)
-      return fmt::format("graph: input {} overlaps other inputs in memory and its metadata is changed (transpose_ ...); pass a copy",
-                         member);
+      return fmt::format(
+          "graph: input {} overlaps other inputs in memory and its metadata is changed (transpose_ ...); "
+          "pass a copy",
+          member);
     if (inputs[member].toTensor().scalar_type() != first.scalar_type())
-      return fmt::format("graph: input {} overlaps input {} in memory and has a different dtype; pass a copy", member, base.members[0]);
+      return fmt::format("graph: input {} overlaps input {} in memory and has a different dtype; pass a copy",
+                         member, base.members[0]);
   }
   const at::Tensor whole = base_tensor(base, inputs);
   for (const std::size_t member : base.members) {
     const at::Tensor& tensor = inputs[member].toTensor();
-    if (base.whole_memory ? tensor.requires_grad() : !(tensor.is_same(whole) || (tensor.is_view() && tensor._base().is_same(whole))))
-      return fmt::format("graph: input {} overlaps a written input in memory, but they are not views of the same tensor; pass a copy", member);
+    if (base.whole_memory ? tensor.requires_grad()
+                          : !(tensor.is_same(whole) || (tensor.is_view() && tensor._base().is_same(whole))))
+      return fmt::format(
+          "graph: input {} overlaps a written input in memory, but they are not views of the same tensor; "
+          "pass a copy",
+          member);
     if (tensor.scalar_type() != whole.scalar_type() || tensor.is_conj() || tensor.is_neg())
-      return fmt::format("graph: input {} overlaps a written input in memory, and is a conjugate, or has a different dtype than its base; "
-                         "pass a copy",
-                         member);
+      return fmt::format(
+          "graph: input {} overlaps a written input in memory, and is a conjugate, or has a different dtype "
+          "than its base; "
+          "pass a copy",
+          member);
   }
   return std::nullopt;
 }
@@ -191,7 +213,8 @@ void InputPlan::order_others(const Values& inputs, const std::vector<char>& merg
   if (!bases_.empty()) {
     std::vector<const c10::StorageImpl*> memories{nullptr};  // not a tensor
     const auto order = [&](std::size_t i) {
-      const c10::StorageImpl* memory = input_is_tensor(inputs[i]) ? memory_of_input(inputs[i].toTensor()) : nullptr;
+      const c10::StorageImpl* memory =
+          input_is_tensor(inputs[i]) ? memory_of_input(inputs[i].toTensor()) : nullptr;
       const std::size_t place = place_in(memories, memory);
       if (place == memories.size()) memories.push_back(memory);
       return place;
@@ -214,16 +237,18 @@ ViewAndMutationMeta InputPlan::derived_meta(const ViewAndMutationMeta& user, con
 
 ViewAndMutationMeta InputPlan::without_duplicates(ViewAndMutationMeta meta) const {
   const std::vector<std::size_t> mutated = meta.mutated_at_run_time();
-  const auto written = static_cast<std::size_t>(
-      std::count_if(meta.inputs.begin(), meta.inputs.end(), [](const InputInfo& info) { return info.mutates_data; }));
+  const auto written = static_cast<std::size_t>(std::count_if(
+      meta.inputs.begin(), meta.inputs.end(), [](const InputInfo& info) { return info.mutates_data; }));
   std::vector<TangentInfo> tangents;
   for (std::size_t i = 0; i < meta.tangents.size(); ++i)
-    if (i >= written || i >= mutated.size() || same_as_[mutated[i]] == mutated[i]) tangents.push_back(meta.tangents[i]);
+    if (i >= written || i >= mutated.size() || same_as_[mutated[i]] == mutated[i])
+      tangents.push_back(meta.tangents[i]);
   const std::vector<InputInfo> all = std::move(meta.inputs);
   meta.inputs.clear();
   for (const std::size_t i : kept_) meta.inputs.push_back(all[i]);
   for (OutputInfo& info : meta.outputs)
-    if (info.base_index && *info.base_index < all.size()) info.base_index = place_in(kept_, same_as_[*info.base_index]);
+    if (info.base_index && *info.base_index < all.size())
+      info.base_index = place_in(kept_, same_as_[*info.base_index]);
   meta.tangents = std::move(tangents);
   meta.grad_mode_after.reset();
   return meta;
@@ -274,15 +299,19 @@ at::Tensor InputPlan::base_tensor(const Base& base, const Values& inputs) {
     return at::empty({0}, first.options().requires_grad(false)).set_(first.storage());
   }
   for (const std::size_t member : base.members)
-    if (const at::Tensor& tensor = inputs[member].toTensor(); tensor.is_view()) return at::Tensor(tensor._base());
+    if (const at::Tensor& tensor = inputs[member].toTensor(); tensor.is_view())
+      return at::Tensor(tensor._base());
   throw InvariantError("graph: synthetic base without a view");
 }
 
 bool InputPlan::same_routing(const InputPlan& other) const {
-  return identity_ == other.identity_ && bases_ == other.bases_ && others_ == other.others_ && convention_.found == other.convention_.found &&
-         std::equal(sources_.begin(), sources_.end(), other.sources_.begin(), other.sources_.end(), [](const Source& a, const Source& b) {
-           return a.inner == b.inner && a.view.has_value() == b.view.has_value() && a.conjugated == b.conjugated && a.negated == b.negated;
-         });
+  return identity_ == other.identity_ && bases_ == other.bases_ && others_ == other.others_ &&
+         convention_.found == other.convention_.found &&
+         std::equal(sources_.begin(), sources_.end(), other.sources_.begin(), other.sources_.end(),
+                    [](const Source& a, const Source& b) {
+                      return a.inner == b.inner && a.view.has_value() == b.view.has_value() &&
+                             a.conjugated == b.conjugated && a.negated == b.negated;
+                    });
 }
 
 Values InputPlan::inner_inputs(const Values& inputs) const {
@@ -309,13 +338,13 @@ Function InputPlan::inner_function(Function function) const {
     for (std::size_t i = 0; i < sources.size(); ++i) {
       const Source& source = sources[i];
       // A tensor that is passed twice is a single tensor inside as well.
-      const auto earlier = std::find_if(sources.begin(), sources.begin() + static_cast<std::ptrdiff_t>(i), [&](const Source& other) {
-        return other == source;
-      });
+      const auto earlier = std::find_if(sources.begin(), sources.begin() + static_cast<std::ptrdiff_t>(i),
+                                        [&](const Source& other) { return other == source; });
       if (source.is_made() && earlier != sources.begin() + static_cast<std::ptrdiff_t>(i))
         inputs.push_back(inputs[static_cast<std::size_t>(earlier - sources.begin())]);
       else if (source.view)
-        inputs.emplace_back(inner[source.inner].toTensor().as_strided(source.view->sizes, source.view->strides, source.view->storage_offset));
+        inputs.emplace_back(inner[source.inner].toTensor().as_strided(
+            source.view->sizes, source.view->strides, source.view->storage_offset));
       else if (source.is_made())
         inputs.emplace_back(lazily(inner[source.inner].toTensor(), source.conjugated, source.negated));
       else

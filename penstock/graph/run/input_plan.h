@@ -49,29 +49,30 @@ class InputPlan {
   // Where an input of the function comes from.
   struct Source {
     std::size_t inner = 0;
-    std::optional<Geometry> view;  // into a synthetic base
-    bool conjugated = false, negated = false;   // lazily: recreated inside
+    std::optional<Geometry> view;              // into a synthetic base
+    bool conjugated = false, negated = false;  // lazily: recreated inside
     bool is_made() const { return view || conjugated || negated; }
     bool operator==(const Source&) const = default;
   };
   struct Base {
     std::vector<std::size_t> members;
-    bool whole_memory = false;     // the tensor they are views of is unknown
+    bool whole_memory = false;  // the tensor they are views of is unknown
     bool operator==(const Base&) const = default;
   };
 
   void merge_overlapping(const Values& inputs, const ViewAndMutationMeta& meta);
-  std::optional<std::string> why_not_merged(const Base& base, const Values& inputs, const ViewAndMutationMeta& meta) const;
+  std::optional<std::string> why_not_merged(const Base& base, const Values& inputs,
+                                            const ViewAndMutationMeta& meta) const;
   void order_others(const Values& inputs, const std::vector<char>& merged);
   ViewAndMutationMeta without_duplicates(ViewAndMutationMeta meta) const;
   ViewAndMutationMeta with_bases(ViewAndMutationMeta meta, const Values& inputs) const;
   static at::Tensor base_tensor(const Base& base, const Values& inputs);
 
   bool identity_ = true;
-  bool written_twice_ = false;       // the same tensor is passed more than once and written
-  std::vector<std::size_t> same_as_; // for each input: the first position of the same tensor
-  std::vector<std::size_t> kept_;    // inputs without duplicates
-  std::vector<Source> sources_;      // one for each input of the function
+  bool written_twice_ = false;        // the same tensor is passed more than once and written
+  std::vector<std::size_t> same_as_;  // for each input: the first position of the same tensor
+  std::vector<std::size_t> kept_;     // inputs without duplicates
+  std::vector<Source> sources_;       // one for each input of the function
   std::vector<Base> bases_;
   std::vector<std::size_t> others_;  // inputs that are passed on, first those the function finds by itself
   Convention convention_;            // of the inner function

@@ -29,10 +29,14 @@ void SavingNode::release_variables() {
 
 std::vector<at::Tensor> SavingNode::unpack() {
   if (c10::GradMode::is_enabled())
-    throw NotImplemented("graph: the backward of a captured function cannot be differentiated; call backward without create_graph, or the "
-                         "function itself");
+    throw NotImplemented(
+        "graph: the backward of a captured function cannot be differentiated; call backward without "
+        "create_graph, or the "
+        "function itself");
   if (at::globalContext().deterministicAlgorithms() && !deterministic_)
-    throw StateError("graph: deterministic algorithms are enabled in backward, but were not in forward; enable them before both");
+    throw StateError(
+        "graph: deterministic algorithms are enabled in backward, but were not in forward; enable them "
+        "before both");
   const std::lock_guard lock(mutex_);
   TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
   std::vector<at::Tensor> tensors;

@@ -42,10 +42,12 @@ class SavingNode : public torch::autograd::Node {
   void give_up();
 
  private:
-  torch::autograd::SavedVariable as_saved(const at::Tensor& tensor) const { return {tensor, tensor.grad_fn().get() == this}; }
+  torch::autograd::SavedVariable as_saved(const at::Tensor& tensor) const {
+    return {tensor, tensor.grad_fn().get() == this};
+  }
 
   std::vector<torch::autograd::SavedVariable> saved_, watched_;
-  bool deterministic_;   // at forward
+  bool deterministic_;  // at forward
   bool releasing_ = false, released_ = false;
 };
 

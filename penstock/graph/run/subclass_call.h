@@ -17,20 +17,21 @@
 #include <string>
 #include <vector>
 
-#include "penstock/graph/trace/capture.h"
-#include "penstock/graph/run/execute.h"
 #include "penstock/graph/partition/partition.h"
+#include "penstock/graph/run/execute.h"
+#include "penstock/graph/trace/capture.h"
 
 namespace penstock::graph {
 
 // Throws NotImplemented, naming both inputs, if an input is written and shares memory with another one and
 // either is a subclass. A tensor passed twice counts as one.
-void reject_shared_writes(const Values& inputs, const ViewAndMutationMeta& meta, const Convention& convention);
+void reject_shared_writes(const Values& inputs, const ViewAndMutationMeta& meta,
+                          const Convention& convention);
 
 class SubclassCall final : public torch::CustomClassHolder {
  public:
   struct Context {
-    const JointGraph& joint;                         // without writes
+    const JointGraph& joint;  // without writes
     const Partition& halves;
     const ViewAndMutationMeta& meta;
     const Convention& convention;
@@ -61,18 +62,19 @@ class SubclassCall final : public torch::CustomClassHolder {
   };
   // An input of backward.
   struct Tangent {
-    std::size_t returned = 0;   // the result whose gradient it is
-    std::string name;           // of that result, for messages
+    std::size_t returned = 0;  // the result whose gradient it is
+    std::string name;          // of that result, for messages
   };
 
   std::vector<at::Tensor> flatten_inputs(const std::vector<at::Tensor>& inputs) const;
-  std::vector<at::Tensor> rebuild_returned(const std::vector<c10::IValue>& results, const std::vector<at::Tensor>& inputs) const;
+  std::vector<at::Tensor> rebuild_returned(const std::vector<c10::IValue>& results,
+                                           const std::vector<at::Tensor>& inputs) const;
   void flatten_tangent(std::size_t tangent, const at::Tensor& gradient, std::vector<at::Tensor>& flat) const;
   std::vector<at::Tensor> rebuild_gradients(const std::vector<c10::IValue>& results) const;
 
   const Executor forward, backward;
   const std::shared_ptr<const SubclassLayout> layout;
-  const std::size_t forward_outputs;        // plain ones
+  const std::size_t forward_outputs;  // plain ones
   std::vector<Saved> saved;
   Watched watched;
   std::vector<Returned> returned;

@@ -20,8 +20,7 @@ static_assert(std::endian::native == std::endian::little, "files are little-endi
 class ByteWriter {
  public:
   template <class T>
-    requires(std::is_arithmetic_v<T>)
-  void number(T value) {
+  requires(std::is_arithmetic_v<T>) void number(T value) {
     const auto* from = reinterpret_cast<const std::uint8_t*>(&value);
     bytes.insert(bytes.end(), from, from + sizeof value);
   }
@@ -41,8 +40,7 @@ class ByteReader {
   ByteReader(std::span<const std::uint8_t> bytes, std::string name) : bytes_(bytes), name_(std::move(name)) {}
 
   template <class T>
-    requires(std::is_arithmetic_v<T>)
-  T number() {
+  requires(std::is_arithmetic_v<T>) T number() {
     T value;
     std::memcpy(&value, take(sizeof value).data(), sizeof value);
     return value;

@@ -21,8 +21,8 @@ namespace penstock::graph {
 
 struct DrawOptions {
   std::string title = "graph";
-  std::vector<ValueId> saved;     // values that forward saves for backward
-  std::size_t max_boxes = 24;    // for an SVG that shows every node; a graph with more boxes is folded
+  std::vector<ValueId> saved;  // values that forward saves for backward
+  std::size_t max_boxes = 24;  // for an SVG that shows every node; a graph with more boxes is folded
 };
 
 std::string to_dot(const Graph& graph, const DrawOptions& options = {});

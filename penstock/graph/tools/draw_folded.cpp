@@ -14,8 +14,8 @@
 #include "penstock/base/markup.h"
 #include "penstock/base/text.h"
 #include "penstock/graph/tools/draw.h"
-#include "penstock/graph/tools/graph_drawing.h"
 #include "penstock/graph/tools/fold.h"
+#include "penstock/graph/tools/graph_drawing.h"
 
 namespace penstock::graph {
 namespace {
@@ -24,28 +24,50 @@ constexpr double kScreenWidth = 1600, kScreenHeight = 1000;
 constexpr std::size_t kOutside = static_cast<std::size_t>(-1);
 
 constexpr std::string_view kFoldedStyle =
-    ".paper{fill:#fff} .heading{font-size:20px;font-weight:600;fill:#1d2330} .sub{font-size:13px;fill:#5b6470} .column{font-size:13px;font-weight:600;letter-spacing:.08em;fill:#7a8494} "
-    ".name{font-size:14px;font-weight:600;fill:#1d2330} .detail{font-size:12px;fill:#4a5361} .small{font-size:11px;fill:#6a7382} .op{font-size:12px;font-weight:600;fill:#1d2330} "
-    ".card{stroke-width:1.2} .forward .card{fill:#e3eefb;stroke:#5a8fd0} .backward .card{fill:#fdebdf;stroke:#d98c55} .pill{fill:#eef1f5;stroke:#b9c1cc} .badge{fill:#1d2330} .badge-text{font-size:13px;font-weight:700;fill:#fff} "
-    ".saved .card{stroke-width:2.6} .flow{fill:none;stroke:#8a93a0;stroke-width:1.6} .thin{fill:none;stroke:#a8b0bc;stroke-width:1.1} .keep{fill:none;stroke:#b0519c} .keep-text{font-size:11px;fill:#8d3f7d;paint-order:stroke;stroke:#fff;stroke-width:4px} .head{fill:#8a93a0} "
+    ".paper{fill:#fff} .heading{font-size:20px;font-weight:600;fill:#1d2330} "
+    ".sub{font-size:13px;fill:#5b6470} "
+    ".column{font-size:13px;font-weight:600;letter-spacing:.08em;fill:#7a8494} "
+    ".name{font-size:14px;font-weight:600;fill:#1d2330} .detail{font-size:12px;fill:#4a5361} "
+    ".small{font-size:11px;fill:#6a7382} .op{font-size:12px;font-weight:600;fill:#1d2330} "
+    ".card{stroke-width:1.2} .forward .card{fill:#e3eefb;stroke:#5a8fd0} .backward "
+    ".card{fill:#fdebdf;stroke:#d98c55} .pill{fill:#eef1f5;stroke:#b9c1cc} .badge{fill:#1d2330} "
+    ".badge-text{font-size:13px;font-weight:700;fill:#fff} "
+    ".saved .card{stroke-width:2.6} .flow{fill:none;stroke:#8a93a0;stroke-width:1.6} "
+    ".thin{fill:none;stroke:#a8b0bc;stroke-width:1.1} .keep{fill:none;stroke:#b0519c} "
+    ".keep-text{font-size:11px;fill:#8d3f7d;paint-order:stroke;stroke:#fff;stroke-width:4px} "
+    ".head{fill:#8a93a0} "
     "a:hover .card{filter:brightness(.96)} a{cursor:pointer;text-decoration:none}";
 constexpr std::string_view kFoldedDark =
-    "@media (prefers-color-scheme:dark){body{background:#12161d;color:#dfe4ea} .paper{fill:#12161d} .heading,.name,.op{fill:#eef2f6} .sub,.detail{fill:#b3bcc8} .column,.small{fill:#939dab} "
-    ".forward .card{fill:#1c2f47;stroke:#5a8fd0} .backward .card{fill:#45301f;stroke:#d98c55} .pill{fill:#222833;stroke:#4a5361} .badge{fill:#eef2f6} .badge-text{fill:#12161d} .keep-text{fill:#e09bd0;stroke:#12161d}}";
+    "@media (prefers-color-scheme:dark){body{background:#12161d;color:#dfe4ea} .paper{fill:#12161d} "
+    ".heading,.name,.op{fill:#eef2f6} .sub,.detail{fill:#b3bcc8} .column,.small{fill:#939dab} "
+    ".forward .card{fill:#1c2f47;stroke:#5a8fd0} .backward .card{fill:#45301f;stroke:#d98c55} "
+    ".pill{fill:#222833;stroke:#4a5361} .badge{fill:#eef2f6} .badge-text{fill:#12161d} "
+    ".keep-text{fill:#e09bd0;stroke:#12161d}}";
 
-std::string cut(std::string_view text, std::size_t letters) { return text.size() <= letters ? std::string(text) : fmt::format("{}...", text.substr(0, letters - 3)); }
+std::string cut(std::string_view text, std::size_t letters) {
+  return text.size() <= letters ? std::string(text) : fmt::format("{}...", text.substr(0, letters - 3));
+}
 
-double size_in_bytes(const Geometry& geometry) { return static_cast<double>(geometry.numel()) * static_cast<double>(c10::elementSize(geometry.dtype)); }
+double size_in_bytes(const Geometry& geometry) {
+  return static_cast<double>(geometry.numel()) * static_cast<double>(c10::elementSize(geometry.dtype));
+}
 
 std::string amount(double bytes) { return format_bytes(static_cast<std::uint64_t>(std::min(bytes, 9e18))); }
 
-std::string counted(std::size_t count, std::string_view thing) { return fmt::format("{} {}{}", count, thing, count == 1 ? "" : "s"); }
+std::string counted(std::size_t count, std::string_view thing) {
+  return fmt::format("{} {}{}", count, thing, count == 1 ? "" : "s");
+}
 
 // The inputs and results of node sequences.
 class NodeSequences {
  public:
-  NodeSequences(const Graph& graph, const DrawOptions& options) : graph_(graph), maker_(graph.values.size(), kOutside), input_(graph.values.size(), kOutside), saved_(graph.values.size(), 0) {
-    for (std::size_t i = 0; i < graph.nodes.size(); ++i) for_each_value(graph.nodes[i].results, [&](ValueId value) { maker_[index_of(value)] = i; });
+  NodeSequences(const Graph& graph, const DrawOptions& options)
+      : graph_(graph),
+        maker_(graph.values.size(), kOutside),
+        input_(graph.values.size(), kOutside),
+        saved_(graph.values.size(), 0) {
+    for (std::size_t i = 0; i < graph.nodes.size(); ++i)
+      for_each_value(graph.nodes[i].results, [&](ValueId value) { maker_[index_of(value)] = i; });
     for (std::size_t i = 0; i < graph.inputs.size(); ++i) input_[index_of(graph.inputs[i].value)] = i;
     for (const ValueId value : options.saved) saved_[index_of(value)] = 1;
   }
@@ -74,7 +96,8 @@ class NodeSequences {
     return total;
   }
   // Results of nodes [from, from_end) that nodes [to, to_end) use, each once.
-  std::vector<ValueId> handed(std::size_t from, std::size_t from_end, std::size_t to, std::size_t to_end) const {
+  std::vector<ValueId> handed(std::size_t from, std::size_t from_end, std::size_t to,
+                              std::size_t to_end) const {
     std::set<ValueId> values;
     each_argument(to, to_end, [&](ValueId value, std::size_t maker) {
       if (maker != kOutside && maker >= from && maker < from_end) values.insert(value);
@@ -97,7 +120,9 @@ class NodeSequences {
 
   template <class Visit>
   void each_argument(std::size_t begin, std::size_t end, const Visit& visit) const {
-    for (std::size_t i = begin; i < end; ++i) for_each_value(graph_.nodes[i].arguments, [&](ValueId value) { visit(value, maker_[index_of(value)]); });
+    for (std::size_t i = begin; i < end; ++i)
+      for_each_value(graph_.nodes[i].arguments,
+                     [&](ValueId value) { visit(value, maker_[index_of(value)]); });
   }
 
  private:
@@ -119,12 +144,16 @@ class FoldedWriter {
   FoldedWriter(const NodeSequences& sequences, const Links& links) : sequences_(sequences), links_(links) {}
 
   // A complete picture; `times`: how often its contents occur in the graph.
-  std::string picture(const std::vector<Fold>& parts, const std::string& id, const std::string& heading, const std::string& sub, std::size_t times) {
+  std::string picture(const std::vector<Fold>& parts, const std::string& id, const std::string& heading,
+                      const std::string& sub, std::size_t times) {
     out_.clear();
     arrow_ = "arrow-" + id;  // a marker of a hidden picture is not drawn, so each picture has its own
-    const auto border = std::find_if(parts.begin(), parts.end(), [](const Fold& part) { return part.phase == Phase::Backward; });
-    const bool two_columns = border != parts.begin() && border != parts.end() && std::none_of(border, parts.end(), [](const Fold& part) { return part.phase == Phase::Forward; }) &&
-                             std::any_of(parts.begin(), parts.end(), [](const Fold& part) { return !part.is_node(); });
+    const auto border = std::find_if(parts.begin(), parts.end(),
+                                     [](const Fold& part) { return part.phase == Phase::Backward; });
+    const bool two_columns =
+        border != parts.begin() && border != parts.end() &&
+        std::none_of(border, parts.end(), [](const Fold& part) { return part.phase == Phase::Forward; }) &&
+        std::any_of(parts.begin(), parts.end(), [](const Fold& part) { return !part.is_node(); });
     if (two_columns) {
       overview(parts, static_cast<std::size_t>(border - parts.begin()));
     } else if (!parts.empty()) {
@@ -133,10 +162,14 @@ class FoldedWriter {
       height_ = 110;  // no nodes: the graph returns its inputs
     }
     return fmt::format(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" role=\"img\" viewBox=\"0 0 {0:.0f} {1:.0f}\" width=\"{0:.0f}\" height=\"{1:.0f}\" data-times=\"{2}\" font-family=\"Inter, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif\">\n"
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" role=\"img\" viewBox=\"0 0 {0:.0f} {1:.0f}\" "
+        "width=\"{0:.0f}\" height=\"{1:.0f}\" data-times=\"{2}\" font-family=\"Inter, 'Segoe UI', 'Helvetica "
+        "Neue', Arial, sans-serif\">\n"
         "<title>{3}</title>\n<style>{4}</style>\n<rect class=\"paper\" width=\"100%\" height=\"100%\"/>\n"
-        "<defs><marker id=\"{7}\" viewBox=\"0 0 8 8\" refX=\"7\" refY=\"4\" markerWidth=\"7\" markerHeight=\"7\" orient=\"auto\"><path class=\"head\" d=\"M0 0L8 4L0 8z\"/></marker></defs>\n"
-        "<text class=\"heading\" x=\"40\" y=\"42\">{3}</text>\n<text class=\"sub\" x=\"40\" y=\"66\">{5}</text>\n{6}</svg>\n",
+        "<defs><marker id=\"{7}\" viewBox=\"0 0 8 8\" refX=\"7\" refY=\"4\" markerWidth=\"7\" "
+        "markerHeight=\"7\" orient=\"auto\"><path class=\"head\" d=\"M0 0L8 4L0 8z\"/></marker></defs>\n"
+        "<text class=\"heading\" x=\"40\" y=\"42\">{3}</text>\n<text class=\"sub\" x=\"40\" "
+        "y=\"66\">{5}</text>\n{6}</svg>\n",
         width_, height_, times, escape_xml(cut(heading, 120)), kFoldedStyle, escape_xml(sub), out_, arrow_);
   }
 
@@ -156,9 +189,11 @@ class FoldedWriter {
     }
     std::vector<std::pair<std::size_t, std::string>> order;
     for (const auto& [name, count] : times) order.emplace_back(count, name);
-    std::stable_sort(order.begin(), order.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+    std::stable_sort(order.begin(), order.end(),
+                     [](const auto& a, const auto& b) { return a.first > b.first; });
     std::string text;
-    for (std::size_t i = 0; i < std::min<std::size_t>(order.size(), 5); ++i) text += fmt::format("{}{} {}", i == 0 ? "" : ", ", order[i].first, order[i].second);
+    for (std::size_t i = 0; i < std::min<std::size_t>(order.size(), 5); ++i)
+      text += fmt::format("{}{} {}", i == 0 ? "" : ", ", order[i].first, order[i].second);
     return text + (order.size() > 5 ? ", ..." : "");
   }
 
@@ -167,7 +202,9 @@ class FoldedWriter {
     std::vector<std::string> lines;
     if (fold.is_node()) {
       std::string shapes;
-      for_each_value(graph.nodes[fold.first].results, [&](ValueId value) { shapes += (shapes.empty() ? "" : ", ") + to_text(graph[value].geometry, graph.table.get()); });
+      for_each_value(graph.nodes[fold.first].results, [&](ValueId value) {
+        shapes += (shapes.empty() ? "" : ", ") + to_text(graph[value].geometry, graph.table.get());
+      });
       lines.push_back(shapes);
       std::string uses;
       for_each_value(graph.nodes[fold.first].arguments, [&](ValueId value) {
@@ -176,9 +213,13 @@ class FoldedWriter {
       if (!uses.empty()) lines.push_back(uses);
       return lines;
     }
-    lines.push_back(fold.count > 1 ? fmt::format("{} each, {} in all", counted(fold.length, "node"), fold.nodes()) : counted(fold.length, "node"));
+    lines.push_back(fold.count > 1
+                        ? fmt::format("{} each, {} in all", counted(fold.length, "node"), fold.nodes())
+                        : counted(fold.length, "node"));
     const NodeSequences::Total parameters = sequences_.parameters(fold.first, fold.first + fold.length);
-    if (parameters.count > 0) lines.back() += fmt::format(";  {}{}, {}", counted(parameters.count, "parameter"), fold.count > 1 ? " each" : "", amount(parameters.bytes));
+    if (parameters.count > 0)
+      lines.back() += fmt::format(";  {}{}, {}", counted(parameters.count, "parameter"),
+                                  fold.count > 1 ? " each" : "", amount(parameters.bytes));
     lines.push_back(operators_of(fold));
     return lines;
   }
@@ -186,24 +227,37 @@ class FoldedWriter {
   void box(const Fold& fold, const Placed& place) {
     const auto link = links_.find(&fold);
     const std::vector<std::string> lines = lines_of(fold);
-    const std::string tip = fold.is_node() ? to_text(sequences_.graph(), sequences_.graph().nodes[fold.first]) : fmt::format("{}: nodes {} to {}", fold.name, fold.first, fold.end() - 1);
+    const std::string tip = fold.is_node()
+                                ? to_text(sequences_.graph(), sequences_.graph().nodes[fold.first])
+                                : fmt::format("{}: nodes {} to {}", fold.name, fold.first, fold.end() - 1);
     if (link != links_.end()) add("<a href=\"#{}\">", link->second);
-    add("<g class=\"part {}{}{}\" data-first=\"{}\" data-length=\"{}\" data-count=\"{}\"><title>{}</title>", fold.phase == Phase::Forward ? "forward" : "backward", fold.is_node() ? " node" : "",
-        sequences_.keeps(fold.first, fold.end()) && fold.is_node() ? " saved" : "", fold.first, fold.length, fold.count, escape_xml(cut(tip, 400)));
+    add("<g class=\"part {}{}{}\" data-first=\"{}\" data-length=\"{}\" data-count=\"{}\"><title>{}</title>",
+        fold.phase == Phase::Forward ? "forward" : "backward", fold.is_node() ? " node" : "",
+        sequences_.keeps(fold.first, fold.end()) && fold.is_node() ? " saved" : "", fold.first, fold.length,
+        fold.count, escape_xml(cut(tip, 400)));
     for (int card = fold.count > 1 ? 2 : 0; card >= 0; --card)
-      add("<rect class=\"card\" x=\"{:.1f}\" y=\"{:.1f}\" width=\"{:.1f}\" height=\"{:.1f}\" rx=\"8\"/>", place.x + 5 * card, place.y - 5 * card, place.width, place.height);
+      add("<rect class=\"card\" x=\"{:.1f}\" y=\"{:.1f}\" width=\"{:.1f}\" height=\"{:.1f}\" rx=\"8\"/>",
+          place.x + 5 * card, place.y - 5 * card, place.width, place.height);
     const std::size_t letters = static_cast<std::size_t>(std::max(8.0, (place.width - 24) / 6.6));
     double y = place.y + (fold.is_node() ? 18 : 24);
-    add("<text class=\"{}\" x=\"{:.1f}\" y=\"{:.1f}\">{}</text>", fold.is_node() ? "op" : "name", place.x + 12, y, escape_xml(cut(fold.name, fold.is_node() ? letters : static_cast<std::size_t>((place.width - (fold.count > 1 ? 80 : 24)) / 8))));
+    add("<text class=\"{}\" x=\"{:.1f}\" y=\"{:.1f}\">{}</text>", fold.is_node() ? "op" : "name",
+        place.x + 12, y,
+        escape_xml(cut(fold.name, fold.is_node() ? letters
+                                                 : static_cast<std::size_t>(
+                                                       (place.width - (fold.count > 1 ? 80 : 24)) / 8))));
     for (const std::string& line : lines) {
       y += fold.is_node() ? 15 : 19;
       if (y > place.y + place.height - 4) break;
-      add("<text class=\"{}\" x=\"{:.1f}\" y=\"{:.1f}\">{}</text>", &line == &lines.front() ? "detail" : "small", place.x + 12, y, escape_xml(cut(line, letters)));
+      add("<text class=\"{}\" x=\"{:.1f}\" y=\"{:.1f}\">{}</text>",
+          &line == &lines.front() ? "detail" : "small", place.x + 12, y, escape_xml(cut(line, letters)));
     }
     if (fold.count > 1) {
       const std::string times = fmt::format("\xc3\x97{}", fold.count);
       const double badge = 20 + 8.5 * static_cast<double>(times.size() - 1);
-      add("<rect class=\"badge\" x=\"{0:.1f}\" y=\"{1:.1f}\" width=\"{2:.1f}\" height=\"22\" rx=\"11\"/><text class=\"badge-text\" x=\"{3:.1f}\" y=\"{4:.1f}\" text-anchor=\"middle\">{5}</text>", place.x + place.width - badge - 8, place.y + 8, badge, place.x + place.width - badge / 2 - 8,
+      add("<rect class=\"badge\" x=\"{0:.1f}\" y=\"{1:.1f}\" width=\"{2:.1f}\" height=\"22\" "
+          "rx=\"11\"/><text class=\"badge-text\" x=\"{3:.1f}\" y=\"{4:.1f}\" "
+          "text-anchor=\"middle\">{5}</text>",
+          place.x + place.width - badge - 8, place.y + 8, badge, place.x + place.width - badge / 2 - 8,
           place.y + 24, times);
     }
     add("</g>{}\n", link != links_.end() ? "</a>" : "");
@@ -211,12 +265,17 @@ class FoldedWriter {
 
   void pill(double middle, double y, const std::string& text) {
     const double width = 28 + 6.7 * static_cast<double>(text.size());
-    add("<rect class=\"pill\" x=\"{:.1f}\" y=\"{:.1f}\" width=\"{:.1f}\" height=\"28\" rx=\"14\"/><text class=\"detail\" x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"middle\">{}</text>\n", middle - width / 2, y, width, middle, y + 18.5, escape_xml(text));
+    add("<rect class=\"pill\" x=\"{:.1f}\" y=\"{:.1f}\" width=\"{:.1f}\" height=\"28\" rx=\"14\"/><text "
+        "class=\"detail\" x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"middle\">{}</text>\n",
+        middle - width / 2, y, width, middle, y + 18.5, escape_xml(text));
   }
 
   void down(const Placed& from, const Placed& to, const std::string& label) {
-    add("<path class=\"flow\" marker-end=\"url(#{})\" d=\"M{:.1f} {:.1f}L{:.1f} {:.1f}\"/>\n", arrow_, from.middle(), from.y + from.height, to.middle(), to.y - 2);
-    if (!label.empty()) add("<text class=\"small\" x=\"{:.1f}\" y=\"{:.1f}\">{}</text>\n", from.middle() + 10, (from.y + from.height + to.y) / 2 + 4, escape_xml(label));
+    add("<path class=\"flow\" marker-end=\"url(#{})\" d=\"M{:.1f} {:.1f}L{:.1f} {:.1f}\"/>\n", arrow_,
+        from.middle(), from.y + from.height, to.middle(), to.y - 2);
+    if (!label.empty())
+      add("<text class=\"small\" x=\"{:.1f}\" y=\"{:.1f}\">{}</text>\n", from.middle() + 10,
+          (from.y + from.height + to.y) / 2 + 4, escape_xml(label));
   }
 
   // ---- forward on the left, downwards; backward on the right, upwards; saved tensors between them ----
@@ -229,10 +288,17 @@ class FoldedWriter {
     height_ = kTop + kBottom + row * static_cast<double>(rows);
     const double high = std::min(84.0, row - 28);
     std::vector<Placed> places(parts.size());
-    const auto spread = [&](std::size_t count, std::size_t i) { return kTop + (static_cast<double>(rows) * row / static_cast<double>(count)) * (static_cast<double>(i) + 0.5) - high / 2; };
+    const auto spread = [&](std::size_t count, std::size_t i) {
+      return kTop +
+             (static_cast<double>(rows) * row / static_cast<double>(count)) * (static_cast<double>(i) + 0.5) -
+             high / 2;
+    };
     for (std::size_t i = 0; i < forwards; ++i) places[i] = {kLeft, spread(forwards, i), kBox, high};
-    for (std::size_t i = 0; i < backwards; ++i) places[forwards + i] = {kRight, spread(backwards, backwards - 1 - i), kBox, high};
-    add("<text class=\"column\" x=\"{}\" y=\"104\">FORWARD</text><text class=\"column\" x=\"{}\" y=\"104\">BACKWARD</text>\n", kLeft, kRight);
+    for (std::size_t i = 0; i < backwards; ++i)
+      places[forwards + i] = {kRight, spread(backwards, backwards - 1 - i), kBox, high};
+    add("<text class=\"column\" x=\"{}\" y=\"104\">FORWARD</text><text class=\"column\" x=\"{}\" "
+        "y=\"104\">BACKWARD</text>\n",
+        kLeft, kRight);
     kept_between(parts, forwards, places);
     flows(parts, forwards, places);
     ends(parts, forwards, places);
@@ -244,14 +310,22 @@ class FoldedWriter {
     for (std::size_t i = 0; i < forwards; ++i) {
       for (std::size_t j = forwards; j < parts.size(); ++j) {
         NodeSequences::Total kept;
-        for (const ValueId value : sequences_.handed(parts[i].first, parts[i].end(), parts[j].first, parts[j].end())) kept.add(size_in_bytes(graph[value].geometry));
+        for (const ValueId value :
+             sequences_.handed(parts[i].first, parts[i].end(), parts[j].first, parts[j].end()))
+          kept.add(size_in_bytes(graph[value].geometry));
         if (kept.count == 0) continue;
-        const double x0 = places[i].x + places[i].width + (parts[i].count > 1 ? 11 : 0), y0 = places[i].y + places[i].height / 2, x1 = places[j].x - 3, y1 = places[j].y + places[j].height / 2;
+        const double x0 = places[i].x + places[i].width + (parts[i].count > 1 ? 11 : 0),
+                     y0 = places[i].y + places[i].height / 2, x1 = places[j].x - 3,
+                     y1 = places[j].y + places[j].height / 2;
         const double thick = std::clamp(std::log10(kept.bytes + 10) - 1.5, 1.0, 9.0);
-        add("<path class=\"keep\" stroke-width=\"{:.1f}\" stroke-opacity=\".55\" d=\"M{:.1f} {:.1f}C{:.1f} {:.1f} {:.1f} {:.1f} {:.1f} {:.1f}\"><title>{}, {} from {} for {}</title></path>\n", thick, x0, y0, x0 + 70, y0, x1 - 70, y1, x1, y1, counted(kept.count, "tensor"),
+        add("<path class=\"keep\" stroke-width=\"{:.1f}\" stroke-opacity=\".55\" d=\"M{:.1f} {:.1f}C{:.1f} "
+            "{:.1f} {:.1f} {:.1f} {:.1f} {:.1f}\"><title>{}, {} from {} for {}</title></path>\n",
+            thick, x0, y0, x0 + 70, y0, x1 - 70, y1, x1, y1, counted(kept.count, "tensor"),
             amount(kept.bytes), escape_xml(parts[i].name), escape_xml(parts[j].name));
         if (std::abs(y0 - y1) < 2 * places[i].height)
-          add("<text class=\"keep-text\" x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"middle\">{}, {}</text>\n", (x0 + x1) / 2, (y0 + y1) / 2 - 4 - thick / 2, counted(kept.count, "tensor"), amount(kept.bytes));
+          add("<text class=\"keep-text\" x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"middle\">{}, {}</text>\n",
+              (x0 + x1) / 2, (y0 + y1) / 2 - 4 - thick / 2, counted(kept.count, "tensor"),
+              amount(kept.bytes));
       }
     }
   }
@@ -260,7 +334,8 @@ class FoldedWriter {
     const std::vector<ValueId> values = sequences_.handed(from.first, from.end(), to.first, to.end());
     if (values.empty()) return {};
     const Graph& graph = sequences_.graph();
-    return values.size() == 1 ? to_text(graph[values[0]].geometry, graph.table.get()) : counted(values.size(), "tensor");
+    return values.size() == 1 ? to_text(graph[values[0]].geometry, graph.table.get())
+                              : counted(values.size(), "tensor");
   }
 
   void flows(const std::vector<Fold>& parts, std::size_t forwards, const std::vector<Placed>& places) {
@@ -273,7 +348,10 @@ class FoldedWriter {
         if (parts[i + 1].count > 1) to.y -= 10;  // the stacked cards of a box extend above it
         down(places[i], to, text);
       } else {  // upwards
-        add("<path class=\"flow\" marker-end=\"url(#{6})\" d=\"M{0:.1f} {1:.1f}L{0:.1f} {2:.1f}\"/><text class=\"small\" x=\"{3:.1f}\" y=\"{4:.1f}\">{5}</text>\n", places[i].middle(), places[i].y - (parts[i].count > 1 ? 10 : 0), places[i + 1].y + places[i + 1].height + 3, places[i].middle() + 10,
+        add("<path class=\"flow\" marker-end=\"url(#{6})\" d=\"M{0:.1f} {1:.1f}L{0:.1f} {2:.1f}\"/><text "
+            "class=\"small\" x=\"{3:.1f}\" y=\"{4:.1f}\">{5}</text>\n",
+            places[i].middle(), places[i].y - (parts[i].count > 1 ? 10 : 0),
+            places[i + 1].y + places[i + 1].height + 3, places[i].middle() + 10,
             (places[i].y + places[i + 1].y + places[i + 1].height) / 2, escape_xml(text), arrow_);
       }
     }
@@ -304,13 +382,15 @@ class FoldedWriter {
         if (++results == 1) result = to_text(graph[value].geometry, graph.table.get());
       }
     }
-    std::string text = parameters > 0 ? fmt::format("{}, {}", counted(parameters, "parameter"), amount(bytes)) : std::string();
+    std::string text = parameters > 0 ? fmt::format("{}, {}", counted(parameters, "parameter"), amount(bytes))
+                                      : std::string();
     if (!others.empty()) text += (text.empty() ? "" : "; ") + others;
     const Placed& first = places.front();
     const Placed& last = places[forwards - 1];
     if (!text.empty()) {
       pill(first.middle(), 112, cut(text, 80));
-      down({first.x, 112, first.width, 28}, {first.x, first.y - (parts.front().count > 1 ? 10 : 0), first.width, 0}, "");
+      down({first.x, 112, first.width, 28},
+           {first.x, first.y - (parts.front().count > 1 ? 10 : 0), first.width, 0}, "");
     }
     if (results > 0) {
       pill(last.middle(), height_ - 48, results == 1 ? "result: " + result : counted(results, "result"));
@@ -319,7 +399,8 @@ class FoldedWriter {
     if (gradients > 0) {
       const Placed& top = places.back();
       pill(top.middle(), 112, counted(gradients, "gradient"));
-      add("<path class=\"flow\" marker-end=\"url(#{2})\" d=\"M{0:.1f} {1:.1f}L{0:.1f} 143\"/>\n", top.middle(), top.y - (parts.back().count > 1 ? 10 : 0), arrow_);
+      add("<path class=\"flow\" marker-end=\"url(#{2})\" d=\"M{0:.1f} {1:.1f}L{0:.1f} 143\"/>\n",
+          top.middle(), top.y - (parts.back().count > 1 ? 10 : 0), arrow_);
     }
   }
 
@@ -371,13 +452,17 @@ class FoldedWriter {
       std::vector<double> widths(columns, 0), heights(columns, 0);
       std::size_t column = 0;
       for (std::size_t r = 0; r < rows.size(); ++r) {
-        if (heights[column] > 0 && heights[column] + height_of_row(rows[r]) / 2 > whole / static_cast<double>(columns) && column + 1 < columns) ++column;
+        if (heights[column] > 0 &&
+            heights[column] + height_of_row(rows[r]) / 2 > whole / static_cast<double>(columns) &&
+            column + 1 < columns)
+          ++column;
         chosen[r] = column;
         widths[column] = std::max(widths[column], width_of_row(rows[r]));
         heights[column] += height_of_row(rows[r]);
       }
       double width = 2 * kMargin - 60, height = 0;
-      for (std::size_t c = 0; c <= column; ++c) width += widths[c] + 60, height = std::max(height, heights[c]);
+      for (std::size_t c = 0; c <= column; ++c)
+        width += widths[c] + 60, height = std::max(height, heights[c]);
       height += kHead + kMargin;
       if (const double scale = std::min(kScreenWidth / width, kScreenHeight / height); scale > 1.02 * best) {
         best = scale;
@@ -395,7 +480,9 @@ class FoldedWriter {
         y = kHead;
       }
       // Places each box near its operands.
-      std::stable_sort(rows[r].begin(), rows[r].end(), [&](std::size_t a, std::size_t b) { return pull(a, arrows, places) < pull(b, arrows, places); });
+      std::stable_sort(rows[r].begin(), rows[r].end(), [&](std::size_t a, std::size_t b) {
+        return pull(a, arrows, places) < pull(b, arrows, places);
+      });
       double x = left + (column_widths_[column_of[r]] - width_of_row(rows[r])) / 2;
       for (const std::size_t part : rows[r]) {
         places[part] = {x, y + 6, width_of(parts[part]), height_of(parts[part])};
@@ -403,11 +490,14 @@ class FoldedWriter {
       }
       y += height_of_row(rows[r]);
     }
-    for (const auto& [from, to] : arrows) arrow(places[from], places[to], parts[to].count > 1 ? 10 : 0, column_of[layer[from]] == column_of[layer[to]]);
+    for (const auto& [from, to] : arrows)
+      arrow(places[from], places[to], parts[to].count > 1 ? 10 : 0,
+            column_of[layer[from]] == column_of[layer[to]]);
     for (std::size_t i = 0; i < count; ++i) box(parts[i], places[i]);
   }
 
-  static double pull(std::size_t part, const std::set<std::pair<std::size_t, std::size_t>>& arrows, const std::vector<Placed>& places) {
+  static double pull(std::size_t part, const std::set<std::pair<std::size_t, std::size_t>>& arrows,
+                     const std::vector<Placed>& places) {
     double sum = 0, count = 0;
     for (const auto& [from, to] : arrows)
       if (to == part) sum += places[from].middle(), ++count;
@@ -417,7 +507,9 @@ class FoldedWriter {
   void arrow(const Placed& from, const Placed& to, double cards, bool same_column) {
     const double x0 = from.middle(), y0 = from.y + from.height, x1 = to.middle(), y1 = to.y - 2 - cards;
     const double bend = same_column ? (y1 - y0) / 2 : 46;
-    add("<path class=\"thin\" marker-end=\"url(#{})\" d=\"M{:.1f} {:.1f}C{:.1f} {:.1f} {:.1f} {:.1f} {:.1f} {:.1f}\"/>\n", arrow_, x0, y0, x0, y0 + bend, x1, y1 - bend, x1, y1);
+    add("<path class=\"thin\" marker-end=\"url(#{})\" d=\"M{:.1f} {:.1f}C{:.1f} {:.1f} {:.1f} {:.1f} {:.1f} "
+        "{:.1f}\"/>\n",
+        arrow_, x0, y0, x0, y0 + bend, x1, y1 - bend, x1, y1);
   }
 
   const NodeSequences& sequences_;
@@ -428,27 +520,45 @@ class FoldedWriter {
 };
 
 std::string summary_of(const Graph& graph, const DrawOptions& options) {
-  const auto forwards = static_cast<std::size_t>(std::count_if(graph.nodes.begin(), graph.nodes.end(), [](const Node& node) { return node.phase == Phase::Forward; }));
-  std::string text = fmt::format("{} ({} forward, {} backward)", counted(graph.nodes.size(), "node"), forwards, graph.nodes.size() - forwards);
+  const auto forwards = static_cast<std::size_t>(std::count_if(
+      graph.nodes.begin(), graph.nodes.end(), [](const Node& node) { return node.phase == Phase::Forward; }));
+  std::string text = fmt::format("{} ({} forward, {} backward)", counted(graph.nodes.size(), "node"),
+                                 forwards, graph.nodes.size() - forwards);
   double bytes = 0;
   for (const ValueId value : options.saved) bytes += size_in_bytes(graph[value].geometry);
-  if (!options.saved.empty()) text += fmt::format("; {} saved for backward, {}", counted(options.saved.size(), "tensor"), amount(bytes));
+  if (!options.saved.empty())
+    text +=
+        fmt::format("; {} saved for backward, {}", counted(options.saved.size(), "tensor"), amount(bytes));
   return text;
 }
 
 // A page with a picture for the whole graph and for each part that contains others.
 class FoldedPage {
  public:
-  FoldedPage(const Graph& graph, const DrawOptions& options) : options_(options), sequences_(graph, options), whole_(fold_graph(graph)) { number(whole_); }
+  FoldedPage(const Graph& graph, const DrawOptions& options)
+      : options_(options), sequences_(graph, options), whole_(fold_graph(graph)) {
+    number(whole_);
+  }
 
   std::string write() {
     std::string views;
-    view(whole_, "whole", options_.title, summary_of(sequences_.graph(), options_) + "; click a box to open it, Escape or the path above to go back", {}, 1, views);
+    view(whole_, "whole", options_.title,
+         summary_of(sequences_.graph(), options_) +
+             "; click a box to open it, Escape or the path above to go back",
+         {}, 1, views);
     return fmt::format(
-        "<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><meta name=\"viewport\" content=\"width=device-width\"><title>{0}</title>\n"
-        "<style>body{{margin:0;font-family:Inter,'Segoe UI','Helvetica Neue',Arial,sans-serif;background:#fff;color:#1d2330}} section{{display:none}} section:target,section#whole{{display:block}} section:target~section#whole{{display:none}} "
-        "nav{{padding:14px 24px 0;font-size:14px;min-height:20px}} nav a{{color:#3f76b8;text-decoration:none}} nav a:hover{{text-decoration:underline}} svg{{display:block;width:100%;height:auto;max-height:calc(100vh - 50px)}} {1}</style></head><body>\n{2}"
-        "<script>addEventListener('keydown',event=>{{if(event.key!=='Escape')return;const open=document.querySelector('section:target nav a:last-of-type');if(open)location.hash=open.getAttribute('href')}});</script>\n</body></html>\n",
+        "<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><meta name=\"viewport\" "
+        "content=\"width=device-width\"><title>{0}</title>\n"
+        "<style>body{{margin:0;font-family:Inter,'Segoe UI','Helvetica "
+        "Neue',Arial,sans-serif;background:#fff;color:#1d2330}} section{{display:none}} "
+        "section:target,section#whole{{display:block}} section:target~section#whole{{display:none}} "
+        "nav{{padding:14px 24px 0;font-size:14px;min-height:20px}} nav "
+        "a{{color:#3f76b8;text-decoration:none}} nav a:hover{{text-decoration:underline}} "
+        "svg{{display:block;width:100%;height:auto;max-height:calc(100vh - 50px)}} "
+        "{1}</style></head><body>\n{2}"
+        "<script>addEventListener('keydown',event=>{{if(event.key!=='Escape')return;const "
+        "open=document.querySelector('section:target nav "
+        "a:last-of-type');if(open)location.hash=open.getAttribute('href')}});</script>\n</body></html>\n",
         escape_xml(options_.title), kFoldedDark, views);
   }
 
@@ -462,17 +572,27 @@ class FoldedPage {
   }
 
   // The whole graph comes last, so that CSS alone can hide it when a part is the target of the address.
-  void view(const std::vector<Fold>& parts, const std::string& id, const std::string& heading, const std::string& sub, const std::vector<std::pair<std::string, std::string>>& path, std::size_t times, std::string& views) {
+  void view(const std::vector<Fold>& parts, const std::string& id, const std::string& heading,
+            const std::string& sub, const std::vector<std::pair<std::string, std::string>>& path,
+            std::size_t times, std::string& views) {
     auto deeper = path;
     deeper.emplace_back(id, heading);
     for (const Fold& part : parts) {
       if (part.is_node()) continue;
-      const std::string what = part.count > 1 ? fmt::format("one of {} equal parts, {} of {} nodes in all", part.count, counted(part.length, "node"), part.nodes()) : counted(part.length, "node");
-      view(part.parts, links_.at(&part), part.name, fmt::format("{}, {}", part.phase == Phase::Forward ? "forward" : "backward", what), deeper, times * part.count, views);
+      const std::string what = part.count > 1
+                                   ? fmt::format("one of {} equal parts, {} of {} nodes in all", part.count,
+                                                 counted(part.length, "node"), part.nodes())
+                                   : counted(part.length, "node");
+      view(part.parts, links_.at(&part), part.name,
+           fmt::format("{}, {}", part.phase == Phase::Forward ? "forward" : "backward", what), deeper,
+           times * part.count, views);
     }
     std::string crumbs;
-    for (const auto& [target, name] : path) crumbs += fmt::format("<a href=\"#{}\">{}</a> \xe2\x80\xba ", target, escape_xml(cut(name, 60)));
-    views += fmt::format("<section id=\"{}\"><nav>{}{}</nav>\n{}</section>\n", id, crumbs, path.empty() ? "" : escape_xml(cut(heading, 60)), FoldedWriter(sequences_, links_).picture(parts, id, heading, sub, times));
+    for (const auto& [target, name] : path)
+      crumbs += fmt::format("<a href=\"#{}\">{}</a> \xe2\x80\xba ", target, escape_xml(cut(name, 60)));
+    views += fmt::format("<section id=\"{}\"><nav>{}{}</nav>\n{}</section>\n", id, crumbs,
+                         path.empty() ? "" : escape_xml(cut(heading, 60)),
+                         FoldedWriter(sequences_, links_).picture(parts, id, heading, sub, times));
   }
 
   const DrawOptions& options_;
@@ -486,9 +606,12 @@ class FoldedPage {
 std::string draw_folded_svg(const Graph& graph, const DrawOptions& options) {
   const NodeSequences sequences(graph, options);
   const Links none;
-  return FoldedWriter(sequences, none).picture(fold_graph(graph), "whole", options.title, summary_of(graph, options), 1);
+  return FoldedWriter(sequences, none)
+      .picture(fold_graph(graph), "whole", options.title, summary_of(graph, options), 1);
 }
 
-std::string to_html(const Graph& graph, const DrawOptions& options) { return FoldedPage(graph, options).write(); }
+std::string to_html(const Graph& graph, const DrawOptions& options) {
+  return FoldedPage(graph, options).write();
+}
 
 }  // namespace penstock::graph

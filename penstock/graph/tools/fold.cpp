@@ -35,7 +35,8 @@ std::vector<Maker> makers_of(const Graph& graph) {
 
 // Everything about a node except where its arguments come from.
 std::string node_key(const Graph& graph, const Node& node) {
-  std::string text = fmt::format("{}{}{}", c10::toString(node.op.operator_name()), node.phase == Phase::Forward ? 'F' : 'B', node.grad_enabled ? '+' : '-');
+  std::string text = fmt::format("{}{}{}", c10::toString(node.op.operator_name()),
+                                 node.phase == Phase::Forward ? 'F' : 'B', node.grad_enabled ? '+' : '-');
   const auto add = [&](const std::vector<Operand>& operands) {
     for (const Operand& operand : operands) {
       text += ';';
@@ -43,7 +44,9 @@ std::string node_key(const Graph& graph, const Node& node) {
         text += to_text(operand, graph.table.get());
         continue;
       }
-      for (const ValueId value : operand.values) text += value == kNoValue ? std::string("none,") : to_text(graph[value].geometry, graph.table.get()) + ",";
+      for (const ValueId value : operand.values)
+        text += value == kNoValue ? std::string("none,")
+                                  : to_text(graph[value].geometry, graph.table.get()) + ",";
     }
   };
   add(node.arguments);
@@ -52,7 +55,8 @@ std::string node_key(const Graph& graph, const Node& node) {
   return text;
 }
 
-bool used_alike(const Graph& graph, const std::vector<Maker>& makers, std::size_t first, std::size_t second, std::size_t length) {
+bool used_alike(const Graph& graph, const std::vector<Maker>& makers, std::size_t first, std::size_t second,
+                std::size_t length) {
   for (std::size_t i = 0; i < length; ++i) {
     std::vector<ValueId> one, other;
     for_each_value(graph.nodes[first + i].arguments, [&](ValueId value) { one.push_back(value); });
@@ -62,7 +66,9 @@ bool used_alike(const Graph& graph, const std::vector<Maker>& makers, std::size_
       const Maker left = makers[index_of(one[a])], right = makers[index_of(other[a])];
       const bool inside = left.node != kNobody && left.node >= first && left.node < first + length;
       const bool other_inside = right.node != kNobody && right.node >= second && right.node < second + length;
-      if (inside != other_inside || (inside && (left.node - first != right.node - second || left.place != right.place))) return false;
+      if (inside != other_inside ||
+          (inside && (left.node - first != right.node - second || left.place != right.place)))
+        return false;
     }
   }
   return true;
@@ -77,7 +83,18 @@ std::string module_of(const std::string& parameter) {
 
 // Whether the node returns the same values in another order or dtype.
 bool only_reorders(const Node& node) {
-  static const std::set<std::string_view> kNames{"aten::t", "aten::transpose", "aten::permute", "aten::view", "aten::_reshape_alias", "aten::reshape", "aten::_unsafe_view", "aten::expand", "aten::detach", "aten::alias", "aten::_to_copy", "aten::to"};
+  static const std::set<std::string_view> kNames{"aten::t",
+                                                 "aten::transpose",
+                                                 "aten::permute",
+                                                 "aten::view",
+                                                 "aten::_reshape_alias",
+                                                 "aten::reshape",
+                                                 "aten::_unsafe_view",
+                                                 "aten::expand",
+                                                 "aten::detach",
+                                                 "aten::alias",
+                                                 "aten::_to_copy",
+                                                 "aten::to"};
   return kNames.contains(node.op.operator_name().name);
 }
 
@@ -85,9 +102,11 @@ std::string_view first_component(std::string_view path) { return path.substr(0, 
 
 class Folder {
  public:
-  Folder(const Graph& graph, const FoldOptions& options) : graph_(graph), options_(options), makers_(makers_of(graph)) {
+  Folder(const Graph& graph, const FoldOptions& options)
+      : graph_(graph), options_(options), makers_(makers_of(graph)) {
     std::unordered_map<std::string, std::size_t> numbers;
-    for (const Node& node : graph.nodes) looks_.push_back(numbers.try_emplace(node_key(graph, node), numbers.size()).first->second);
+    for (const Node& node : graph.nodes)
+      looks_.push_back(numbers.try_emplace(node_key(graph, node), numbers.size()).first->second);
     find_modules();
   }
 
@@ -96,10 +115,13 @@ class Folder {
     if (parts.size() <= options_.max_parts) return parts;
     parts = grouped(std::move(parts));
     // Forward and backward are drawn side by side: few parts of each.
-    const auto border = std::find_if(parts.begin(), parts.end(), [](const Fold& part) { return part.phase == Phase::Backward; });
-    std::vector<Fold> forward(std::make_move_iterator(parts.begin()), std::make_move_iterator(border)), backward(std::make_move_iterator(border), std::make_move_iterator(parts.end()));
+    const auto border = std::find_if(parts.begin(), parts.end(),
+                                     [](const Fold& part) { return part.phase == Phase::Backward; });
+    std::vector<Fold> forward(std::make_move_iterator(parts.begin()), std::make_move_iterator(border)),
+        backward(std::make_move_iterator(border), std::make_move_iterator(parts.end()));
     forward = merged(std::move(forward), options_.max_parts_per_phase);
-    for (Fold& part : merged(std::move(backward), options_.max_parts_per_phase)) forward.push_back(std::move(part));
+    for (Fold& part : merged(std::move(backward), options_.max_parts_per_phase))
+      forward.push_back(std::move(part));
     return limited(std::move(forward));
   }
 
@@ -157,12 +179,14 @@ class Folder {
           ++equal;
           continue;
         }
-        if (const std::size_t saved = equal / length * length; saved >= options_.min_nodes_saved) found.push_back({saved, length, i - equal, equal});
+        if (const std::size_t saved = equal / length * length; saved >= options_.min_nodes_saved)
+          found.push_back({saved, length, i - equal, equal});
         equal = 0;
       }
     }
     // Largest saving first; among equal ones the shortest, which is not a multiple of another.
-    std::stable_sort(found.begin(), found.end(), [](const Candidate& a, const Candidate& b) { return a.saved > b.saved; });
+    std::stable_sort(found.begin(), found.end(),
+                     [](const Candidate& a, const Candidate& b) { return a.saved > b.saved; });
     return found;
   }
 
@@ -171,20 +195,24 @@ class Folder {
     std::set<std::size_t> values;
     for (std::size_t i = first + length; i < first + 2 * length; ++i)
       for_each_value(graph_.nodes[i].arguments, [&](ValueId value) {
-        if (const std::size_t from = makers_[index_of(value)].node; from != kNobody && from >= first && from < first + length) values.insert(index_of(value));
+        if (const std::size_t from = makers_[index_of(value)].node;
+            from != kNobody && from >= first && from < first + length)
+          values.insert(index_of(value));
       });
     return values.size();
   }
 
   // The longest run of equal sequences in the candidate, starting where the fewest results are passed on.
   Repeat verified(const Candidate& candidate) const {
-    const std::size_t most = candidate.equal / candidate.length + 1, slack = candidate.equal % candidate.length;
+    const std::size_t most = candidate.equal / candidate.length + 1,
+                      slack = candidate.equal % candidate.length;
     // Sorted by results passed on, then by nodes of other modules: few results are passed on at module
     // boundaries, and a sequence should be one module.
     std::vector<std::tuple<std::size_t, std::size_t, std::size_t>> starts;
     for (std::size_t shift = 0; shift <= slack; ++shift) {
       const std::size_t first = candidate.begin + shift;
-      starts.emplace_back(passed_on(first, candidate.length), nodes_of_other_modules(first, first + candidate.length), first);
+      starts.emplace_back(passed_on(first, candidate.length),
+                          nodes_of_other_modules(first, first + candidate.length), first);
     }
     std::stable_sort(starts.begin(), starts.end());
     Repeat best;
@@ -223,11 +251,14 @@ class Folder {
         fold.name = c10::toString(graph_.nodes[repeat.first].op.operator_name());
       }
       parts.push_back(std::move(fold));
-      for (Fold& part : repeats(repeat.first + repeat.length * repeat.count, end)) parts.push_back(std::move(part));
+      for (Fold& part : repeats(repeat.first + repeat.length * repeat.count, end))
+        parts.push_back(std::move(part));
       return parts;
     }
     std::vector<Fold> nodes;
-    for (std::size_t i = begin; i < end; ++i) nodes.push_back({c10::toString(graph_.nodes[i].op.operator_name()), graph_.nodes[i].phase, i, 1, 1, {}});
+    for (std::size_t i = begin; i < end; ++i)
+      nodes.push_back(
+          {c10::toString(graph_.nodes[i].op.operator_name()), graph_.nodes[i].phase, i, 1, 1, {}});
     return nodes;
   }
 
@@ -241,16 +272,25 @@ class Folder {
     // Large repeats stay separate.
     std::size_t all = 0;
     for (const Fold& part : parts) all += part.nodes();
-    const auto alone = [&](const Fold& part) { return !part.is_node() && part.count > 1 && 8 * part.nodes() >= all; };
-    const auto label = [&](const Fold& part) { return std::string(first_component(std::string_view(modules_[part.first]).substr(std::min(common, modules_[part.first].size())))); };
+    const auto alone = [&](const Fold& part) {
+      return !part.is_node() && part.count > 1 && 8 * part.nodes() >= all;
+    };
+    const auto label = [&](const Fold& part) {
+      return std::string(first_component(
+          std::string_view(modules_[part.first]).substr(std::min(common, modules_[part.first].size()))));
+    };
     std::vector<Fold> groups;
     for (std::size_t i = 0; i < parts.size();) {
       std::size_t j = i + 1;
-      while (!alone(parts[i]) && j < parts.size() && !alone(parts[j]) && parts[j].phase == parts[i].phase && label(parts[j]) == label(parts[i])) ++j;
+      while (!alone(parts[i]) && j < parts.size() && !alone(parts[j]) && parts[j].phase == parts[i].phase &&
+             label(parts[j]) == label(parts[i]))
+        ++j;
       if (j == i + 1 || j - i == parts.size()) {
         for (; i < j; ++i) groups.push_back(std::move(parts[i]));
       } else {
-        groups.push_back(group(std::vector<Fold>(std::make_move_iterator(parts.begin() + static_cast<std::ptrdiff_t>(i)), std::make_move_iterator(parts.begin() + static_cast<std::ptrdiff_t>(j)))));
+        groups.push_back(group(
+            std::vector<Fold>(std::make_move_iterator(parts.begin() + static_cast<std::ptrdiff_t>(i)),
+                              std::make_move_iterator(parts.begin() + static_cast<std::ptrdiff_t>(j)))));
         i = j;
       }
     }
@@ -278,7 +318,8 @@ class Folder {
           chunks.push_back(std::move(parts[i]));
         } else {
           Fold fold{{}, parts[i].phase, parts[i].first, parts[j - 1].end() - parts[i].first, 1, {}};
-          fold.parts.assign(std::make_move_iterator(parts.begin() + static_cast<std::ptrdiff_t>(i)), std::make_move_iterator(parts.begin() + static_cast<std::ptrdiff_t>(j)));
+          fold.parts.assign(std::make_move_iterator(parts.begin() + static_cast<std::ptrdiff_t>(i)),
+                            std::make_move_iterator(parts.begin() + static_cast<std::ptrdiff_t>(j)));
           fold.name = name_of(fold);
           chunks.push_back(std::move(fold));
         }
@@ -296,7 +337,10 @@ class Folder {
     // Merged here: absorbs more parts instead of being merged into another.
     std::vector<char> made(parts.size(), 0);
     while (parts.size() > most) {
-      const auto cost = [&](std::size_t i) { return std::tuple(parts[i].phase != parts[i + 1].phase, parts[i].count > 1 || parts[i + 1].count > 1, parts[i].nodes() + parts[i + 1].nodes()); };
+      const auto cost = [&](std::size_t i) {
+        return std::tuple(parts[i].phase != parts[i + 1].phase, parts[i].count > 1 || parts[i + 1].count > 1,
+                          parts[i].nodes() + parts[i + 1].nodes());
+      };
       std::size_t best = 0;
       for (std::size_t i = 1; i + 1 < parts.size(); ++i)
         if (cost(i) < cost(best)) best = i;
@@ -333,9 +377,11 @@ class Folder {
         continue;
       }
       const auto [a, b] = std::mismatch(common.begin(), common.end(), module.begin(), module.end());
-      const bool whole = (a == common.end() && (b == module.end() || *b == '.')) || (b == module.end() && *a == '.');
+      const bool whole =
+          (a == common.end() && (b == module.end() || *b == '.')) || (b == module.end() && *a == '.');
       common = common.substr(0, static_cast<std::size_t>(a - common.begin()));
-      if (!whole) common = common.substr(0, common.rfind('.') == std::string_view::npos ? 0 : common.rfind('.'));
+      if (!whole)
+        common = common.substr(0, common.rfind('.') == std::string_view::npos ? 0 : common.rfind('.'));
     }
     return common.empty() ? 0 : common.size() + 1;
   }
@@ -349,9 +395,12 @@ class Folder {
       std::map<std::string, std::size_t> times;
       for (std::size_t i = begin; i < end; ++i) {
         const std::string& module = modules_[i];
-        if (module.size() > name.size() && (name.empty() || (module.starts_with(name) && module[name.size()] == '.'))) ++times[module.substr(0, module.find('.', name.empty() ? 0 : name.size() + 1))];
+        if (module.size() > name.size() &&
+            (name.empty() || (module.starts_with(name) && module[name.size()] == '.')))
+          ++times[module.substr(0, module.find('.', name.empty() ? 0 : name.size() + 1))];
       }
-      const auto most = std::max_element(times.begin(), times.end(), [](const auto& a, const auto& b) { return a.second < b.second; });
+      const auto most = std::max_element(times.begin(), times.end(),
+                                         [](const auto& a, const auto& b) { return a.second < b.second; });
       if (most == times.end() || 20 * most->second < 17 * known) break;
       name = most->first;
     }
@@ -365,7 +414,8 @@ class Folder {
     for (std::size_t i = begin; i < end; ++i) {
       const std::string& module = modules_[i];
       const std::size_t dot = module.find('.');
-      most = std::max(most, ++times[dot == std::string::npos ? module : module.substr(0, module.find('.', dot + 1))]);
+      most = std::max(
+          most, ++times[dot == std::string::npos ? module : module.substr(0, module.find('.', dot + 1))]);
     }
     return end - begin - most;
   }
@@ -384,10 +434,13 @@ class Folder {
     }
     if (names.empty()) {
       std::map<std::string, std::size_t> times;
-      for (std::size_t i = fold.first; i < fold.first + fold.length; ++i) times[graph_.nodes[i].op.operator_name().name] += only_reorders(graph_.nodes[i]) ? 0 : 1;
+      for (std::size_t i = fold.first; i < fold.first + fold.length; ++i)
+        times[graph_.nodes[i].op.operator_name().name] += only_reorders(graph_.nodes[i]) ? 0 : 1;
       for (const auto& [name, count] : times) names.push_back(name);
-      std::stable_sort(names.begin(), names.end(), [&](const std::string& a, const std::string& b) { return times[a] > times[b]; });
-      for (std::string& name : names) name = name.substr(name.find("::") == std::string::npos ? 0 : name.find("::") + 2);
+      std::stable_sort(names.begin(), names.end(),
+                       [&](const std::string& a, const std::string& b) { return times[a] > times[b]; });
+      for (std::string& name : names)
+        name = name.substr(name.find("::") == std::string::npos ? 0 : name.find("::") + 2);
     }
     const std::size_t shown = std::min<std::size_t>(names.size(), 3);
     std::string text;
@@ -404,7 +457,9 @@ class Folder {
 
 }  // namespace
 
-std::vector<Fold> fold_graph(const Graph& graph, const FoldOptions& options) { return Folder(graph, options).fold(); }
+std::vector<Fold> fold_graph(const Graph& graph, const FoldOptions& options) {
+  return Folder(graph, options).fold();
+}
 
 bool equal_sequences(const Graph& graph, std::size_t first, std::size_t second, std::size_t length) {
   for (std::size_t i = 0; i < length; ++i)

@@ -31,10 +31,10 @@ struct Fold {
 };
 
 struct FoldOptions {
-  std::size_t max_parts = 32;   // in one part, and at the top level; more are grouped into sub-parts
+  std::size_t max_parts = 32;  // in one part, and at the top level; more are grouped into sub-parts
   // At the top level, in forward and in backward, if there are more than max_parts.
   std::size_t max_parts_per_phase = 7;
-  std::size_t min_nodes_saved = 4;   // the fewest nodes that folding must save
+  std::size_t min_nodes_saved = 4;  // the fewest nodes that folding must save
 };
 
 // Returns the parts in the order of the nodes; each node is in exactly one part. O(nodes * longest repeated

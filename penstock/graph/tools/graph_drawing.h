@@ -23,7 +23,7 @@ struct GraphDrawing {
   struct Arrow {
     std::size_t from = 0, to = 0;
   };
-  std::vector<Box> boxes;      // sorted: an arrow always leads to a later box
+  std::vector<Box> boxes;  // sorted: an arrow always leads to a later box
   std::vector<Arrow> arrows;
 };
 

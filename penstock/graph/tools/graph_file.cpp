@@ -9,9 +9,9 @@
 #include <limits>
 #include <map>
 
-#include "penstock/errors.h"
 #include "penstock/base/checksum.h"
 #include "penstock/base/files.h"
+#include "penstock/errors.h"
 #include "penstock/graph/tools/byte_stream.h"
 #include "penstock/torch/compat/dtype.h"
 
@@ -23,7 +23,8 @@ std::uint64_t detail::graph_checksum(std::span<const std::uint8_t> bytes) {
 }
 
 void ByteReader::fail(const std::string& why) const {
-  throw ValueError(fmt::format("graph file {}: byte {}: {}; write the file again with save_graph", name_, at_, why));
+  throw ValueError(
+      fmt::format("graph file {}: byte {}: {}; write the file again with save_graph", name_, at_, why));
 }
 
 namespace {
@@ -34,7 +35,21 @@ constexpr std::size_t kMostDims = 64;
 constexpr std::int64_t kMostElements = std::int64_t{1} << 50;
 constexpr int kDeepest = 8;  // nesting of lists
 
-enum class ConstantKind : std::uint8_t { None, Int, Double, Bool, Complex, String, Device, IntList, DoubleList, BoolList, List, Undefined, Number };
+enum class ConstantKind : std::uint8_t {
+  None,
+  Int,
+  Double,
+  Bool,
+  Complex,
+  String,
+  Device,
+  IntList,
+  DoubleList,
+  BoolList,
+  List,
+  Undefined,
+  Number
+};
 
 // ---- writing ----
 
@@ -43,7 +58,9 @@ class GraphWriter {
   std::vector<std::uint8_t> write(const GraphFile& file) {
     // The kinds and contexts of subclasses, in particular a DTensor's mesh, belong to a process.
     if (file.joint.subclasses)
-      throw ValueError("graph: some inputs or results are tensor subclasses, whose context cannot be saved; save a capture over plain tensors");
+      throw ValueError(
+          "graph: some inputs or results are tensor subclasses, whose context cannot be saved; save a "
+          "capture over plain tensors");
     graph(file.joint.graph);
     out_.count(file.joint.primals);
     out_.count(file.joint.forward_outputs);
@@ -70,7 +87,9 @@ class GraphWriter {
 
   void dtype(at::ScalarType type) {
     const std::optional<std::uint8_t> number = dtype_number(type);
-    if (!number) throw NotImplemented(fmt::format("graph file: dtype {} cannot be saved; remove it from the captured function", c10::toString(type)));
+    if (!number)
+      throw NotImplemented(fmt::format(
+          "graph file: dtype {} cannot be saved; remove it from the captured function", c10::toString(type)));
     out_.number(*number);
   }
 
@@ -98,16 +117,27 @@ class GraphWriter {
     if (value.isDouble()) return kind(ConstantKind::Double), out_.number(value.toDouble());
     if (value.isBool()) return kind(ConstantKind::Bool), out_.flag(value.toBool());
     if (value.isComplexDouble())
-      return kind(ConstantKind::Complex), out_.number(value.toComplexDouble().real()), out_.number(value.toComplexDouble().imag());
+      return kind(ConstantKind::Complex), out_.number(value.toComplexDouble().real()),
+             out_.number(value.toComplexDouble().imag());
     if (value.isString()) return kind(ConstantKind::String), out_.text(value.toStringRef());
     if (value.isDevice()) return kind(ConstantKind::Device), out_.text(value.toDevice().str());
-    if (value.isIntList()) return kind(ConstantKind::IntList), list(value.toIntVector(), [&](std::int64_t item) { out_.number(item); });
-    if (value.isDoubleList()) return kind(ConstantKind::DoubleList), list(value.toDoubleVector(), [&](double item) { out_.number(item); });
-    if (value.isBoolList()) return kind(ConstantKind::BoolList), list(value.toBoolList(), [&](bool item) { out_.flag(item); });
+    if (value.isIntList())
+      return kind(ConstantKind::IntList),
+             list(value.toIntVector(), [&](std::int64_t item) { out_.number(item); });
+    if (value.isDoubleList())
+      return kind(ConstantKind::DoubleList),
+             list(value.toDoubleVector(), [&](double item) { out_.number(item); });
+    if (value.isBoolList())
+      return kind(ConstantKind::BoolList), list(value.toBoolList(), [&](bool item) { out_.flag(item); });
     if (value.isTensor() && !value.toTensor().defined()) return kind(ConstantKind::Undefined);
-    if (value.isTensor() && value.toTensor().dim() == 0) return kind(ConstantKind::Number), tensor(value.toTensor());
-    if (value.isList() && !value.isTensorList()) return kind(ConstantKind::List), list(value.toListRef(), [&](const c10::IValue& item) { constant(item); });
-    throw NotImplemented(fmt::format("graph file: a constant of kind {} cannot be saved; remove it from the captured function", value.tagKind()));
+    if (value.isTensor() && value.toTensor().dim() == 0)
+      return kind(ConstantKind::Number), tensor(value.toTensor());
+    if (value.isList() && !value.isTensorList())
+      return kind(ConstantKind::List),
+             list(value.toListRef(), [&](const c10::IValue& item) { constant(item); });
+    throw NotImplemented(
+        fmt::format("graph file: a constant of kind {} cannot be saved; remove it from the captured function",
+                    value.tagKind()));
   }
 
   void operand(const Operand& operand) {
@@ -123,7 +153,8 @@ class GraphWriter {
       out_.number(static_cast<std::int32_t>(value.storage));
     });
     list(graph.inputs, [&](const Placeholder& input) { id(input.value), out_.text(input.name); });
-    list(graph.constants, [&](const ConstantTensor& constant) { id(constant.value), tensor(constant.tensor); });
+    list(graph.constants,
+         [&](const ConstantTensor& constant) { id(constant.value), tensor(constant.tensor); });
     list(graph.nodes, [&](const Node& node) {
       out_.text(node.op.operator_name().name);
       out_.text(node.op.operator_name().overload_name);
@@ -152,9 +183,10 @@ class GraphWriter {
 
   void meta(const ViewAndMutationMeta& meta) {
     list(meta.inputs, [&](const InputInfo& info) {
-      for (const bool flag : {info.is_leaf, info.mutates_data, info.mutates_metadata, info.mutations_hidden_from_autograd, info.mutations_under_no_grad,
-                              info.mutates_storage_metadata, info.resizes_storage, info.requires_grad, info.keep_input_mutations, info.is_touched,
-                              info.is_tensor})
+      for (const bool flag :
+           {info.is_leaf, info.mutates_data, info.mutates_metadata, info.mutations_hidden_from_autograd,
+            info.mutations_under_no_grad, info.mutates_storage_metadata, info.resizes_storage,
+            info.requires_grad, info.keep_input_mutations, info.is_touched, info.is_tensor})
         out_.flag(flag);
     });
     list(meta.outputs, [&](const OutputInfo& info) {
@@ -185,8 +217,10 @@ class GraphWriter {
   }
 
   void signature(const GraphSignature& signature) {
-    names(signature.parameters), names(signature.buffers), names(signature.user_inputs), names(signature.user_outputs);
-    map(signature.inputs_to_parameters), map(signature.inputs_to_buffers), map(signature.buffers_to_mutate), map(signature.parameters_to_mutate);
+    names(signature.parameters), names(signature.buffers), names(signature.user_inputs),
+        names(signature.user_outputs);
+    map(signature.inputs_to_parameters), map(signature.inputs_to_buffers), map(signature.buffers_to_mutate),
+        map(signature.parameters_to_mutate);
     map(signature.user_inputs_to_mutate);
     out_.text(signature.in_spec), out_.text(signature.out_spec);
     names(signature.input_tokens), names(signature.output_tokens);
@@ -212,11 +246,14 @@ class GraphReader {
     file.joint.forward_outputs = bounded(file.joint.graph.outputs.size());
     list(8, [&] {
       file.joint.written_in_backward.push_back(bounded(file.joint.primals));
-      if (file.joint.written_in_backward.back() == file.joint.primals) in_.fail("an input that does not exist is written in backward");
+      if (file.joint.written_in_backward.back() == file.joint.primals)
+        in_.fail("an input that does not exist is written in backward");
     });
-    if (file.joint.forward_outputs + file.joint.written_in_backward.size() > file.joint.graph.outputs.size()) in_.fail("inconsistent number of outputs");
+    if (file.joint.forward_outputs + file.joint.written_in_backward.size() > file.joint.graph.outputs.size())
+      in_.fail("inconsistent number of outputs");
     list(10, [&] { file.joint.tangents.push_back(tangent()); });
-    if (file.joint.primals + file.joint.tangents.size() != file.joint.graph.inputs.size()) in_.fail("inconsistent number of inputs and tangents");
+    if (file.joint.primals + file.joint.tangents.size() != file.joint.graph.inputs.size())
+      in_.fail("inconsistent number of inputs and tangents");
     meta(&file.meta);
     list(4, [&] { file.saved.push_back(id(file.joint.graph)); });
     if (in_.flag()) file.signature = signature();
@@ -241,7 +278,8 @@ class GraphReader {
   }
   ValueId id(const Graph& graph, bool may_miss = false) {
     const auto value = in_.number<std::int32_t>();
-    if (value < (may_miss ? -1 : 0) || (value >= 0 && static_cast<std::size_t>(value) >= graph.values.size())) in_.fail(fmt::format("value {} does not exist", value));
+    if (value < (may_miss ? -1 : 0) || (value >= 0 && static_cast<std::size_t>(value) >= graph.values.size()))
+      in_.fail(fmt::format("value {} does not exist", value));
     return ValueId{value};
   }
   std::optional<std::size_t> place() {
@@ -252,7 +290,8 @@ class GraphReader {
   at::ScalarType dtype() {
     const auto number = in_.number<std::uint8_t>();
     const DtypeEntry* entry = find_dtype(number);
-    if (!entry || !entry->here) in_.fail(fmt::format("dtype number {} is not known to this LibTorch", number));
+    if (!entry || !entry->here)
+      in_.fail(fmt::format("dtype number {} is not known to this LibTorch", number));
     return *entry->here;
   }
 
@@ -286,7 +325,9 @@ class GraphReader {
     std::int64_t elements = 1, reach = geometry.storage_offset;
     for (std::size_t i = 0; i < count; ++i) {
       const std::int64_t size = geometry.sizes[i], stride = geometry.strides[i];
-      if (size > 0 && (elements > kMostElements / size || (size > 1 && stride > (kMostElements - reach) / (size - 1)))) in_.fail("a tensor that is too large");
+      if (size > 0 &&
+          (elements > kMostElements / size || (size > 1 && stride > (kMostElements - reach) / (size - 1))))
+        in_.fail("a tensor that is too large");
       elements *= std::max<std::int64_t>(size, 1);
       reach += size > 1 ? (size - 1) * stride : 0;
     }
@@ -294,7 +335,8 @@ class GraphReader {
     geometry.device = device();
     geometry.conjugated = in_.flag();
     geometry.negated = in_.flag();
-    if (geometry.conjugated && !c10::isComplexType(geometry.dtype)) in_.fail("a conjugate of a tensor that is not complex");
+    if (geometry.conjugated && !c10::isComplexType(geometry.dtype))
+      in_.fail("a conjugate of a tensor that is not complex");
     return geometry;
   }
 
@@ -307,8 +349,10 @@ class GraphReader {
       size = natural();
       empty |= size == 0;
       // Too many, whatever follows.
-      if (size > 0 && bytes > in_.remaining() / static_cast<std::size_t>(size)) bytes = in_.remaining() + 1;
-      else bytes *= static_cast<std::size_t>(std::max<std::int64_t>(size, 1));
+      if (size > 0 && bytes > in_.remaining() / static_cast<std::size_t>(size))
+        bytes = in_.remaining() + 1;
+      else
+        bytes *= static_cast<std::size_t>(std::max<std::int64_t>(size, 1));
     }
     if (empty) bytes = 0;
     const std::span<const std::uint8_t> from = in_.take(bytes);
@@ -319,16 +363,22 @@ class GraphReader {
 
   c10::IValue constant(int depth = 0) {
     switch (in_.choice(ConstantKind::Number)) {
-      case ConstantKind::None: return {};
-      case ConstantKind::Int: return in_.number<std::int64_t>();
-      case ConstantKind::Double: return in_.number<double>();
-      case ConstantKind::Bool: return in_.flag();
+      case ConstantKind::None:
+        return {};
+      case ConstantKind::Int:
+        return in_.number<std::int64_t>();
+      case ConstantKind::Double:
+        return in_.number<double>();
+      case ConstantKind::Bool:
+        return in_.flag();
       case ConstantKind::Complex: {
         const auto real = in_.number<double>(), imaginary = in_.number<double>();
         return c10::complex<double>(real, imaginary);
       }
-      case ConstantKind::String: return in_.text();
-      case ConstantKind::Device: return device();
+      case ConstantKind::String:
+        return in_.text();
+      case ConstantKind::Device:
+        return device();
       case ConstantKind::IntList: {
         std::vector<std::int64_t> items;
         list(8, [&] { items.push_back(in_.number<std::int64_t>()); });
@@ -350,7 +400,8 @@ class GraphReader {
         list(1, [&] { items.push_back(constant(depth + 1)); });
         return items;
       }
-      case ConstantKind::Undefined: return at::Tensor();
+      case ConstantKind::Undefined:
+        return at::Tensor();
       case ConstantKind::Number: {
         at::Tensor number = tensor();
         if (number.dim() != 0) in_.fail("a number that is not a 0-dim tensor");
@@ -369,7 +420,8 @@ class GraphReader {
       return operand;
     }
     list(4, [&] { operand.values.push_back(id(graph, /*may_miss=*/true)); });
-    if (operand.kind == Operand::Kind::Tensor && operand.values.size() != 1) in_.fail("a tensor operand without exactly one value");
+    if (operand.kind == Operand::Kind::Tensor && operand.values.size() != 1)
+      in_.fail("a tensor operand without exactly one value");
     return operand;
   }
 
@@ -378,11 +430,14 @@ class GraphReader {
     list(40, [&] {
       Value value{geometry(), {}};
       value.storage = StorageId{in_.number<std::int32_t>()};
-      if (static_cast<std::int32_t>(value.storage) < 0 || static_cast<std::int32_t>(value.storage) >= graph->storages) in_.fail("invalid storage");
+      if (static_cast<std::int32_t>(value.storage) < 0 ||
+          static_cast<std::int32_t>(value.storage) >= graph->storages)
+        in_.fail("invalid storage");
       graph->values.push_back(std::move(value));
     });
     // Memory is allocated per storage later, so their number is limited by the number of values.
-    if (graph->storages < 0 || static_cast<std::size_t>(graph->storages) > 4 * graph->values.size() + 16) in_.fail("more storages than values");
+    if (graph->storages < 0 || static_cast<std::size_t>(graph->storages) > 4 * graph->values.size() + 16)
+      in_.fail("more storages than values");
     list(12, [&] {
       const ValueId value = id(*graph);
       graph->inputs.push_back({value, in_.text()});
@@ -391,12 +446,14 @@ class GraphReader {
       const ValueId value = id(*graph);
       at::Tensor held = tensor();
       const Geometry& geometry = (*graph)[value].geometry;
-      if (held.sizes() != at::IntArrayRef(geometry.sizes) || held.scalar_type() != geometry.dtype) in_.fail("a constant whose shape differs from its value's");
+      if (held.sizes() != at::IntArrayRef(geometry.sizes) || held.scalar_type() != geometry.dtype)
+        in_.fail("a constant whose shape differs from its value's");
       if (held.strides() != at::IntArrayRef(geometry.strides)) held = as_laid_out(held, geometry);
       // The memory of a lazy conjugate holds the unconjugated values.
       if (geometry.conjugated) held = held.conj().resolve_conj().conj();
       if (geometry.negated) held = held._neg_view().resolve_neg()._neg_view();
-      graph->constants.push_back({value, geometry.device.is_cpu() ? std::move(held) : held.to(geometry.device)});
+      graph->constants.push_back(
+          {value, geometry.device.is_cpu() ? std::move(held) : held.to(geometry.device)});
     });
     list(34, [&] { node(graph); });
     list(1, [&] { graph->outputs.push_back(operand(*graph)); });
@@ -406,7 +463,8 @@ class GraphReader {
     // Large strides would need more memory than the size of the file justifies.
     std::int64_t reach = 1;
     for (std::size_t i = 0; i < geometry.sizes.size(); ++i) {
-      if (geometry.sizes[i] > 1 && geometry.strides[i] > (std::int64_t{1} << 40) / geometry.sizes[i]) in_.fail("a constant with strides that are too large");
+      if (geometry.sizes[i] > 1 && geometry.strides[i] > (std::int64_t{1} << 40) / geometry.sizes[i])
+        in_.fail("a constant with strides that are too large");
       reach += geometry.sizes[i] > 1 ? (geometry.sizes[i] - 1) * geometry.strides[i] : 0;
     }
     if (reach > 4 * held.numel() + 1024) in_.fail("a constant with strides that are too large");
@@ -425,7 +483,9 @@ class GraphReader {
   c10::OperatorHandle op() {
     const std::string name = in_.text(), overload = in_.text();
     const auto found = c10::Dispatcher::singleton().findSchema({name, overload});
-    if (!found) in_.fail(fmt::format("this LibTorch has no operator {}{}{}", name, overload.empty() ? "" : ".", overload));
+    if (!found)
+      in_.fail(
+          fmt::format("this LibTorch has no operator {}{}{}", name, overload.empty() ? "" : ".", overload));
     return *found;
   }
 
@@ -436,8 +496,8 @@ class GraphReader {
     step.viewed = static_cast<std::size_t>(in_.number<std::uint64_t>());
     step.result = static_cast<std::size_t>(in_.number<std::uint64_t>());
     step.element = place();
-    if (step.arguments.size() != step.op.schema().arguments().size() || step.viewed >= step.arguments.size() ||
-        step.result >= step.op.schema().returns().size())
+    if (step.arguments.size() != step.op.schema().arguments().size() ||
+        step.viewed >= step.arguments.size() || step.result >= step.op.schema().returns().size())
       in_.fail("a view step that does not match its operator");
     return step;
   }
@@ -453,9 +513,10 @@ class GraphReader {
   void meta(ViewAndMutationMeta* meta) {
     list(11, [&] {
       InputInfo info;
-      for (bool* flag : {&info.is_leaf, &info.mutates_data, &info.mutates_metadata, &info.mutations_hidden_from_autograd, &info.mutations_under_no_grad,
-                         &info.mutates_storage_metadata, &info.resizes_storage, &info.requires_grad, &info.keep_input_mutations, &info.is_touched,
-                         &info.is_tensor})
+      for (bool* flag :
+           {&info.is_leaf, &info.mutates_data, &info.mutates_metadata, &info.mutations_hidden_from_autograd,
+            &info.mutations_under_no_grad, &info.mutates_storage_metadata, &info.resizes_storage,
+            &info.requires_grad, &info.keep_input_mutations, &info.is_touched, &info.is_tensor})
         *flag = in_.flag();
       try {
         info.validate(meta->inputs.size());
@@ -500,8 +561,10 @@ class GraphReader {
 
   GraphSignature signature() {
     GraphSignature signature;
-    names(&signature.parameters), names(&signature.buffers), names(&signature.user_inputs), names(&signature.user_outputs);
-    map(&signature.inputs_to_parameters), map(&signature.inputs_to_buffers), map(&signature.buffers_to_mutate), map(&signature.parameters_to_mutate);
+    names(&signature.parameters), names(&signature.buffers), names(&signature.user_inputs),
+        names(&signature.user_outputs);
+    map(&signature.inputs_to_parameters), map(&signature.inputs_to_buffers),
+        map(&signature.buffers_to_mutate), map(&signature.parameters_to_mutate);
     map(&signature.user_inputs_to_mutate);
     signature.in_spec = in_.text();
     signature.out_spec = in_.text();
@@ -521,7 +584,9 @@ class GraphReader {
 
 std::vector<std::uint8_t> encode_graph(const GraphFile& file) {
   if (file.joint.graph.table)
-    throw NotImplemented("graph: files cannot contain symbols, but the graph has some; save the result of bind() for the sizes you want");
+    throw NotImplemented(
+        "graph: files cannot contain symbols, but the graph has some; save the result of bind() for the "
+        "sizes you want");
   const std::vector<std::uint8_t> fields = GraphWriter().write(file);
   ByteWriter out;
   out.raw({reinterpret_cast<const std::uint8_t*>(kMagic.data()), kMagic.size()});
@@ -534,13 +599,19 @@ std::vector<std::uint8_t> encode_graph(const GraphFile& file) {
 
 GraphFile decode_graph(std::span<const std::uint8_t> bytes, const std::string& name) {
   ByteReader header(bytes, name);
-  if (bytes.size() < kHeaderBytes || std::memcmp(bytes.data(), kMagic.data(), kMagic.size()) != 0) header.fail("this is not a graph file");
+  if (bytes.size() < kHeaderBytes || std::memcmp(bytes.data(), kMagic.data(), kMagic.size()) != 0)
+    header.fail("this is not a graph file");
   header.take(kMagic.size());
   if (const auto version = header.number<std::uint32_t>(); version != kGraphFileVersion)
-    header.fail(fmt::format("version {}, expected {}{}", version, kGraphFileVersion, version > kGraphFileVersion ? "; it was written by a newer version of Penstock, which is needed to read it" : "; write it again with this version of Penstock"));
+    header.fail(
+        fmt::format("version {}, expected {}{}", version, kGraphFileVersion,
+                    version > kGraphFileVersion
+                        ? "; it was written by a newer version of Penstock, which is needed to read it"
+                        : "; write it again with this version of Penstock"));
   const auto size = header.number<std::uint64_t>();
   const auto checksum = header.number<std::uint64_t>();
-  if (size != header.remaining()) header.fail(fmt::format("{} bytes follow the header, expected {}", header.remaining(), size));
+  if (size != header.remaining())
+    header.fail(fmt::format("{} bytes follow the header, expected {}", header.remaining(), size));
   const std::span<const std::uint8_t> fields = bytes.subspan(kHeaderBytes);
   if (detail::graph_checksum(fields) != checksum) header.fail("checksum mismatch: the file is damaged");
   return GraphReader(fields, name).read();
@@ -551,7 +622,9 @@ void save_graph(const std::filesystem::path& path, const GraphFile& file) {
   std::ofstream out(path, std::ios::binary);
   out.write(reinterpret_cast<const char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
   out.close();
-  if (!out) throw ValueError(fmt::format("graph file {}: cannot be written; check the folder and the free disk space", path.string()));
+  if (!out)
+    throw ValueError(fmt::format("graph file {}: cannot be written; check the folder and the free disk space",
+                                 path.string()));
 }
 
 GraphFile load_graph(const std::filesystem::path& path) {

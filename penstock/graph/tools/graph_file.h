@@ -23,15 +23,15 @@
 #include <string>
 #include <vector>
 
-#include "penstock/graph/trace/capture.h"
 #include "penstock/graph/tools/signature.h"
+#include "penstock/graph/trace/capture.h"
 
 namespace penstock::graph {
 
 struct GraphFile {
   JointGraph joint;
   ViewAndMutationMeta meta;
-  std::vector<ValueId> saved;               // values of the joint graph that forward saves for backward
+  std::vector<ValueId> saved;  // values of the joint graph that forward saves for backward
   std::optional<GraphSignature> signature;
 };
 
@@ -47,6 +47,6 @@ GraphFile load_graph(const std::filesystem::path& path);
 namespace detail {
 // XXH64, seed 0.
 std::uint64_t graph_checksum(std::span<const std::uint8_t> bytes);
-}
+}  // namespace detail
 
 }  // namespace penstock::graph

@@ -12,7 +12,9 @@
 namespace penstock::graph {
 namespace {
 
-std::size_t bytes_of(const Geometry& geometry) { return static_cast<std::size_t>(geometry.numel()) * c10::elementSize(geometry.dtype); }
+std::size_t bytes_of(const Geometry& geometry) {
+  return static_cast<std::size_t>(geometry.numel()) * c10::elementSize(geometry.dtype);
+}
 
 std::string in_units(std::size_t bytes) {
   if (bytes < 10'000) return fmt::format("{} B", bytes);
@@ -32,7 +34,8 @@ class TextTable {
     std::string text;
     for (const auto& row : rows_) {
       std::string line = " ";
-      for (std::size_t i = 0; i < row.size(); ++i) line += fmt::format(" {:<{}}", row[i], i + 1 < row.size() ? width[i] + 1 : 0);
+      for (std::size_t i = 0; i < row.size(); ++i)
+        line += fmt::format(" {:<{}}", row[i], i + 1 < row.size() ? width[i] + 1 : 0);
       text += line.substr(0, line.find_last_not_of(' ') + 1) + "\n";
     }
     return text;
@@ -44,7 +47,8 @@ class TextTable {
 
 class GraphReport {
  public:
-  GraphReport(const GraphFile& file, const ReportOptions& options) : file_(file), graph_(file.joint.graph), options_(options) {}
+  GraphReport(const GraphFile& file, const ReportOptions& options)
+      : file_(file), graph_(file.joint.graph), options_(options) {}
 
   std::string write() {
     summary();
@@ -64,18 +68,22 @@ class GraphReport {
 
   void summary() {
     const auto backward = static_cast<std::size_t>(
-        std::count_if(graph_.nodes.begin(), graph_.nodes.end(), [](const Node& node) { return node.phase == Phase::Backward; }));
+        std::count_if(graph_.nodes.begin(), graph_.nodes.end(),
+                      [](const Node& node) { return node.phase == Phase::Backward; }));
     std::size_t random = 0, saved_bytes = 0, constant_bytes = 0;
     for (const Node& node : graph_.nodes) random += is_random(node) ? 1 : 0;
     for (const ValueId value : file_.saved) saved_bytes += bytes_of(graph_[value].geometry);
-    for (const ConstantTensor& constant : graph_.constants) constant_bytes += bytes_of(graph_[constant.value].geometry);
-    print("{} nodes ({} forward, {} backward), {} write memory, {} draw random numbers\n", graph_.nodes.size(), graph_.nodes.size() - backward, backward,
-          count_writes(graph_), random);
-    print("{} inputs, {} tangents, {} results, {} constants ({})\n", file_.joint.primals, file_.joint.tangents.size(), file_.meta.outputs.size(),
-          graph_.constants.size(), in_units(constant_bytes));
+    for (const ConstantTensor& constant : graph_.constants)
+      constant_bytes += bytes_of(graph_[constant.value].geometry);
+    print("{} nodes ({} forward, {} backward), {} write memory, {} draw random numbers\n",
+          graph_.nodes.size(), graph_.nodes.size() - backward, backward, count_writes(graph_), random);
+    print("{} inputs, {} tangents, {} results, {} constants ({})\n", file_.joint.primals,
+          file_.joint.tangents.size(), file_.meta.outputs.size(), graph_.constants.size(),
+          in_units(constant_bytes));
     const auto [own, of_inputs] = saved_memory();
-    print("saved for backward: {} tensors, {} ({} bytes); counting shared memory once {}, plus {} of inputs\n", file_.saved.size(),
-          in_units(saved_bytes), saved_bytes, in_units(own), in_units(of_inputs));
+    print(
+        "saved for backward: {} tensors, {} ({} bytes); counting shared memory once {}, plus {} of inputs\n",
+        file_.saved.size(), in_units(saved_bytes), saved_bytes, in_units(own), in_units(of_inputs));
   }
 
   // Bytes of saved tensors, the largest per storage: in their own memory, and in the memory of inputs, which
@@ -89,7 +97,8 @@ class GraphReport {
     std::pair<std::size_t, std::size_t> sums{0, 0};
     std::set<StorageId> inputs;
     for (const Placeholder& input : graph_.inputs) inputs.insert(graph_[input.value].storage);
-    for (const auto& [storage, bytes] : largest) (inputs.contains(storage) ? sums.second : sums.first) += bytes;
+    for (const auto& [storage, bytes] : largest)
+      (inputs.contains(storage) ? sums.second : sums.first) += bytes;
     return sums;
   }
 
@@ -99,12 +108,14 @@ class GraphReport {
       auto& [forward, backward] = counts[c10::toString(node.op.operator_name())];
       ++(node.phase == Phase::Forward ? forward : backward);
     }
-    std::vector<std::pair<std::string, std::pair<std::size_t, std::size_t>>> sorted(counts.begin(), counts.end());
+    std::vector<std::pair<std::string, std::pair<std::size_t, std::size_t>>> sorted(counts.begin(),
+                                                                                    counts.end());
     std::stable_sort(sorted.begin(), sorted.end(), [](const auto& a, const auto& b) {
       return a.second.first + a.second.second > b.second.first + b.second.second;
     });
     TextTable table({"operator", "forward", "backward"});
-    for (const auto& [name, count] : sorted) table.add({name, std::to_string(count.first), std::to_string(count.second)});
+    for (const auto& [name, count] : sorted)
+      table.add({name, std::to_string(count.first), std::to_string(count.second)});
     print("\noperators\n{}", table.write());
   }
 
@@ -123,14 +134,17 @@ class GraphReport {
     for (const InputInfo& info : file_.meta.inputs) {
       if (!info.is_tensor || primal >= file_.joint.primals) continue;
       // A subclass corresponds to several graph inputs.
-      const std::size_t end = primal + (file_.joint.subclasses ? file_.joint.subclasses->inputs.at(tensor++).count() : 1);
+      const std::size_t end =
+          primal + (file_.joint.subclasses ? file_.joint.subclasses->inputs.at(tensor++).count() : 1);
       for (; primal < end; ++primal) {
         const Placeholder& input = graph_.inputs[primal];
-        table.add({input.name, to_text(graph_[input.value].geometry, graph_.table.get()), info.requires_grad ? "yes" : "no", written(info)});
+        table.add({input.name, to_text(graph_[input.value].geometry, graph_.table.get()),
+                   info.requires_grad ? "yes" : "no", written(info)});
       }
     }
     for (; primal < graph_.inputs.size(); ++primal)
-      table.add({graph_.inputs[primal].name, to_text(graph_[graph_.inputs[primal].value].geometry, graph_.table.get()), "", "read"});
+      table.add({graph_.inputs[primal].name,
+                 to_text(graph_[graph_.inputs[primal].value].geometry, graph_.table.get()), "", "read"});
     print("\ninputs\n{}", table.write());
   }
 
@@ -141,12 +155,14 @@ class GraphReport {
       std::string memory(info.type == OutputType::Tensor ? to_text(info.kind) : "");
       if (info.base_index) memory += fmt::format(" {}", *info.base_index);
       if (info.same_as) memory += fmt::format(", the same as result {}", *info.same_as);
-      std::string type = info.type == OutputType::Tensor ? to_text(info.geometry, graph_.table.get()) : std::string(to_text(info.type));
+      std::string type = info.type == OutputType::Tensor ? to_text(info.geometry, graph_.table.get())
+                                                         : std::string(to_text(info.type));
       if (file_.joint.subclasses)
-        if (const FlattenRecord& record = file_.joint.subclasses->forward_outputs.at(file_.meta.mutated_at_run_time().size() + i); record.is_subclass())
+        if (const FlattenRecord& record =
+                file_.joint.subclasses->forward_outputs.at(file_.meta.mutated_at_run_time().size() + i);
+            record.is_subclass())
           type += ", " + record.subclass().to_text();
-      table.add({std::to_string(i), std::move(type),
-                 info.requires_grad ? "yes" : "no", memory});
+      table.add({std::to_string(i), std::move(type), info.requires_grad ? "yes" : "no", memory});
     }
     print("\nresults\n{}", table.write());
   }
@@ -154,25 +170,31 @@ class GraphReport {
   void saved() {
     if (file_.saved.empty()) return;
     std::vector<ValueId> sorted = file_.saved;
-    std::stable_sort(sorted.begin(), sorted.end(), [&](ValueId a, ValueId b) { return bytes_of(graph_[a].geometry) > bytes_of(graph_[b].geometry); });
+    std::stable_sort(sorted.begin(), sorted.end(), [&](ValueId a, ValueId b) {
+      return bytes_of(graph_[a].geometry) > bytes_of(graph_[b].geometry);
+    });
     const std::size_t rows = options_.saved == 0 ? sorted.size() : std::min(options_.saved, sorted.size());
     std::map<ValueId, std::string> made_by;
     for (const Placeholder& input : graph_.inputs) made_by[input.value] = "input " + input.name;
     for (const Node& node : graph_.nodes)
-      for_each_value(node.results, [&](ValueId value) { made_by[value] = c10::toString(node.op.operator_name()); });
+      for_each_value(node.results,
+                     [&](ValueId value) { made_by[value] = c10::toString(node.op.operator_name()); });
     TextTable table({"saved", "type", "bytes", "made by"});
     for (std::size_t i = 0; i < rows; ++i)
-      table.add({fmt::format("%{}", index_of(sorted[i])), to_text(graph_[sorted[i]].geometry, graph_.table.get()), std::to_string(bytes_of(graph_[sorted[i]].geometry)),
-                 made_by[sorted[i]]});
+      table.add({fmt::format("%{}", index_of(sorted[i])),
+                 to_text(graph_[sorted[i]].geometry, graph_.table.get()),
+                 std::to_string(bytes_of(graph_[sorted[i]].geometry)), made_by[sorted[i]]});
     print("\nsaved for backward, largest first\n{}", table.write());
     if (rows < sorted.size()) print("  ... {} more\n", sorted.size() - rows);
   }
 
   void nodes() {
-    const std::size_t rows = options_.nodes == 0 ? graph_.nodes.size() : std::min(options_.nodes, graph_.nodes.size());
+    const std::size_t rows =
+        options_.nodes == 0 ? graph_.nodes.size() : std::min(options_.nodes, graph_.nodes.size());
     print("\nnodes\n");
     for (std::size_t i = 0; i < rows; ++i)
-      print("  {:<5} {} {}\n", i, graph_.nodes[i].phase == Phase::Forward ? "F" : "B", to_text(graph_, graph_.nodes[i]));
+      print("  {:<5} {} {}\n", i, graph_.nodes[i].phase == Phase::Forward ? "F" : "B",
+            to_text(graph_, graph_.nodes[i]));
     if (rows < graph_.nodes.size()) print("  ... {} more\n", graph_.nodes.size() - rows);
   }
 
@@ -184,6 +206,8 @@ class GraphReport {
 
 }  // namespace
 
-std::string report_text(const GraphFile& file, const ReportOptions& options) { return GraphReport(file, options).write(); }
+std::string report_text(const GraphFile& file, const ReportOptions& options) {
+  return GraphReport(file, options).write();
+}
 
 }  // namespace penstock::graph

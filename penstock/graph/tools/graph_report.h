@@ -11,8 +11,8 @@
 namespace penstock::graph {
 
 struct ReportOptions {
-  std::size_t nodes = 20;    // rows of the node table; 0 for all
-  std::size_t saved = 10;    // rows of the table of saved tensors, largest first; 0 for all
+  std::size_t nodes = 20;  // rows of the node table; 0 for all
+  std::size_t saved = 10;  // rows of the table of saved tensors, largest first; 0 for all
 };
 
 // Contains counts and bytes; operators by frequency; inputs and how they are mutated; results and what they

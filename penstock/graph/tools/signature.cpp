@@ -31,9 +31,13 @@ class SignatureMaker {
 
   GraphSignature run() {
     if (joint_.subclasses)
-      throw ValueError("graph: some inputs or results are tensor subclasses, which consist of several tensors each and cannot be described by a signature; capture the function over plain tensors");
+      throw ValueError(
+          "graph: some inputs or results are tensor subclasses, which consist of several tensors each and "
+          "cannot be described by a signature; capture the function over plain tensors");
     if (!joint_.written_in_backward.empty())
-      throw ValueError(fmt::format("graph: backward writes {}, which a signature cannot describe; write it in forward", joint_.graph.inputs[joint_.written_in_backward[0]].name));
+      throw ValueError(
+          fmt::format("graph: backward writes {}, which a signature cannot describe; write it in forward",
+                      joint_.graph.inputs[joint_.written_in_backward[0]].name));
     signature_.in_spec = options_.in_spec;
     signature_.out_spec = options_.out_spec;
     add_inputs();
@@ -49,11 +53,14 @@ class SignatureMaker {
 
   void add_inputs() {
     if (state_size() > joint_.primals)
-      throw ValueError(fmt::format("graph: the module has {} parameters and buffers, the graph {} inputs; create the signature from a capture of this module",
-                                   state_size(), joint_.primals));
+      throw ValueError(
+          fmt::format("graph: the module has {} parameters and buffers, the graph {} inputs; create the "
+                      "signature from a capture of this module",
+                      state_size(), joint_.primals));
     if (joint_.graph.inputs.size() != joint_.primals + joint_.tangents.size())
-      throw ValueError(fmt::format("graph: {} inputs, of which {} belong to the function and {} are gradients; the rest is unknown",
-                                   joint_.graph.inputs.size(), joint_.primals, joint_.tangents.size()));
+      throw ValueError(fmt::format(
+          "graph: {} inputs, of which {} belong to the function and {} are gradients; the rest is unknown",
+          joint_.graph.inputs.size(), joint_.primals, joint_.tangents.size()));
     for (std::size_t i = 0; i < joint_.primals; ++i) {
       const GraphInput name(joint_.graph.inputs[i].name);
       inputs_.push_back(name);
@@ -63,7 +70,8 @@ class SignatureMaker {
       }
       const Qualified qualified(options_.state->names[i]);
       (i < parameters() ? signature_.parameters : signature_.buffers).push_back(qualified);
-      (i < parameters() ? signature_.inputs_to_parameters : signature_.inputs_to_buffers).emplace(name, qualified);
+      (i < parameters() ? signature_.inputs_to_parameters : signature_.inputs_to_buffers)
+          .emplace(name, qualified);
     }
   }
 
@@ -76,11 +84,20 @@ class SignatureMaker {
       if (info.mutation_type() == MutationType::NotMutated) continue;
       const std::string who = place < inputs_.size() ? inputs_[place].text : fmt::format("input {}", i);
       if (info.mutation_type() == MutationType::MutatedInGraph)
-        throw ValueError(fmt::format("graph: {} is written inside the graph, which a signature cannot describe; capture without keep_input_mutations", who));
+        throw ValueError(
+            fmt::format("graph: {} is written inside the graph, which a signature cannot describe; capture "
+                        "without keep_input_mutations",
+                        who));
       if (!info.mutates_data)
-        throw ValueError(fmt::format("graph: only the shape of {} is changed, which a signature cannot describe; change the shape of a view of it", who));
+        throw ValueError(
+            fmt::format("graph: only the shape of {} is changed, which a signature cannot describe; change "
+                        "the shape of a view of it",
+                        who));
       if (!joint_.tangents.empty() && place < parameters())
-        throw ValueError(fmt::format("graph: parameter {} is written in a graph with backward; write buffers only, or capture under no_grad", who));
+        throw ValueError(
+            fmt::format("graph: parameter {} is written in a graph with backward; write buffers only, or "
+                        "capture under no_grad",
+                        who));
       const GraphOutput& output = outputs_[written++];
       if (place < parameters())
         signature_.parameters_to_mutate.emplace(output, Qualified(options_.state->names[place]));
@@ -95,13 +112,18 @@ class SignatureMaker {
   void add_results() {
     const std::size_t first = meta_.mutated_at_run_time().size();
     if (options_.hidden_outputs > meta_.outputs.size())
-      throw ValueError(fmt::format("graph: hidden_outputs is {}, but there are only {} results", options_.hidden_outputs, meta_.outputs.size()));
+      throw ValueError(fmt::format("graph: hidden_outputs is {}, but there are only {} results",
+                                   options_.hidden_outputs, meta_.outputs.size()));
     if (meta_.intermediate_bases > 0)
-      throw ValueError("graph: several results are views of one internal tensor, which a signature cannot describe; return clones of them");
+      throw ValueError(
+          "graph: several results are views of one internal tensor, which a signature cannot describe; "
+          "return clones of them");
     for (std::size_t i = 0; i + options_.hidden_outputs < meta_.outputs.size(); ++i) {
       if (meta_.outputs[i].type == OutputType::Tensor && !is_fresh(meta_.outputs[i].kind))
-        throw ValueError(fmt::format("graph: result {} is made at run time ({}), which a signature cannot describe; return a clone of it", i,
-                                     to_text(meta_.outputs[i].kind)));
+        throw ValueError(
+            fmt::format("graph: result {} is made at run time ({}), which a signature cannot describe; "
+                        "return a clone of it",
+                        i, to_text(meta_.outputs[i].kind)));
       signature_.user_outputs.push_back(outputs_.at(first + i));
     }
   }
@@ -109,8 +131,9 @@ class SignatureMaker {
   void add_gradients() {
     BackwardSignature backward;
     if (outputs_.size() != joint_.forward_outputs + joint_.primals)
-      throw ValueError(fmt::format("graph: {} outputs, of which {} belong to forward; expected one gradient for each of {} inputs", outputs_.size(),
-                                   joint_.forward_outputs, joint_.primals));
+      throw ValueError(fmt::format(
+          "graph: {} outputs, of which {} belong to forward; expected one gradient for each of {} inputs",
+          outputs_.size(), joint_.forward_outputs, joint_.primals));
     for (std::size_t i = 0; i < joint_.primals; ++i) {
       const std::size_t output = joint_.forward_outputs + i;
       if (joint_.graph.outputs[output].value() == kNoValue) continue;
@@ -124,7 +147,8 @@ class SignatureMaker {
       if (meta_.outputs[i].requires_grad) loss = i;
     if (!loss || *loss >= signature_.user_outputs.size())
       throw ValueError(describe("graph: the result that is the loss", loss ? std::to_string(*loss) : "none",
-                                fmt::format("one of {} results", signature_.user_outputs.size()), "set loss_index"));
+                                fmt::format("one of {} results", signature_.user_outputs.size()),
+                                "set loss_index"));
     backward.loss_output = signature_.user_outputs[*loss];
     signature_.backward = std::move(backward);
   }
@@ -139,12 +163,14 @@ class SignatureMaker {
 
 template <class Map>
 void append_map(std::string& text, const char* title, const Map& map) {
-  for (const auto& [from, to] : map) fmt::format_to(std::back_inserter(text), "  {} {} -> {}\n", title, from.text, to.text);
+  for (const auto& [from, to] : map)
+    fmt::format_to(std::back_inserter(text), "  {} {} -> {}\n", title, from.text, to.text);
 }
 
 }  // namespace
 
-GraphSignature make_signature(const JointGraph& joint, const ViewAndMutationMeta& meta, const SignatureOptions& options) {
+GraphSignature make_signature(const JointGraph& joint, const ViewAndMutationMeta& meta,
+                              const SignatureOptions& options) {
   return SignatureMaker(joint, meta, options).run();
 }
 

@@ -24,8 +24,8 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/graph/trace/capture.h"
 #include "penstock/graph/run/module_state.h"
+#include "penstock/graph/trace/capture.h"
 
 namespace penstock::graph {
 
@@ -69,14 +69,15 @@ struct SignatureOptions {
   const ModuleState* state = nullptr;
   // Among the results; if not set, the first one that requires a gradient.
   std::optional<std::size_t> loss_index;
-  std::size_t hidden_outputs = 0;           // trailing results that are hidden from the user
+  std::size_t hidden_outputs = 0;  // trailing results that are hidden from the user
   std::string in_spec, out_spec;
 };
 
 // Throws ValueError for graphs that a signature cannot describe: tensor subclasses, writes that stay in the
 // graph, writes in backward, inputs of which only the shape changes, results made from others at run time,
 // and, in a graph with backward, a mutated parameter.
-GraphSignature make_signature(const JointGraph& joint, const ViewAndMutationMeta& meta, const SignatureOptions& options = {});
+GraphSignature make_signature(const JointGraph& joint, const ViewAndMutationMeta& meta,
+                              const SignatureOptions& options = {});
 
 std::string to_text(const GraphSignature& signature);
 

@@ -12,8 +12,8 @@
 #include <unordered_map>
 
 #include "penstock/errors.h"
-#include "penstock/graph/trace/function_trace.h"
 #include "penstock/fake.h"
+#include "penstock/graph/trace/function_trace.h"
 
 namespace penstock::graph {
 namespace {
@@ -31,7 +31,8 @@ std::vector<char> multi_output_views(const Graph& graph) {
       const ReturnAlias& alias = traits.returns[i];
       if (alias.kind == ReturnAlias::Kind::Fresh) continue;
       const Operand& viewed = node.arguments[static_cast<std::size_t>(alias.argument)];
-      const bool several = alias.kind == ReturnAlias::Kind::View && node.results[i].kind == Operand::Kind::TensorList;
+      const bool several =
+          alias.kind == ReturnAlias::Kind::View && node.results[i].kind == Operand::Kind::TensorList;
       const bool inherited = viewed.value() != kNoValue && is_one[index_of(viewed.value())];
       if (several || inherited)
         for (const ValueId value : node.results[i].values)
@@ -41,7 +42,9 @@ std::vector<char> multi_output_views(const Graph& graph) {
   return is_one;
 }
 
-bool is_custom_function(const torch::autograd::Node& node) { return node.name().starts_with("torch::autograd::CppNode<"); }
+bool is_custom_function(const torch::autograd::Node& node) {
+  return node.name().starts_with("torch::autograd::CppNode<");
+}
 
 // Whether a user-defined autograd function made this view or one that it is a view of: such a view cannot be
 // recreated from its base with the same gradient. A view has exactly one base, so the search is linear.
@@ -67,7 +70,11 @@ OutputType type_of_output(const c10::IValue& value) {
 class Analysis {
  public:
   Analysis(FunctionTrace& trace, const AnalyzeOptions& options)
-      : trace_(trace), options_(options), tracer_(trace.tracer), inputs_(trace.inputs), outputs_(trace.outputs) {}
+      : trace_(trace),
+        options_(options),
+        tracer_(trace.tracer),
+        inputs_(trace.inputs),
+        outputs_(trace.outputs) {}
 
   ViewAndMutationMeta run() {
     meta_.grad_mode_after = trace_.grad_mode_after;
@@ -119,7 +126,8 @@ class Analysis {
       Written storage;
       for (const at::Tensor& part : trace_.parts[i]) {
         const Written& one = written[index_of(tracer_.storage_of(part))];
-        storage = {storage.touched || one.touched, storage.data || one.data, storage.with_grad || one.with_grad, storage.replaced || one.replaced};
+        storage = {storage.touched || one.touched, storage.data || one.data,
+                   storage.with_grad || one.with_grad, storage.replaced || one.replaced};
       }
       if (is_subclass(fake)) check_subclass_input(i, fake, storage.replaced);
       info.is_leaf = trace_.is_leaf[i] != 0;
@@ -141,8 +149,11 @@ class Analysis {
   void check_overlapping_write(std::size_t input, const InputInfo& info) const {
     if (!info.mutates_data && !(info.mutates_metadata && info.requires_grad)) return;
     if (overlaps_itself(trace_.before[input]))
-      throw NotImplemented(fmt::format("graph: {} has elements that share memory (expand, unfold), and the function {}; pass a contiguous copy",
-                                       options_.convention.name_of(input), info.mutates_data ? "writes it" : "changes its shape in place"));
+      throw NotImplemented(
+          fmt::format("graph: {} has elements that share memory (expand, unfold), and the function {}; pass "
+                      "a contiguous copy",
+                      options_.convention.name_of(input),
+                      info.mutates_data ? "writes it" : "changes its shape in place"));
   }
 
   // A subclass is written back as a whole: its kind and geometry must not change.
@@ -151,9 +162,11 @@ class Analysis {
     for (std::size_t i = 0; i < input; ++i) primal += is_tensor(inputs_[i]) ? 1 : 0;
     const bool same = !replaced && trace_.records[primal].matches(fake);
     if (!same)
-      throw NotImplemented(fmt::format("graph: {}, {}, changes its shape, layout or memory in place (transpose_, set_ ...), which cannot be written back "
-                                       "into a subclass; take a view of it",
-                                       options_.convention.name_of(input), type_text(fake)));
+      throw NotImplemented(
+          fmt::format("graph: {}, {}, changes its shape, layout or memory in place (transpose_, set_ ...), "
+                      "which cannot be written back "
+                      "into a subclass; take a view of it",
+                      options_.convention.name_of(input), type_text(fake)));
   }
 
   // Per storage: the number of outputs, and how many of them are one of several views made at once.
@@ -173,7 +186,8 @@ class Analysis {
         }
     for (std::size_t i = 0; i < outputs_.size(); ++i)
       if (is_tensor(outputs_[i])) {
-        for (const at::Tensor& part : plain_parts(outputs_[i].toTensor())) tracer_.value_of(part);  // an output may be a constant
+        for (const at::Tensor& part : plain_parts(outputs_[i].toTensor()))
+          tracer_.value_of(part);  // an output may be a constant
         output_of_tensor_[outputs_[i].toTensor().unsafeGetTensorImpl()] = i;
       }
     const std::vector<char> multi = multi_output_views(tracer_.graph);
@@ -216,7 +230,8 @@ class Analysis {
     if (is_fresh(info->kind) || info->kind == OutputKind::IsInput) return;
     const auto base_of = [&]() -> at::Tensor {
       if (info->kind == OutputKind::AliasOfInput) return inputs_[*info->base_index].toTensor();
-      if (info->kind == OutputKind::AliasOfIntermediateBaseIsUserOutput) return outputs_[*info->base_index].toTensor();
+      if (info->kind == OutputKind::AliasOfIntermediateBaseIsUserOutput)
+        return outputs_[*info->base_index].toTensor();
       return bases_[*info->base_index];
     };
     const at::Tensor base = base_of();
@@ -229,11 +244,14 @@ class Analysis {
     // enough if the memory has the same interpretation and each gradient element has a single destination.
     info->by_geometry = true;
     const Geometry geometry = geometry_of(base);
-    if (geometry.dtype != info->geometry.dtype || geometry.conjugated != info->geometry.conjugated || geometry.negated != info->geometry.negated ||
+    if (geometry.dtype != info->geometry.dtype || geometry.conjugated != info->geometry.conjugated ||
+        geometry.negated != info->geometry.negated ||
         (info->requires_grad_for_backward && overlaps_itself(geometry)))
-      throw NotImplemented(fmt::format("graph: result {} is a view of another dtype, a conjugate, or a view of an expanded tensor, and the shape of its "
-                                       "base is changed in place (transpose_ ...); return a clone of it",
-                                       output));
+      throw NotImplemented(
+          fmt::format("graph: result {} is a view of another dtype, a conjugate, or a view of an expanded "
+                      "tensor, and the shape of its "
+                      "base is changed in place (transpose_ ...); return a clone of it",
+                      output));
   }
 
   // A subclass, or a plain tensor in the memory of one, is either an input or an output of the graph: memory
@@ -271,9 +289,11 @@ class Analysis {
       // the gradient of x.
       if (info->kind == OutputKind::AliasOfInput && output.requires_grad() &&
           !(output.is_view() && output._base().is_same(inputs_[input->second].toTensor())))
-        throw NotImplemented(fmt::format("graph: a result uses the memory of input {}, but autograd does not know it as a view, and it requires a "
-                                         "gradient; return a clone of it",
-                                         input->second));
+        throw NotImplemented(
+            fmt::format("graph: a result uses the memory of input {}, but autograd does not know it as a "
+                        "view, and it requires a "
+                        "gradient; return a clone of it",
+                        input->second));
       return;
     }
     if (output.is_view() && aliases.outputs > 1 && made_by_custom_function(output))
@@ -304,8 +324,11 @@ class Analysis {
   // (y, y.detach()): made from y at run time, so that both still share memory.
   void describe_detached_twin(const at::Tensor& output, OutputInfo* info) {
     for (const c10::IValue& other : outputs_) {
-      if (!is_tensor(other) || !other.toTensor().requires_grad() || other.toTensor().is_same(output)) continue;
-      if (tracer_.storage_of(other.toTensor()) != tracer_.storage_of(output) || !has_geometry(other.toTensor(), info->geometry)) continue;
+      if (!is_tensor(other) || !other.toTensor().requires_grad() || other.toTensor().is_same(output))
+        continue;
+      if (tracer_.storage_of(other.toTensor()) != tracer_.storage_of(output) ||
+          !has_geometry(other.toTensor(), info->geometry))
+        continue;
       info->kind = OutputKind::AliasOfIntermediateBaseIsUserOutput;
       info->base_index = output_of_tensor_.at(other.toTensor().unsafeGetTensorImpl());
       return;
@@ -313,8 +336,9 @@ class Analysis {
   }
 
   bool is_an_input(const at::Tensor& output) const {
-    return std::any_of(inputs_.begin(), inputs_.end(),
-                       [&](const c10::IValue& input) { return is_tensor(input) && input.toTensor().is_same(output); });
+    return std::any_of(inputs_.begin(), inputs_.end(), [&](const c10::IValue& input) {
+      return is_tensor(input) && input.toTensor().is_same(output);
+    });
   }
 
   void describe_tangents() {
@@ -327,7 +351,8 @@ class Analysis {
     for (std::size_t i = 0; i < outputs_.size(); ++i)
       if (is_fresh(meta_.outputs[i].kind) && meta_.outputs[i].requires_grad_for_backward)
         meta_.tangents.push_back({Kind::Output, i, of_gradient(meta_.outputs[i].geometry)});
-    for (std::size_t i = 0; i < bases_.size(); ++i) meta_.tangents.push_back({Kind::IntermediateBase, i, of_gradient(geometry_of(bases_[i]))});
+    for (std::size_t i = 0; i < bases_.size(); ++i)
+      meta_.tangents.push_back({Kind::IntermediateBase, i, of_gradient(geometry_of(bases_[i]))});
   }
   // The gradient of a lazy conjugate is not a lazy conjugate.
   static Geometry of_gradient(Geometry result) {
@@ -344,7 +369,7 @@ class Analysis {
   std::map<StorageId, std::size_t> input_of_storage_;
   // Of inputs that are subclasses.
   std::set<StorageId> subclass_storages_;
-  std::unordered_map<const c10::TensorImpl*, std::size_t> output_of_tensor_;     // the last one
+  std::unordered_map<const c10::TensorImpl*, std::size_t> output_of_tensor_;  // the last one
   std::map<StorageId, Aliases> aliases_;
   std::unordered_map<const c10::TensorImpl*, std::size_t> base_of_tensor_;
   std::vector<at::Tensor> bases_;
@@ -352,7 +377,9 @@ class Analysis {
 
 }  // namespace
 
-ViewAndMutationMeta analyze(FunctionTrace& trace, const AnalyzeOptions& options) { return Analysis(trace, options).run(); }
+ViewAndMutationMeta analyze(FunctionTrace& trace, const AnalyzeOptions& options) {
+  return Analysis(trace, options).run();
+}
 
 ViewAndMutationMeta analyze(const Function& function, const Values& inputs, const AnalyzeOptions& options) {
   FunctionTrace trace(function, inputs, options.convention, FunctionTrace::Leaves::AsTheyAre);

@@ -35,7 +35,9 @@ struct Convention {
   std::size_t found = 0;
   std::vector<std::string> names;  // of the inputs, for graphs and messages; if empty, inputs are numbered
 
-  std::string name_of(std::size_t input) const { return input < names.size() ? names[input] : "input " + std::to_string(input); }
+  std::string name_of(std::size_t input) const {
+    return input < names.size() ? names[input] : "input " + std::to_string(input);
+  }
 };
 
 struct AnalyzeOptions {
@@ -43,6 +45,7 @@ struct AnalyzeOptions {
   Convention convention = {};
 };
 
-ViewAndMutationMeta analyze(const Function& function, const Values& inputs, const AnalyzeOptions& options = {});
+ViewAndMutationMeta analyze(const Function& function, const Values& inputs,
+                            const AnalyzeOptions& options = {});
 
 }  // namespace penstock::graph

@@ -17,8 +17,8 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/graph/trace/function_trace.h"
 #include "penstock/fake.h"
+#include "penstock/graph/trace/function_trace.h"
 
 namespace penstock::graph {
 namespace {
@@ -30,7 +30,8 @@ class GradientWatch final : public torch::autograd::FunctionPostHook {
  public:
   using Seen = std::function<void(const at::Tensor&)>;
   explicit GradientWatch(const Seen& seen) : seen_(seen) {}
-  torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs, const torch::autograd::variable_list&) override {
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
+                                            const torch::autograd::variable_list&) override {
     for (const at::Tensor& gradient : outputs)
       if (gradient.defined()) seen_(gradient);
     return outputs;
@@ -59,23 +60,31 @@ class GradientWatch final : public torch::autograd::FunctionPostHook {
 
 // A fake tensor in place of the gradient of a result.
 at::Tensor fake_tangent(const Geometry& geometry) {
-  return make_fake_strided(geometry.sizes, geometry.strides, at::dtype(geometry.dtype).device(geometry.device));
+  return make_fake_strided(geometry.sizes, geometry.strides,
+                           at::dtype(geometry.dtype).device(geometry.device));
 }
 
 c10::SmallVector<std::int64_t, 5> contiguous_strides(const c10::SmallVector<std::int64_t, 5>& sizes) {
   c10::SmallVector<std::int64_t, 5> strides(sizes.size(), 1);
-  for (std::size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * std::max<std::int64_t>(sizes[i], 1);
+  for (std::size_t i = sizes.size(); i-- > 1;)
+    strides[i - 1] = strides[i] * std::max<std::int64_t>(sizes[i], 1);
   return strides;
 }
 
 class JointCapture {
  public:
   JointCapture(FunctionTrace& trace, const ViewAndMutationMeta& meta)
-      : trace_(trace), meta_(meta), tracer_(trace.tracer), inputs_(trace.inputs), outputs_(trace.outputs), primals_(trace.primals) {}
+      : trace_(trace),
+        meta_(meta),
+        tracer_(trace.tracer),
+        inputs_(trace.inputs),
+        outputs_(trace.outputs),
+        primals_(trace.primals) {}
 
   JointGraph run() {
     if (outputs_.size() != meta_.outputs.size())
-      throw StateError(describe("graph: number of results of the captured function", std::to_string(outputs_.size()),
+      throw StateError(describe("graph: number of results of the captured function",
+                                std::to_string(outputs_.size()),
                                 std::to_string(meta_.outputs.size()) + " as during analysis",
                                 "make the function do the same on every call"));
     const ModeGuard below(trace_.fake_mode);
@@ -107,7 +116,8 @@ class JointCapture {
       if (!holds_tensor(inputs_[i])) continue;
       const std::size_t first = trace_.records[primal++].first_flat();
       if (!meta_.inputs[i].mutates_data) continue;
-      for (std::size_t part = 0; part < trace_.parts[i].size(); ++part) written_memory_.emplace(tracer_.storage_of(trace_.parts[i][part]), first + part);
+      for (std::size_t part = 0; part < trace_.parts[i].size(); ++part)
+        written_memory_.emplace(tracer_.storage_of(trace_.parts[i][part]), first + part);
     }
   }
 
@@ -117,7 +127,9 @@ class JointCapture {
     layout_.in_mutated_input.resize(tracer_.graph.outputs.size());
     for (std::size_t i = record.first_flat(); i < tracer_.graph.outputs.size(); ++i)
       if (const ValueId part = tracer_.graph.outputs[i].value(); part != kNoValue)
-        if (const auto input = written_memory_.find(tracer_.graph[part].storage); input != written_memory_.end()) layout_.in_mutated_input[i] = input->second;
+        if (const auto input = written_memory_.find(tracer_.graph[part].storage);
+            input != written_memory_.end())
+          layout_.in_mutated_input[i] = input->second;
     return record;
   }
 
@@ -130,7 +142,8 @@ class JointCapture {
       returned.push_back(tracer_.operand_of(value));
       return PlainTensorMeta{first, std::nullopt};
     }
-    for (const at::Tensor& part : plain_parts(value.toTensor())) returned.push_back(Operand::of(tracer_.value_of(part)));
+    for (const at::Tensor& part : plain_parts(value.toTensor()))
+      returned.push_back(Operand::of(tracer_.value_of(part)));
     return note(FlattenRecord::of(value.toTensor(), first));
   }
 
@@ -143,7 +156,8 @@ class JointCapture {
     std::vector<FlattenRecord>& records = layout_.forward_outputs;
     for (const std::size_t i : meta_.mutated_at_run_time()) records.push_back(return_value(inputs_[i]));
     for (std::size_t i = 0; i < outputs_.size(); ++i)
-      records.push_back(return_result(is_fresh(meta_.outputs[i].kind) ? outputs_[i] : c10::IValue(at::Tensor())));
+      records.push_back(
+          return_result(is_fresh(meta_.outputs[i].kind) ? outputs_[i] : c10::IValue(at::Tensor())));
     for (const at::Tensor& base : bases_) records.push_back(return_value(base));
     result_.forward_outputs = tracer_.graph.outputs.size();
     layout_.in_mutated_input.resize(result_.forward_outputs);
@@ -173,15 +187,19 @@ class JointCapture {
       return add(geometry);
     }
     std::vector<at::Tensor> inner;
-    for (const auto& [name, part] : payload_of(result)->inner_tensors()) inner.push_back(rebuild_tangent(part, add));
+    for (const auto& [name, part] : payload_of(result)->inner_tensors())
+      inner.push_back(rebuild_tangent(part, add));
     return payload_of(result)->rebuild_gradient(inner, penstock::geometry_of(result));
   }
 
   const at::Tensor& result_of(const TangentInfo& tangent) const {
     switch (tangent.kind) {
-      case TangentInfo::Kind::MutatedInput: return inputs_[tangent.index].toTensor();
-      case TangentInfo::Kind::Output: return outputs_[tangent.index].toTensor();
-      case TangentInfo::Kind::IntermediateBase: return bases_[tangent.index];
+      case TangentInfo::Kind::MutatedInput:
+        return inputs_[tangent.index].toTensor();
+      case TangentInfo::Kind::Output:
+        return outputs_[tangent.index].toTensor();
+      case TangentInfo::Kind::IntermediateBase:
+        return bases_[tangent.index];
     }
     throw InvariantError("graph: unknown kind of tangent");
   }
@@ -200,7 +218,8 @@ class JointCapture {
       bool again = false;
       for (const at::Tensor& root : roots) again |= root.is_same(result);
       if (again) continue;
-      PENSTOCK_INVARIANT(result.requires_grad(), "a result that required a gradient during analysis no longer requires one");
+      PENSTOCK_INVARIANT(result.requires_grad(),
+                         "a result that required a gradient during analysis no longer requires one");
       roots.push_back(result);
       tangents.push_back(add_tangent(tangent, result));
     }
@@ -209,7 +228,8 @@ class JointCapture {
     torch::autograd::variable_list gradients(leaves.size());
     tracer_.phase = Phase::Backward;
     const std::size_t first_node = tracer_.graph.nodes.size();
-    for (std::size_t i = result_.primals; i < tracer_.graph.inputs.size(); ++i) passed_on_[tracer_.graph[tracer_.graph.inputs[i].value].storage] = first_node;
+    for (std::size_t i = result_.primals; i < tracer_.graph.inputs.size(); ++i)
+      passed_on_[tracer_.graph[tracer_.graph.inputs[i].value].storage] = first_node;
     const GradientWatch::Seen seen = [&](const at::Tensor& gradient) {
       for (const at::Tensor& part : plain_parts(gradient))
         if (is_fake(part)) passed_on_.try_emplace(tracer_.storage_of(part), tracer_.graph.nodes.size());
@@ -218,7 +238,8 @@ class JointCapture {
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
     if (!roots.empty() && !leaves.empty()) {
       GradientWatch::attach(roots, seen);
-      gradients = torch::autograd::grad(roots, leaves, tangents, /*retain_graph=*/c10::nullopt, /*create_graph=*/false, /*allow_unused=*/true);
+      gradients = torch::autograd::grad(roots, leaves, tangents, /*retain_graph=*/c10::nullopt,
+                                        /*create_graph=*/false, /*allow_unused=*/true);
     }
     std::size_t next = 0;
     for (const at::Tensor& primal : primals_) {
@@ -232,11 +253,13 @@ class JointCapture {
   // functions or hooks.
   void return_written_in_backward(std::size_t first_node) {
     std::map<StorageId, std::size_t> primals;
-    for (std::size_t i = 0; i < result_.primals; ++i) primals.emplace(tracer_.graph[tracer_.graph.inputs[i].value].storage, i);
+    for (std::size_t i = 0; i < result_.primals; ++i)
+      primals.emplace(tracer_.graph[tracer_.graph.inputs[i].value].storage, i);
     std::set<StorageId> returned;
     for (const c10::IValue& output : outputs_)
       if (holds_tensor(output))
-        for (const at::Tensor& part : plain_parts(output.toTensor())) returned.insert(tracer_.storage_of(part));
+        for (const at::Tensor& part : plain_parts(output.toTensor()))
+          returned.insert(tracer_.storage_of(part));
     std::set<std::size_t> written;
     for (std::size_t i = first_node; i < tracer_.graph.nodes.size(); ++i) {
       const Node& node = tracer_.graph.nodes[i];
@@ -249,11 +272,15 @@ class JointCapture {
             check_written_in_backward(primal->second, node, op);
             written.insert(primal->second);
           } else if (returned.contains(storage)) {
-            throw NotImplemented(fmt::format("graph: backward writes a tensor that forward returned ({}); write to a clone of it", op));
-          } else if (const auto handed = passed_on_.find(storage); handed != passed_on_.end() && handed->second <= i) {
-            throw NotImplemented(fmt::format("graph: backward writes a gradient that was passed to it ({}), which others may hold; create a new tensor in the "
-                                             "function's backward or in the hook",
-                                             op));
+            throw NotImplemented(fmt::format(
+                "graph: backward writes a tensor that forward returned ({}); write to a clone of it", op));
+          } else if (const auto handed = passed_on_.find(storage);
+                     handed != passed_on_.end() && handed->second <= i) {
+            throw NotImplemented(
+                fmt::format("graph: backward writes a gradient that was passed to it ({}), which others may "
+                            "hold; create a new tensor in the "
+                            "function's backward or in the hook",
+                            op));
           }
         }
     }
@@ -266,17 +293,22 @@ class JointCapture {
   void check_written_in_backward(std::size_t primal, const Node& node, const std::string& op) const {
     const std::string& name = tracer_.graph.inputs[primal].name;
     if (any_subclass_)
-      throw NotImplemented(fmt::format("graph: backward writes {} ({}), in a function over tensor subclasses; write it in forward", name, op));
+      throw NotImplemented(fmt::format(
+          "graph: backward writes {} ({}), in a function over tensor subclasses; write it in forward", name,
+          op));
     std::size_t input = 0;
     for (std::size_t tensors = 0; input < inputs_.size(); ++input)
       if (holds_tensor(inputs_[input]) && tensors++ == primal) break;
     const InputInfo& info = meta_.inputs.at(input);
     if (primals_[primal].requires_grad() || info.requires_grad)
-      throw NotImplemented(fmt::format("graph: backward writes {} ({}), which requires a gradient; write to a clone of it", name, op));
+      throw NotImplemented(fmt::format(
+          "graph: backward writes {} ({}), which requires a gradient; write to a clone of it", name, op));
     if (node.op.hasTag(at::Tag::inplace_view))
-      throw NotImplemented(fmt::format("graph: backward changes the shape of {} in place ({}); take a view of it", name, op));
+      throw NotImplemented(
+          fmt::format("graph: backward changes the shape of {} in place ({}); take a view of it", name, op));
     if (info.mutation_type() != MutationType::NotMutated)
-      throw NotImplemented(fmt::format("graph: forward and backward both write {} ({}); write it in one of them", name, op));
+      throw NotImplemented(
+          fmt::format("graph: forward and backward both write {} ({}); write it in one of them", name, op));
   }
 
   FunctionTrace& trace_;
@@ -301,10 +333,13 @@ Graph capture_forward(const Function& function, const Values& inputs) {
   Values fakes;
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     if (holds_tensor(inputs[i]) && is_subclass(inputs[i].toTensor()))
-      throw TypeError(describe(fmt::format("graph: input {}", i), type_text(inputs[i].toTensor()), "a plain tensor",
+      throw TypeError(describe(fmt::format("graph: input {}", i), type_text(inputs[i].toTensor()),
+                               "a plain tensor",
                                "pass its inner tensors, or use capture_joint, which flattens subclasses"));
-    fakes.push_back(holds_tensor(inputs[i]) ? c10::IValue(tracer.add_input(to_fake(inputs[i].toTensor().detach()), fmt::format("input{}", i)))
-                                            : inputs[i]);
+    fakes.push_back(
+        holds_tensor(inputs[i])
+            ? c10::IValue(tracer.add_input(to_fake(inputs[i].toTensor().detach()), fmt::format("input{}", i)))
+            : inputs[i]);
   }
   const c10::AutoGradMode no_gradients(false);
   const ModeGuard below(fake_mode);
@@ -314,22 +349,28 @@ Graph capture_forward(const Function& function, const Values& inputs) {
   return std::move(tracer.graph);
 }
 
-JointGraph capture_joint(FunctionTrace& trace, const ViewAndMutationMeta& meta) { return JointCapture(trace, meta).run(); }
+JointGraph capture_joint(FunctionTrace& trace, const ViewAndMutationMeta& meta) {
+  return JointCapture(trace, meta).run();
+}
 
-JointGraph capture_joint(const Function& function, const Values& inputs, const ViewAndMutationMeta& meta, const Convention& convention) {
+JointGraph capture_joint(const Function& function, const Values& inputs, const ViewAndMutationMeta& meta,
+                         const Convention& convention) {
   if (inputs.size() != meta.inputs.size())
-    throw ValueError(describe("graph: number of inputs", std::to_string(inputs.size()), std::to_string(meta.inputs.size()),
+    throw ValueError(describe("graph: number of inputs", std::to_string(inputs.size()),
+                              std::to_string(meta.inputs.size()),
                               "analyze the function with the inputs it is captured with"));
   FunctionTrace trace(function, inputs, convention, FunctionTrace::Leaves::Writable);
   return capture_joint(trace, meta);
 }
 
-AnalyzedCapture analyze_and_capture(const Function& function, const Values& inputs, const Convention& convention) {
+AnalyzedCapture analyze_and_capture(const Function& function, const Values& inputs,
+                                    const Convention& convention) {
   AnalyzedCapture result;
   FunctionTrace trace(function, inputs, convention, FunctionTrace::Leaves::AsTheyAre);
   result.meta = analyze(trace, {.convention = convention});
   bool writes_leaf = false;
-  for (const InputInfo& input : result.meta.inputs) writes_leaf |= input.is_touched && input.is_leaf && input.requires_grad;
+  for (const InputInfo& input : result.meta.inputs)
+    writes_leaf |= input.is_touched && input.is_leaf && input.requires_grad;
   if (!writes_leaf) result.joint = capture_joint(trace, result.meta);
   return result;
 }

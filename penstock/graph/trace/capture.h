@@ -30,15 +30,16 @@
 
 #include <optional>
 
-#include "penstock/graph/trace/analyze.h"
 #include "penstock/graph/ir/graph.h"
 #include "penstock/graph/ir/joint_graph.h"
+#include "penstock/graph/trace/analyze.h"
 
 namespace penstock::graph {
 
 Graph capture_forward(const Function& function, const Values& inputs);
 
-JointGraph capture_joint(const Function& function, const Values& inputs, const ViewAndMutationMeta& meta, const Convention& convention = {});
+JointGraph capture_joint(const Function& function, const Values& inputs, const ViewAndMutationMeta& meta,
+                         const Convention& convention = {});
 
 // Analysis and joint graph from a single run of the function, at half the cost, for inputs that share no
 // memory. There is no joint graph if the function writes a leaf that requires a gradient; capture_joint()
@@ -47,6 +48,7 @@ struct AnalyzedCapture {
   ViewAndMutationMeta meta;
   std::optional<JointGraph> joint;
 };
-AnalyzedCapture analyze_and_capture(const Function& function, const Values& inputs, const Convention& convention = {});
+AnalyzedCapture analyze_and_capture(const Function& function, const Values& inputs,
+                                    const Convention& convention = {});
 
 }  // namespace penstock::graph

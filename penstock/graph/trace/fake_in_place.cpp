@@ -4,8 +4,8 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/graph/ir/subclass_record.h"
 #include "penstock/fake.h"
+#include "penstock/graph/ir/subclass_record.h"
 #include "penstock/tensor_subclass.h"
 
 namespace penstock::graph {
@@ -26,11 +26,13 @@ FakeInPlace::FakeInPlace(const std::vector<at::Tensor>& tensors) {
     for (const at::Tensor& tensor : tensors) {
       for (const at::Tensor& part : plain_parts(tensor))
         if (is_fake(part))
-          throw TypeError(describe("graph: a parameter or buffer", "a fake tensor", "a real one, or a subclass of real ones",
+          throw TypeError(describe("graph: a parameter or buffer", "a fake tensor",
+                                   "a real one, or a subclass of real ones",
                                    "materialize the module before capturing it"));
       Replaced replaced{tensor, tensor.variable_data(), accumulator_of(tensor), {}};
       replace_data(tensor, to_fake_parts(replaced.real));
-      if (auto* autograd = torch::autograd::impl::get_autograd_meta(tensor)) replaced.hooks.swap(autograd->hooks_);
+      if (auto* autograd = torch::autograd::impl::get_autograd_meta(tensor))
+        replaced.hooks.swap(autograd->hooks_);
       replaced_.push_back(std::move(replaced));
     }
   } catch (...) {

@@ -12,7 +12,9 @@ namespace {
 
 // Passes gradients on unchanged.
 struct PassOn final : torch::autograd::Node {
-  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override { return std::move(gradients); }
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
+    return std::move(gradients);
+  }
 };
 
 }  // namespace

@@ -16,7 +16,8 @@ namespace {
 std::vector<Geometry> geometries_of(const Values& inputs) {
   std::vector<Geometry> all;
   all.reserve(inputs.size());
-  for (const c10::IValue& input : inputs) all.push_back(FunctionTrace::is_tensor(input) ? geometry_of(input.toTensor()) : Geometry{});
+  for (const c10::IValue& input : inputs)
+    all.push_back(FunctionTrace::is_tensor(input) ? geometry_of(input.toTensor()) : Geometry{});
   return all;
 }
 
@@ -28,7 +29,8 @@ std::vector<at::Tensor> found_among(const Values& inputs, const Convention& conv
 
 }  // namespace
 
-FunctionTrace::FunctionTrace(const Function& function, const Values& real_inputs, const Convention& convention, Leaves leaves)
+FunctionTrace::FunctionTrace(const Function& function, const Values& real_inputs,
+                             const Convention& convention, Leaves leaves)
     : before(geometries_of(real_inputs)), found(found_among(real_inputs, convention)) {
   make_inputs(real_inputs, convention, leaves);
   const bool grad_mode = c10::GradMode::is_enabled();
@@ -52,12 +54,14 @@ void FunctionTrace::make_inputs(const Values& real_inputs, const Convention& con
     }
     const at::Tensor& real = real_inputs[i].toTensor();
     const bool finds = i < convention.found;
-    std::string name = i < convention.names.size() ? convention.names[i] : fmt::format("primals_{}", primals.size() + 1);
+    std::string name =
+        i < convention.names.size() ? convention.names[i] : fmt::format("primals_{}", primals.size() + 1);
     primals.push_back(finds ? real : to_fake_parts(real));
     records.push_back(FlattenRecord::of(primals.back(), tracer.graph.inputs.size()));
     const std::vector<std::string> suffixes = records.back().plain_names();
     const std::vector<at::Tensor> added = plain_parts(primals.back());
-    for (std::size_t part = 0; part < added.size(); ++part) tracer.add_input(added[part], name + suffixes[part]);
+    for (std::size_t part = 0; part < added.size(); ++part)
+      tracer.add_input(added[part], name + suffixes[part]);
     // A tensor passed twice is one value inside, but each position gets its own gradient: autograd adds them
     // up as usual.
     at::Tensor& first = made[real.unsafeGetTensorImpl()];

@@ -6,13 +6,13 @@
 #include <optional>
 #include <vector>
 
+#include "penstock/fake.h"
+#include "penstock/graph/ir/subclass_record.h"
 #include "penstock/graph/trace/analyze.h"
 #include "penstock/graph/trace/capture.h"
 #include "penstock/graph/trace/fake_in_place.h"
-#include "penstock/graph/ir/subclass_record.h"
 #include "penstock/graph/trace/tracer.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
-#include "penstock/fake.h"
 
 namespace penstock::graph {
 
@@ -26,20 +26,20 @@ class FunctionTrace {
 
   static bool is_tensor(const c10::IValue& value) { return value.isTensor() && value.toTensor().defined(); }
 
-  const std::vector<Geometry> before;       // of the inputs
-  const OwnAutocastCache cast_weights;      // fake ones must not outlive the trace
-  const FakeInPlace found;                  // destroyed after everything below
+  const std::vector<Geometry> before;   // of the inputs
+  const OwnAutocastCache cast_weights;  // fake ones must not outlive the trace
+  const FakeInPlace found;              // destroyed after everything below
   FakeMode fake_mode;
   Tracer tracer;
-  Values inputs, outputs;                   // of the function, fake
+  Values inputs, outputs;  // of the function, fake
   // One for each tensor among the inputs; gradients are taken with respect to these.
   std::vector<at::Tensor> primals;
-  std::vector<FlattenRecord> records;        // of the primals: which inputs of the graph they are
-  std::vector<std::vector<at::Tensor>> parts;   // for each input, its plain tensors before the call
-  std::vector<char> is_leaf;                // of the inputs, in the real call
+  std::vector<FlattenRecord> records;          // of the primals: which inputs of the graph they are
+  std::vector<std::vector<at::Tensor>> parts;  // for each input, its plain tensors before the call
+  std::vector<char> is_leaf;                   // of the inputs, in the real call
   // Of the inputs, in the real call, before it: a write may give one a gradient.
   std::vector<char> is_leaf_with_grad;
-  std::optional<bool> grad_mode_after;      // the grad mode after the function, if it changed it
+  std::optional<bool> grad_mode_after;  // the grad mode after the function, if it changed it
 
  private:
   void make_inputs(const Values& real_inputs, const Convention& convention, Leaves leaves);

@@ -9,8 +9,8 @@
 #include <utility>
 
 #include "penstock/errors.h"
-#include "penstock/graph/ir/subclass_record.h"
 #include "penstock/fake.h"
+#include "penstock/graph/ir/subclass_record.h"
 
 namespace penstock::graph {
 namespace {
@@ -21,12 +21,15 @@ const void* identity_of(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl();
 }
 
-bool is_number(const at::Tensor& tensor) { return tensor.unsafeGetTensorImpl()->is_wrapped_number() && !is_wrapper(tensor); }
+bool is_number(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->is_wrapped_number() && !is_wrapper(tensor);
+}
 
 bool any_wrapper_in(c10::ArrayRef<c10::IValue> values) {
   bool any = false;
   for (const c10::IValue& value : values)
-    if (value.isTensor() || value.isList()) for_each_tensor(value, [&](const at::Tensor& tensor) { any |= is_wrapper(tensor); });
+    if (value.isTensor() || value.isList())
+      for_each_tensor(value, [&](const at::Tensor& tensor) { any |= is_wrapper(tensor); });
   return any;
 }
 
@@ -35,8 +38,9 @@ bool any_wrapper_in(c10::ArrayRef<c10::IValue> values) {
 at::Tensor Tracer::add_input(at::Tensor fake, std::string name) {
   const FakeNote* note = fake_note(fake);
   if (!note || note->owner == note_owner_)
-    throw TypeError(fmt::format("graph: input '{}' is {}, expected a new fake tensor; create one with to_fake", name,
-                                note ? "already another value" : "a real tensor"));
+    throw TypeError(
+        fmt::format("graph: input '{}' is {}, expected a new fake tensor; create one with to_fake", name,
+                    note ? "already another value" : "a real tensor"));
   graph.inputs.push_back({define(fake, new_storage(fake)), std::move(name)});
   return fake;
 }
@@ -53,9 +57,11 @@ StorageId Tracer::storage_of_result(const at::Tensor& tensor, const Node& node) 
   const c10::StorageImpl* address = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
   for (const Operand& argument : node.arguments)
     for (const ValueId value : argument.values)
-      if (value != kNoValue && storage_address_[index_of(graph[value].storage)] == address) return graph[value].storage;
+      if (value != kNoValue && storage_address_[index_of(graph[value].storage)] == address)
+        return graph[value].storage;
   for (std::size_t i = first_result_; i < graph.values.size(); ++i)
-    if (const StorageId storage = graph.values[i].storage; storage_address_[index_of(storage)] == address) return storage;
+    if (const StorageId storage = graph.values[i].storage; storage_address_[index_of(storage)] == address)
+      return storage;
   return new_storage(tensor);
 }
 
@@ -82,8 +88,9 @@ ValueId Tracer::value_of(const at::Tensor& tensor) {
     return known->second;
   }
   if (is_wrapper(tensor))
-    throw StateError(fmt::format("graph: the captured function uses a tensor of kind {} from outside; pass it as an input",
-                                 payload_of(tensor)->kind()));
+    throw StateError(
+        fmt::format("graph: the captured function uses a tensor of kind {} from outside; pass it as an input",
+                    payload_of(tensor)->kind()));
   const c10::Storage& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
   const auto [entry, is_new] = storages_of_others_.try_emplace(storage.unsafeGetStorageImpl());
   if (is_new) {
@@ -102,20 +109,28 @@ Operand Tracer::operand_of(const c10::IValue& value) {
 
 // A tensor that autograd would differentiate must be an input: the gradient of a constant would be lost.
 void Tracer::check_constant(const at::Tensor& tensor) const {
-  if (is_wrapper(tensor) || !tensor.requires_grad() || phase == Phase::Backward || !c10::GradMode::is_enabled()) return;
-  throw StateError(fmt::format("graph: the captured function uses a tensor of sizes [{}] that requires a gradient and is not one of its inputs; pass it "
-                               "as an input, or register it as a parameter of the module",
-                               fmt::join(tensor.sizes(), ", ")));
+  if (is_wrapper(tensor) || !tensor.requires_grad() || phase == Phase::Backward ||
+      !c10::GradMode::is_enabled())
+    return;
+  throw StateError(
+      fmt::format("graph: the captured function uses a tensor of sizes [{}] that requires a gradient and is "
+                  "not one of its inputs; pass it "
+                  "as an input, or register it as a parameter of the module",
+                  fmt::join(tensor.sizes(), ", ")));
 }
 
 // The same for a subclass around real tensors, which become constants individually.
 void Tracer::check_subclass_constant(const at::Tensor& tensor) const {
-  if (!is_subclass(tensor) || !tensor.requires_grad() || phase == Phase::Backward || !c10::GradMode::is_enabled()) return;
+  if (!is_subclass(tensor) || !tensor.requires_grad() || phase == Phase::Backward ||
+      !c10::GradMode::is_enabled())
+    return;
   for (const at::Tensor& part : plain_parts(tensor))
     if (is_fake(part)) return;
-  throw StateError(fmt::format("graph: the captured function uses a tensor of kind {} and sizes [{}] that requires a gradient and is not one of its inputs; pass it "
-                               "as an input, or register it as a parameter of the module",
-                               type_text(tensor), fmt::join(tensor.sizes(), ", ")));
+  throw StateError(
+      fmt::format("graph: the captured function uses a tensor of kind {} and sizes [{}] that requires a "
+                  "gradient and is not one of its inputs; pass it "
+                  "as an input, or register it as a parameter of the module",
+                  type_text(tensor), fmt::join(tensor.sizes(), ", ")));
 }
 
 Operand Tracer::argument_of(ArgumentTraits::Kind kind, const c10::IValue& value) {
@@ -124,10 +139,12 @@ Operand Tracer::argument_of(ArgumentTraits::Kind kind, const c10::IValue& value)
     if (tensor.defined()) check_constant(tensor);
     return !tensor.defined() || is_number(tensor) ? Operand::of(value) : Operand::of(value_of(tensor));
   }
-  if ((kind != ArgumentTraits::Kind::TensorList && kind != ArgumentTraits::Kind::OptionalTensorList) || !value.isList())
+  if ((kind != ArgumentTraits::Kind::TensorList && kind != ArgumentTraits::Kind::OptionalTensorList) ||
+      !value.isList())
     return Operand::of(value);
   Operand operand;
-  operand.kind = kind == ArgumentTraits::Kind::TensorList ? Operand::Kind::TensorList : Operand::Kind::OptionalTensorList;
+  operand.kind = kind == ArgumentTraits::Kind::TensorList ? Operand::Kind::TensorList
+                                                          : Operand::Kind::OptionalTensorList;
   for (const c10::IValue& element : value.toListRef()) {
     const bool given = element.isTensor() && element.toTensor().defined();
     if (given) check_constant(element.toTensor());
@@ -145,7 +162,8 @@ ValueId Tracer::rewritten(const at::Tensor& tensor) {
 Operand Tracer::record_result(const ReturnAlias& alias, const c10::IValue& value, const Node& node) {
   const auto record = [&](const at::Tensor& tensor) {
     if (!tensor.defined()) return kNoValue;
-    return alias.kind == ReturnAlias::Kind::Same ? rewritten(tensor) : define(tensor, storage_of_result(tensor, node));
+    return alias.kind == ReturnAlias::Kind::Same ? rewritten(tensor)
+                                                 : define(tensor, storage_of_result(tensor, node));
   };
   if (value.isTensor()) return Operand::of(record(value.toTensor()));
   if (!value.isTensorList()) return Operand::of(c10::IValue());
@@ -171,7 +189,8 @@ Payload* Tracer::subclass_in(c10::ArrayRef<c10::IValue> arguments) const {
     if (argument.isTensor() || argument.isList())
       for_each_tensor(argument, [&](const at::Tensor& tensor) {
         Payload* payload = payload_of(tensor);
-        if (payload && !is_fake(tensor) && (!chosen || payload->priority() > chosen->priority())) chosen = payload;
+        if (payload && !is_fake(tensor) && (!chosen || payload->priority() > chosen->priority()))
+          chosen = payload;
       });
   return chosen;
 }
@@ -182,12 +201,14 @@ void Tracer::dispatch(const c10::OperatorHandle& op, Stack* stack) {
   Node node{op, {}, {}, phase, c10::GradMode::is_enabled() && !c10::InferenceMode::is_enabled()};
   const auto read_arguments = [&](c10::ArrayRef<c10::IValue> arguments) {
     node.arguments.reserve(arguments.size());
-    for (std::size_t i = 0; i < arguments.size(); ++i) node.arguments.push_back(argument_of(traits.arguments[i].kind, arguments[i]));
+    for (std::size_t i = 0; i < arguments.size(); ++i)
+      node.arguments.push_back(argument_of(traits.arguments[i].kind, arguments[i]));
   };
   const c10::ArrayRef<c10::IValue> arguments(stack->data() + base, traits.arguments.size());
   if (Payload* subclass = subclass_in(arguments)) [[unlikely]] {
     for (const c10::IValue& argument : arguments)
-      if (argument.isTensor() || argument.isList()) for_each_tensor(argument, [&](const at::Tensor& tensor) { check_subclass_constant(tensor); });
+      if (argument.isTensor() || argument.isList())
+        for_each_tensor(argument, [&](const at::Tensor& tensor) { check_subclass_constant(tensor); });
     const PayloadPtr keep = PayloadPtr::reclaim_copy(subclass);
     const ModeGuard again(*this);
     return keep->dispatch(op, stack);
@@ -212,7 +233,8 @@ void Tracer::dispatch(const c10::OperatorHandle& op, Stack* stack) {
   }
   node.results.reserve(traits.returns.size());
   first_result_ = graph.values.size();
-  for (std::size_t i = 0; i < traits.returns.size(); ++i) node.results.push_back(record_result(traits.returns[i], (*stack)[base + i], node));
+  for (std::size_t i = 0; i < traits.returns.size(); ++i)
+    node.results.push_back(record_result(traits.returns[i], (*stack)[base + i], node));
   graph.nodes.push_back(std::move(node));
 }
 

@@ -29,10 +29,10 @@
 #include <vector>
 
 #include "penstock/graph/ir/graph.h"
-#include "penstock/torch/fake/fake_note.h"
 #include "penstock/mode.h"
 #include "penstock/operator_traits.h"
 #include "penstock/tensor_subclass.h"
+#include "penstock/torch/fake/fake_note.h"
 
 namespace penstock::graph {
 

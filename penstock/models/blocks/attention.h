@@ -13,14 +13,14 @@
 #include <cstdint>
 
 #include "penstock/models/blocks/kv_cache.h"
-#include "penstock/transformer_options.h"
 #include "penstock/torch/kernels/fused_attention.h"
+#include "penstock/transformer_options.h"
 
 namespace penstock::models {
 
 // Shared by all blocks of a forward.
 struct AttentionContext {
-  at::Tensor turns;          // rotary positions (rotary.h)
+  at::Tensor turns;  // rotary positions (rotary.h)
   AttentionMask mask;
   KvCache* cache = nullptr;  // null: the keys are those of this forward
 };

@@ -8,10 +8,14 @@
 
 namespace penstock::models {
 
-FeedForwardImpl::FeedForwardImpl(const TransformerOptions& options) : options_(options.resolved()) { reset(); }
+FeedForwardImpl::FeedForwardImpl(const TransformerOptions& options) : options_(options.resolved()) {
+  reset();
+}
 
 void FeedForwardImpl::reset() {
-  const auto linear = [](std::int64_t in, std::int64_t out) { return torch::nn::Linear(torch::nn::LinearOptions(in, out).bias(false)); };
+  const auto linear = [](std::int64_t in, std::int64_t out) {
+    return torch::nn::Linear(torch::nn::LinearOptions(in, out).bias(false));
+  };
   gate = register_module("gate", linear(options_.width, options_.feed_width));
   up = register_module("up", linear(options_.width, options_.feed_width));
   down = register_module("down", linear(options_.feed_width, options_.width));
@@ -20,7 +24,8 @@ void FeedForwardImpl::reset() {
 at::Tensor FeedForwardImpl::forward(const at::Tensor& x) {
   const LocalRegion region(x, gate->weight, Rows::BatchAndLength);
   const at::Tensor in = cast_once(region.enter(x));
-  const at::Tensor gated = silu_product(at::linear(in, region.weight(gate->weight)), at::linear(in, region.weight(up->weight)));
+  const at::Tensor gated =
+      silu_product(at::linear(in, region.weight(gate->weight)), at::linear(in, region.weight(up->weight)));
   return region.leave_sum(at::linear(gated, region.weight(down->weight)));
 }
 

@@ -6,8 +6,8 @@
 #include <cstddef>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/dtensor.h"
+#include "penstock/errors.h"
 
 namespace penstock::models {
 
@@ -15,8 +15,9 @@ LocalRegion::LocalRegion(const at::Tensor& x, const at::Tensor& weight, Rows row
   plain_input_ = !is_dtensor(x);
   if (!is_dtensor(weight)) {
     if (!plain_input_)
-      throw TypeError(describe("a distributed activation", describe_dtensor(x), "a plain one, because the parameters are plain",
-                               "distribute the parameters with parallelize_transformer() or distribute_module()"));
+      throw TypeError(describe(
+          "a distributed activation", describe_dtensor(x), "a plain one, because the parameters are plain",
+          "distribute the parameters with parallelize_transformer() or distribute_module()"));
     return;
   }
   mesh_ = mesh_of(weight);
@@ -25,13 +26,16 @@ LocalRegion::LocalRegion(const at::Tensor& x, const at::Tensor& weight, Rows row
   shape_ = x.sizes().vec();
   if (plain_input_) {
     if (own.size() != 1)
-      throw TypeError(describe("an activation of a tensor parallel model", "a plain tensor", fmt::format("a distributed tensor of {}", mesh_->mesh().to_string()),
-                               "make it one with from_local(), or parallelize on the slice of the mesh that is tensor parallel"));
+      throw TypeError(describe(
+          "an activation of a tensor parallel model", "a plain tensor",
+          fmt::format("a distributed tensor of {}", mesh_->mesh().to_string()),
+          "make it one with from_local(), or parallelize on the slice of the mesh that is tensor parallel"));
     inside_ = Placements(1);
     return;
   }
   if (!(mesh_of(x) == *mesh_))
-    throw TypeError(describe("a distributed activation", describe_dtensor(x), fmt::format("one of the parameters' mesh {}", mesh_->mesh().to_string())));
+    throw TypeError(describe("a distributed activation", describe_dtensor(x),
+                             fmt::format("one of the parameters' mesh {}", mesh_->mesh().to_string())));
   inside_ = placements_of(x);
   const std::int64_t kept = rows == Rows::Batch ? 1 : x.dim() - 1;
   for (std::size_t axis = 0; axis < inside_.size(); ++axis) {
@@ -50,23 +54,29 @@ at::Tensor LocalRegion::enter(const at::Tensor& x) const {
   Placements gradients = inside_;
   for (std::size_t axis = 0; axis < split_.size(); ++axis)
     if (split_[axis]) gradients[axis] = Partial{};
-  return to_local(plain_input_ ? from_local(x, *mesh_, inside_, {.check = false}) : redistribute(x, inside_), {.grad_placements = gradients});
+  return to_local(plain_input_ ? from_local(x, *mesh_, inside_, {.check = false}) : redistribute(x, inside_),
+                  {.grad_placements = gradients});
 }
 
 at::Tensor LocalRegion::weight(const at::Tensor& parameter) const {
   if (!mesh_) {
     if (is_dtensor(parameter))
-      throw ValueError(describe("a parameter of a model", describe_dtensor(parameter), "a plain one, like the others", "use parallelize_transformer()"));
+      throw ValueError(describe("a parameter of a model", describe_dtensor(parameter),
+                                "a plain one, like the others", "use parallelize_transformer()"));
     return parameter;
   }
   if (!is_dtensor(parameter))
-    throw ValueError(describe("a parameter of a tensor parallel model", "a plain tensor", fmt::format("distributed over {}", mesh_->mesh().to_string()),
-                              "use parallelize_transformer(), or distribute_module() after parallelize_module()"));
+    throw ValueError(
+        describe("a parameter of a tensor parallel model", "a plain tensor",
+                 fmt::format("distributed over {}", mesh_->mesh().to_string()),
+                 "use parallelize_transformer(), or distribute_module() after parallelize_module()"));
   Placements gradients = placements_of(parameter);
   for (std::size_t axis = 0; axis < gradients.size(); ++axis) {
     if (gradients[axis].splits() != split_[axis])
-      throw ValueError(describe("a parameter of a tensor parallel model", describe_dtensor(parameter), "a parameter split along the same axes as its neighbours",
-                                "use tensor_parallel_plan(): column parallel for query, key, value, gate and up needs row parallel for output and down"));
+      throw ValueError(describe("a parameter of a tensor parallel model", describe_dtensor(parameter),
+                                "a parameter split along the same axes as its neighbours",
+                                "use tensor_parallel_plan(): column parallel for query, key, value, gate and "
+                                "up needs row parallel for output and down"));
     if (inside_[axis].splits()) gradients[axis] = Partial{};  // every rank has other rows
   }
   return to_local(parameter, {.grad_placements = gradients});

@@ -3,9 +3,9 @@
 // sent in each direction.
 //
 //   const LocalRegion region(x, up->weight, Rows::BatchAndLength);
-//   at::Tensor h = at::linear(region.enter(x), region.weight(up->weight));      // backward: gradients of x are summed over the axis, once
-//   h = at::silu(h);
-//   return region.leave_sum(at::linear(h, region.weight(down->weight)));        // forward: the terms are summed over the axis
+//   at::Tensor h = at::linear(region.enter(x), region.weight(up->weight));      // backward: gradients of x
+//   are summed over the axis, once h = at::silu(h); return region.leave_sum(at::linear(h,
+//   region.weight(down->weight)));        // forward: the terms are summed over the axis
 //
 // With plain parameters all of it is a no-op. The activation may be plain and equal on all ranks of a mesh
 // with one axis (the result is then plain), or distributed over the mesh of the parameters, with rows split
@@ -18,8 +18,8 @@
 #include <optional>
 #include <vector>
 
-#include "penstock/world.h"
 #include "penstock/placement.h"
+#include "penstock/world.h"
 
 namespace penstock::models {
 
@@ -47,8 +47,8 @@ class LocalRegion {
 
  private:
   std::optional<comm::MeshGroups> mesh_;
-  std::vector<bool> split_;        // axes that split the first parameter
-  Placements inside_;              // of the activation within the region
+  std::vector<bool> split_;  // axes that split the first parameter
+  Placements inside_;        // of the activation within the region
   bool plain_input_ = true;
   std::vector<std::int64_t> shape_;  // of the whole activation
 };

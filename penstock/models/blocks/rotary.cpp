@@ -9,8 +9,8 @@
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/fake.h"
-#include "penstock/torch/kernels/fused_math.h"
 #include "penstock/mode.h"
+#include "penstock/torch/kernels/fused_math.h"
 
 namespace penstock::models {
 namespace {
@@ -18,18 +18,22 @@ namespace {
 using TableKey = std::pair<at::Device, at::ScalarType>;
 
 bool comes_before(const TableKey& a, const TableKey& b) {
-  return std::make_tuple(a.first.type(), a.first.index(), a.second) < std::make_tuple(b.first.type(), b.first.index(), b.second);
+  return std::make_tuple(a.first.type(), a.first.index(), a.second) <
+         std::make_tuple(b.first.type(), b.first.index(), b.second);
 }
 
 bool is_here(at::Device device) {
-  return device.is_cpu() || (c10::impl::hasDeviceGuardImpl(device.type()) && c10::impl::getDeviceGuardImpl(device.type())->deviceCount() > device.index());
+  return device.is_cpu() || (c10::impl::hasDeviceGuardImpl(device.type()) &&
+                             c10::impl::getDeviceGuardImpl(device.type())->deviceCount() > device.index());
 }
 
 }  // namespace
 
-Rotary::Rotary(std::int64_t head_width, std::int64_t context, double theta) : context_(context), tables_(comes_before) {
+Rotary::Rotary(std::int64_t head_width, std::int64_t context, double theta)
+    : context_(context), tables_(comes_before) {
   const NoModesGuard real;  // the table is kept, so it must never be fake
-  const at::Tensor frequencies = at::pow(theta, at::arange(0, head_width, 2, at::kDouble).div(-static_cast<double>(head_width)));
+  const at::Tensor frequencies =
+      at::pow(theta, at::arange(0, head_width, 2, at::kDouble).div(-static_cast<double>(head_width)));
   angles_ = at::outer(at::arange(0, context, at::kDouble), frequencies);
 }
 
@@ -51,7 +55,8 @@ const at::Tensor& Rotary::table_for(const at::Tensor& like, at::Tensor& fake) {
 
 at::Tensor Rotary::turns(std::int64_t first, std::int64_t length, const at::Tensor& like) {
   if (first < 0 || length < 0 || first + length > context_)
-    throw ValueError(describe("positions", fmt::format("{} to {}", first, first + length - 1), fmt::format("0 to {}", context_ - 1),
+    throw ValueError(describe("positions", fmt::format("{} to {}", first, first + length - 1),
+                              fmt::format("0 to {}", context_ - 1),
                               "shorten the sequence, or set model.context higher"));
   at::Tensor fake;
   return table_for(like, fake).narrow(0, first, length);

@@ -31,9 +31,10 @@ class Rotary {
   const at::Tensor& table_for(const at::Tensor& like, at::Tensor& fake);
 
   std::int64_t context_;
-  at::Tensor angles_;                                                          // float64 [context, head_width / 2]
+  at::Tensor angles_;  // float64 [context, head_width / 2]
   std::map<std::pair<at::Device, at::ScalarType>, at::Tensor,
-           bool (*)(const std::pair<at::Device, at::ScalarType>&, const std::pair<at::Device, at::ScalarType>&)>
+           bool (*)(const std::pair<at::Device, at::ScalarType>&,
+                    const std::pair<at::Device, at::ScalarType>&)>
       tables_;
 };
 

@@ -20,9 +20,11 @@ constexpr std::string_view kFirstBlock = "blocks.0.";
 
 }  // namespace
 
-ParameterStages::ParameterStages(const std::vector<StagePart>& parts, const TransformerOptions& options) : of_block_(static_cast<std::size_t>(options.layers)) {
+ParameterStages::ParameterStages(const std::vector<StagePart>& parts, const TransformerOptions& options)
+    : of_block_(static_cast<std::size_t>(options.layers)) {
   for (const StagePart& part : parts) {
-    for (std::int64_t block = part.first_block; block < part.end_block; ++block) of_block_.at(static_cast<std::size_t>(block)).push_back(part.index);
+    for (std::int64_t block = part.first_block; block < part.end_block; ++block)
+      of_block_.at(static_cast<std::size_t>(block)).push_back(part.index);
     if (part.has_embed() || (part.has_head() && options.tie_head)) of_embed_.push_back(part.index);
     if (part.has_head()) of_head_.push_back(part.index);
   }
@@ -44,12 +46,15 @@ const std::vector<int>& ParameterStages::of(const std::string& name) const {
   if (name.starts_with(kBlocks) && dot != std::string::npos && in_block_.contains(name.substr(dot + 1))) {
     std::size_t block = of_block_.size();
     const auto [stop, error] = std::from_chars(name.data() + digits, name.data() + dot, block);
-    if (error == std::errc{} && stop == name.data() + dot && block < of_block_.size()) return of_block_[block];
+    if (error == std::errc{} && stop == name.data() + dot && block < of_block_.size())
+      return of_block_[block];
   }
-  throw ValueError(describe("parameter", fmt::format("'{}'", name), "a name of the model, like blocks.0.feed.up.weight"));
+  throw ValueError(
+      describe("parameter", fmt::format("'{}'", name), "a name of the model, like blocks.0.feed.up.weight"));
 }
 
-std::vector<int> stages_of_parameter(const std::vector<StagePart>& parts, const TransformerOptions& options, const std::string& name) {
+std::vector<int> stages_of_parameter(const std::vector<StagePart>& parts, const TransformerOptions& options,
+                                     const std::string& name) {
   return ParameterStages(parts, options).of(name);
 }
 

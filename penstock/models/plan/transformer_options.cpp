@@ -14,23 +14,28 @@ namespace {
 
 constexpr std::int64_t kFeedMultiple = 32;
 
-void require(bool good, const char* field, const std::string& actual, const std::string& expected, const std::string& remedy = {}) {
+void require(bool good, const char* field, const std::string& actual, const std::string& expected,
+             const std::string& remedy = {}) {
   if (!good) throw ConfigError(describe(fmt::format("model.{}", field), actual, expected, remedy));
 }
 
-void require_positive(const char* field, std::int64_t value) { require(value >= 1, field, fmt::format("{}", value), "at least 1"); }
+void require_positive(const char* field, std::int64_t value) {
+  require(value >= 1, field, fmt::format("{}", value), "at least 1");
+}
 
 std::int64_t size_of(const std::vector<std::int64_t>& shape) {
-  return std::accumulate(shape.begin(), shape.end(), std::int64_t{1}, [](std::int64_t a, std::int64_t b) { return a * b; });
+  return std::accumulate(shape.begin(), shape.end(), std::int64_t{1},
+                         [](std::int64_t a, std::int64_t b) { return a * b; });
 }
 
 std::vector<ParameterShape> block_shapes(const TransformerOptions& options, std::int64_t block) {
-  const std::int64_t width = options.width, keys = options.key_value_heads * options.head_width(), feed = options.feed_width;
+  const std::int64_t width = options.width, keys = options.key_value_heads * options.head_width(),
+                     feed = options.feed_width;
   const std::string at = fmt::format("blocks.{}.", block);
-  return {{at + "attention_norm.weight", {width}},        {at + "attention.query.weight", {width, width}},
-          {at + "attention.key.weight", {keys, width}},   {at + "attention.value.weight", {keys, width}},
+  return {{at + "attention_norm.weight", {width}},          {at + "attention.query.weight", {width, width}},
+          {at + "attention.key.weight", {keys, width}},     {at + "attention.value.weight", {keys, width}},
           {at + "attention.output.weight", {width, width}}, {at + "feed_norm.weight", {width}},
-          {at + "feed.gate.weight", {feed, width}},       {at + "feed.up.weight", {feed, width}},
+          {at + "feed.gate.weight", {feed, width}},         {at + "feed.up.weight", {feed, width}},
           {at + "feed.down.weight", {width, feed}}};
 }
 
@@ -43,17 +48,25 @@ TransformerOptions TransformerOptions::resolved() const {
   require_positive("layers", layers);
   require_positive("heads", heads);
   require_positive("context", context);
-  require(width % heads == 0, "width", fmt::format("{}", width), fmt::format("a multiple of heads, {}", heads),
+  require(width % heads == 0, "width", fmt::format("{}", width),
+          fmt::format("a multiple of heads, {}", heads),
           fmt::format("use {} or another number of heads", (width / heads + 1) * heads));
-  require(head_width() % 2 == 0, "width", fmt::format("{}, that is {} per head", width, head_width()), "an even number per head, because rotary positions rotate pairs",
+  require(head_width() % 2 == 0, "width", fmt::format("{}, that is {} per head", width, head_width()),
+          "an even number per head, because rotary positions rotate pairs",
           fmt::format("use a multiple of {}", 2 * heads));
-  require(key_value_heads >= 0, "key_value_heads", fmt::format("{}", key_value_heads), "at least 1, or 0 for as many as heads");
+  require(key_value_heads >= 0, "key_value_heads", fmt::format("{}", key_value_heads),
+          "at least 1, or 0 for as many as heads");
   if (whole.key_value_heads == 0) whole.key_value_heads = heads;
-  require(heads % whole.key_value_heads == 0, "key_value_heads", fmt::format("{}", key_value_heads), fmt::format("a divisor of heads, {}", heads));
-  require(feed_width >= 0, "feed_width", fmt::format("{}", feed_width), "at least 1, or 0 for two thirds of 4 * width");
-  if (whole.feed_width == 0) whole.feed_width = (8 * width / 3 + kFeedMultiple - 1) / kFeedMultiple * kFeedMultiple;
-  require(rope_theta > 1 && rope_theta < 1e15, "rope_theta", fmt::format("{}", rope_theta), "more than 1; 10000 is usual");
-  require(norm_epsilon > 0 && norm_epsilon < 1, "norm_epsilon", fmt::format("{}", norm_epsilon), "a small positive number; 1e-5 is usual");
+  require(heads % whole.key_value_heads == 0, "key_value_heads", fmt::format("{}", key_value_heads),
+          fmt::format("a divisor of heads, {}", heads));
+  require(feed_width >= 0, "feed_width", fmt::format("{}", feed_width),
+          "at least 1, or 0 for two thirds of 4 * width");
+  if (whole.feed_width == 0)
+    whole.feed_width = (8 * width / 3 + kFeedMultiple - 1) / kFeedMultiple * kFeedMultiple;
+  require(rope_theta > 1 && rope_theta < 1e15, "rope_theta", fmt::format("{}", rope_theta),
+          "more than 1; 10000 is usual");
+  require(norm_epsilon > 0 && norm_epsilon < 1, "norm_epsilon", fmt::format("{}", norm_epsilon),
+          "a small positive number; 1e-5 is usual");
   require(dropout >= 0 && dropout < 1, "dropout", fmt::format("{}", dropout), "from 0 to less than 1");
   return whole;
 }
@@ -75,12 +88,15 @@ std::int64_t block_parameter_count(const TransformerOptions& options) {
 }
 
 std::int64_t parameter_count(const TransformerOptions& options) {
-  return options.layers * block_parameter_count(options) + options.width + (options.tie_head ? 1 : 2) * options.vocabulary * options.width;
+  return options.layers * block_parameter_count(options) + options.width +
+         (options.tie_head ? 1 : 2) * options.vocabulary * options.width;
 }
 
 double block_flops_per_token(const TransformerOptions& options, std::int64_t length) {
-  const std::int64_t products = block_parameter_count(options) - 2 * options.width;  // norms are not matrix products
-  return 2.0 * static_cast<double>(products) + 4.0 * static_cast<double>(length) * static_cast<double>(options.width);
+  const std::int64_t products =
+      block_parameter_count(options) - 2 * options.width;  // norms are not matrix products
+  return 2.0 * static_cast<double>(products) +
+         4.0 * static_cast<double>(length) * static_cast<double>(options.width);
 }
 
 double head_flops_per_token(const TransformerOptions& options) {
@@ -88,7 +104,8 @@ double head_flops_per_token(const TransformerOptions& options) {
 }
 
 double training_flops_per_token(const TransformerOptions& options, std::int64_t length) {
-  return 3 * (static_cast<double>(options.layers) * block_flops_per_token(options, length) + head_flops_per_token(options));
+  return 3 * (static_cast<double>(options.layers) * block_flops_per_token(options, length) +
+              head_flops_per_token(options));
 }
 
 }  // namespace penstock::models

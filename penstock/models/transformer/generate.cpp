@@ -8,8 +8,8 @@
 #include <limits>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/dtensor.h"
+#include "penstock/errors.h"
 #include "penstock/models/transformer/transformer_access.h"
 
 namespace penstock::models {
@@ -20,7 +20,9 @@ constexpr std::int64_t kSampling = purpose::kFirstOfUser + 1;
 // Restores the mode, also after an exception of the callback.
 class EvaluationMode {
  public:
-  explicit EvaluationMode(torch::nn::Module& module) : module_(module), before_(module.is_training()) { module_.eval(); }
+  explicit EvaluationMode(torch::nn::Module& module) : module_(module), before_(module.is_training()) {
+    module_.eval();
+  }
   ~EvaluationMode() { module_.train(before_); }
   EvaluationMode(const EvaluationMode&) = delete;
   EvaluationMode& operator=(const EvaluationMode&) = delete;
@@ -32,21 +34,30 @@ class EvaluationMode {
 
 void check(const TransformerStageImpl& model, const at::Tensor& prompt, const GenerateOptions& how) {
   if (!model.is_whole())
-    throw StateError(describe("generate", fmt::format("stage {} of {}", model.part().index, model.part().count), "a whole model", "load the checkpoint into TransformerStage(options)"));
+    throw StateError(describe("generate",
+                              fmt::format("stage {} of {}", model.part().index, model.part().count),
+                              "a whole model", "load the checkpoint into TransformerStage(options)"));
   if (prompt.dim() != 2 || prompt.size(1) < 1 || prompt.scalar_type() != at::kLong)
-    throw ValueError(describe("generate: prompt", fmt::format("{} of {} dims", c10::toString(prompt.scalar_type()), prompt.dim()), "Long [batch, length] with at least one token"));
-  if (how.max_tokens < 0) throw ValueError(describe("generate: max_tokens", fmt::format("{}", how.max_tokens), "at least 0"));
+    throw ValueError(describe("generate: prompt",
+                              fmt::format("{} of {} dims", c10::toString(prompt.scalar_type()), prompt.dim()),
+                              "Long [batch, length] with at least one token"));
+  if (how.max_tokens < 0)
+    throw ValueError(describe("generate: max_tokens", fmt::format("{}", how.max_tokens), "at least 0"));
   // The last token is not fed back, so one more fits.
   if (!how.slide && prompt.size(1) + how.max_tokens > model.options().context + 1)
-    throw ValueError(describe("generate", fmt::format("a prompt of {} and {} new tokens", prompt.size(1), how.max_tokens),
-                              fmt::format("at most {} in all, one more than model.context", model.options().context + 1), "shorten the prompt, lower max_tokens, or set slide"));
+    throw ValueError(
+        describe("generate", fmt::format("a prompt of {} and {} new tokens", prompt.size(1), how.max_tokens),
+                 fmt::format("at most {} in all, one more than model.context", model.options().context + 1),
+                 "shorten the prompt, lower max_tokens, or set slide"));
 }
 
 }  // namespace
 
 at::Tensor sample(const at::Tensor& logits, const SampleOptions& how, const RandomKey& key) {
   if (!(how.temperature >= 0) || how.top_k < 0)
-    throw ValueError(describe("sample: temperature and top_k", fmt::format("{} and {}", how.temperature, how.top_k), "numbers not less than 0"));
+    throw ValueError(describe("sample: temperature and top_k",
+                              fmt::format("{} and {}", how.temperature, how.top_k),
+                              "numbers not less than 0"));
   const at::Tensor whole = (is_dtensor(logits) ? full_tensor(logits) : logits).detach();
   if (how.temperature == 0) return whole.argmax(-1);
   at::Tensor scores = whole.to(at::kFloat).div(how.temperature);
@@ -59,7 +70,8 @@ at::Tensor sample(const at::Tensor& logits, const SampleOptions& how, const Rand
   return scores.sub(noise.log().neg().log()).argmax(-1);
 }
 
-at::Tensor generate(TransformerStageImpl& model, const at::Tensor& prompt, const GenerateOptions& how, const TokenCallback& callback) {
+at::Tensor generate(TransformerStageImpl& model, const at::Tensor& prompt, const GenerateOptions& how,
+                    const TokenCallback& callback) {
   check(model, prompt, how);
   if (how.max_tokens == 0) return prompt.clone();
   const c10::AutoGradMode no_grad(false);
@@ -75,8 +87,10 @@ at::Tensor generate(TransformerStageImpl& model, const at::Tensor& prompt, const
     if (position > context) cache.reset();
     const std::int64_t known = cache ? cache->length() : std::max<std::int64_t>(position - context, 0);
     const at::Tensor fresh = tokens.narrow(1, known, position - known);
-    const at::Tensor logits = cache ? TransformerAccess::forward_cached(model, fresh, *cache) : model.forward(fresh);
-    at::Tensor next = sample(logits.select(1, logits.size(1) - 1), {how.temperature, how.top_k}, {.seed = how.seed, .step = position, .purpose = kSampling});
+    const at::Tensor logits =
+        cache ? TransformerAccess::forward_cached(model, fresh, *cache) : model.forward(fresh);
+    at::Tensor next = sample(logits.select(1, logits.size(1) - 1), {how.temperature, how.top_k},
+                             {.seed = how.seed, .step = position, .purpose = kSampling});
     if (how.stop_token) {
       next = next.masked_fill(ended, *how.stop_token);
       ended = ended.logical_or(next.eq(*how.stop_token));
@@ -85,7 +99,9 @@ at::Tensor generate(TransformerStageImpl& model, const at::Tensor& prompt, const
     bool more = true;
     if (callback) {
       const at::Tensor host = next.to(at::kCPU).contiguous();
-      more = callback(std::vector<std::int64_t>(host.data_ptr<std::int64_t>(), host.data_ptr<std::int64_t>() + host.numel()), position);
+      more = callback(std::vector<std::int64_t>(host.data_ptr<std::int64_t>(),
+                                                host.data_ptr<std::int64_t>() + host.numel()),
+                      position);
     }
     if (how.stop_token && more) more = !ended.all().item<bool>();
     if (!more) return tokens.narrow(1, 0, position + 1).clone();

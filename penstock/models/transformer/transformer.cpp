@@ -11,14 +11,14 @@
 #include <utility>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/dtensor.h"
+#include "penstock/errors.h"
+#include "penstock/fully_shard.h"
 #include "penstock/models/blocks/block.h"
 #include "penstock/models/blocks/local_region.h"
 #include "penstock/models/blocks/norm.h"
 #include "penstock/models/blocks/rotary.h"
 #include "penstock/models/transformer/transformer_access.h"
-#include "penstock/fully_shard.h"
 #include "penstock/random.h"
 
 namespace penstock::models {
@@ -31,15 +31,20 @@ class NumberedBlocks : public torch::nn::Module {
 };
 
 void check_part(const TransformerOptions& options, const StagePart& part) {
-  if (part.count < 1 || part.index < 0 || part.index >= part.count || part.first_block < 0 || part.first_block > part.end_block || part.end_block > options.layers)
-    throw ValueError(describe("TransformerStage", fmt::format("stage {} of {} with blocks {} to {}", part.index, part.count, part.first_block, part.end_block),
-                              fmt::format("a part of {} blocks", options.layers), "take the parts from partition_model()"));
+  if (part.count < 1 || part.index < 0 || part.index >= part.count || part.first_block < 0 ||
+      part.first_block > part.end_block || part.end_block > options.layers)
+    throw ValueError(describe("TransformerStage",
+                              fmt::format("stage {} of {} with blocks {} to {}", part.index, part.count,
+                                          part.first_block, part.end_block),
+                              fmt::format("a part of {} blocks", options.layers),
+                              "take the parts from partition_model()"));
 }
 
 // A split weight keeps its distributed lookup (parallel_plan.h); a replicated one is used like a plain one.
 at::Tensor looked_up(const at::Tensor& weight, const at::Tensor& tokens) {
   const bool whole = is_dtensor(weight) && !is_dtensor(tokens) &&
-                     std::none_of(placements_of(weight).begin(), placements_of(weight).end(), [](const Placement& placement) { return placement.splits(); });
+                     std::none_of(placements_of(weight).begin(), placements_of(weight).end(),
+                                  [](const Placement& placement) { return placement.splits(); });
   return at::embedding(whole ? to_local(weight) : weight, tokens);
 }
 
@@ -50,7 +55,10 @@ at::Tensor local_rows(const at::Tensor& tensor) { return is_dtensor(tensor) ? to
 // Modules are registered with the stage, in the order of the model; here are the handles to call them.
 struct TransformerStageImpl::Impl {
   Impl(TransformerStageImpl& the_stage, const TransformerOptions& the_options, const StagePart& the_part)
-      : stage(the_stage), options(the_options.resolved()), part(the_part), rotary(options.head_width(), options.context, options.rope_theta) {
+      : stage(the_stage),
+        options(the_options.resolved()),
+        part(the_part),
+        rotary(options.head_width(), options.context, options.rope_theta) {
     check_part(options, part);
   }
 
@@ -67,12 +75,13 @@ struct TransformerStageImpl::Impl {
   std::vector<Block> blocks;
   RmsNorm norm{nullptr};  // at the last stage
   Rotary rotary;
-  at::Tensor tied_head;   // after separate_head
+  at::Tensor tied_head;  // after separate_head
 };
 
 void TransformerStageImpl::Impl::register_modules() {
   if (part.has_embed() || (part.has_head() && options.tie_head))
-    stage.embed = stage.register_module("embed", torch::nn::Embedding(torch::nn::EmbeddingOptions(options.vocabulary, options.width)));
+    stage.embed = stage.register_module(
+        "embed", torch::nn::Embedding(torch::nn::EmbeddingOptions(options.vocabulary, options.width)));
   auto numbered = stage.register_module("blocks", std::make_shared<NumberedBlocks>());
   for (std::int64_t number = part.first_block; number < part.end_block; ++number) {
     blocks.emplace_back(options, number);
@@ -81,26 +90,36 @@ void TransformerStageImpl::Impl::register_modules() {
   if (!part.has_head()) return;
   norm = stage.register_module("norm", RmsNorm(options.width, options.norm_epsilon));
   if (!options.tie_head)
-    stage.head = stage.register_module("head", torch::nn::Linear(torch::nn::LinearOptions(options.width, options.vocabulary).bias(false)));
+    stage.head = stage.register_module(
+        "head", torch::nn::Linear(torch::nn::LinearOptions(options.width, options.vocabulary).bias(false)));
 }
 
 void TransformerStageImpl::Impl::check_input(const at::Tensor& x, std::int64_t before) const {
   const std::string where = fmt::format("TransformerStage {} of {}: input", part.index, part.count);
-  if (!x.defined()) throw ValueError(describe(where, "no tensor", part.has_embed() ? "tokens [batch, length]" : "hidden states [batch, length, width]"));
-  const std::string actual = fmt::format("{} [{}]", c10::toString(x.scalar_type()), fmt::join(x.sizes(), ", "));
+  if (!x.defined())
+    throw ValueError(
+        describe(where, "no tensor",
+                 part.has_embed() ? "tokens [batch, length]" : "hidden states [batch, length, width]"));
+  const std::string actual =
+      fmt::format("{} [{}]", c10::toString(x.scalar_type()), fmt::join(x.sizes(), ", "));
   if (part.has_embed()) {
-    if (x.dim() != 2 || (x.scalar_type() != at::kLong && x.scalar_type() != at::kInt)) throw ValueError(describe(where, actual, "tokens [batch, length], Long or Int"));
+    if (x.dim() != 2 || (x.scalar_type() != at::kLong && x.scalar_type() != at::kInt))
+      throw ValueError(describe(where, actual, "tokens [batch, length], Long or Int"));
   } else if (x.dim() != 3 || x.size(2) != options.width || !x.is_floating_point()) {
-    throw ValueError(describe(where, actual, fmt::format("hidden states [batch, length, {}]", options.width)));
+    throw ValueError(
+        describe(where, actual, fmt::format("hidden states [batch, length, {}]", options.width)));
   }
   if (before + x.size(1) > options.context)
-    throw ValueError(describe(where, fmt::format("{} tokens", before + x.size(1)), fmt::format("at most model.context, {}", options.context),
+    throw ValueError(describe(where, fmt::format("{} tokens", before + x.size(1)),
+                              fmt::format("at most model.context, {}", options.context),
                               "shorten the sequences or set model.context higher"));
 }
 
-at::Tensor TransformerStageImpl::Impl::turns_of(const at::Tensor& rows, std::int64_t before, std::int64_t length) {
+at::Tensor TransformerStageImpl::Impl::turns_of(const at::Tensor& rows, std::int64_t before,
+                                                std::int64_t length) {
   // Tokens do not have the dtype of the model; the embedding does.
-  const at::Tensor like = part.has_embed() ? rows.new_empty({0}, rows.options().dtype(stage.embed->weight.scalar_type())) : rows;
+  const at::Tensor like =
+      part.has_embed() ? rows.new_empty({0}, rows.options().dtype(stage.embed->weight.scalar_type())) : rows;
   return rotary.turns(before, length, like);
 }
 
@@ -116,12 +135,15 @@ at::Tensor TransformerStageImpl::Impl::run(const at::Tensor& input, const Attent
   x = norm->forward(x);
   const at::Tensor& weight = stage.head_weight();
   const LocalRegion region(x, weight, Rows::BatchAndLength);
-  return scope.output(region.leave_split(at::linear(region.enter(x), region.weight(weight)), options.vocabulary));
+  return scope.output(
+      region.leave_split(at::linear(region.enter(x), region.weight(weight)), options.vocabulary));
 }
 
-TransformerStageImpl::TransformerStageImpl(const TransformerOptions& options) : TransformerStageImpl(options, whole_model(options)) {}
+TransformerStageImpl::TransformerStageImpl(const TransformerOptions& options)
+    : TransformerStageImpl(options, whole_model(options)) {}
 
-TransformerStageImpl::TransformerStageImpl(const TransformerOptions& options, const StagePart& part) : impl_(std::make_unique<Impl>(*this, options, part)) {
+TransformerStageImpl::TransformerStageImpl(const TransformerOptions& options, const StagePart& part)
+    : impl_(std::make_unique<Impl>(*this, options, part)) {
   impl_->register_modules();
 }
 
@@ -137,7 +159,9 @@ std::vector<std::shared_ptr<torch::nn::Module>> TransformerStageImpl::blocks() c
 }
 
 const at::Tensor& TransformerStageImpl::head_weight() const {
-  if (!part().has_head()) throw StateError(fmt::format("stage {} of {} has no head; use the last stage", part().index, part().count));
+  if (!part().has_head())
+    throw StateError(
+        fmt::format("stage {} of {} has no head; use the last stage", part().index, part().count));
   if (!options().tie_head) return head->weight;
   return impl_->tied_head.defined() ? impl_->tied_head : embed->weight;
 }
@@ -145,32 +169,41 @@ const at::Tensor& TransformerStageImpl::head_weight() const {
 at::Tensor TransformerStageImpl::forward(at::Tensor x, at::Tensor documents) {
   impl_->check_input(x, 0);
   const std::int64_t length = x.size(1);
-  if (documents.defined() && (documents.dim() != 2 || documents.size(1) != length || documents.is_floating_point()))
-    throw ValueError(describe("documents", fmt::format("{} [{}]", c10::toString(documents.scalar_type()), fmt::join(documents.sizes(), ", ")),
-                              fmt::format("integers [batch, {}], one for each token", length)));
+  if (documents.defined() &&
+      (documents.dim() != 2 || documents.size(1) != length || documents.is_floating_point()))
+    throw ValueError(describe(
+        "documents",
+        fmt::format("{} [{}]", c10::toString(documents.scalar_type()), fmt::join(documents.sizes(), ", ")),
+        fmt::format("integers [batch, {}], one for each token", length)));
   const at::Tensor local = local_rows(x);
   return impl_->run(x, {impl_->turns_of(local, 0, length),
-                        documents.defined() ? AttentionMask::within_documents(local_rows(documents)) : AttentionMask::causal(length, length, local)});
+                        documents.defined() ? AttentionMask::within_documents(local_rows(documents))
+                                            : AttentionMask::causal(length, length, local)});
 }
 
 at::Tensor TransformerStageImpl::forward_with(at::Tensor x, const Tree& keywords) {
   at::Tensor documents;
   if (!keywords.is_none()) {
     for (const std::string& name : keywords.keys()) {
-      if (name != "documents") throw ValueError(describe("TransformerStage: keyword argument", fmt::format("'{}'", name), "documents"));
+      if (name != "documents")
+        throw ValueError(
+            describe("TransformerStage: keyword argument", fmt::format("'{}'", name), "documents"));
       if (!keywords["documents"].is_none()) documents = keywords["documents"].tensor();
     }
   }
   return forward(std::move(x), std::move(documents));
 }
 
-at::Tensor TransformerAccess::forward_cached(TransformerStageImpl& stage, const at::Tensor& x, KvCache& cache) {
+at::Tensor TransformerAccess::forward_cached(TransformerStageImpl& stage, const at::Tensor& x,
+                                             KvCache& cache) {
   TransformerStageImpl::Impl& impl = *stage.impl_;
   const c10::AutoGradMode no_grad(false);
   impl.check_input(x, cache.length());
   const std::int64_t added = x.size(1);
   const at::Tensor local = local_rows(x);
-  const at::Tensor result = impl.run(x, {impl.turns_of(local, cache.length(), added), AttentionMask::causal(added, cache.length() + added, local), &cache});
+  const at::Tensor result =
+      impl.run(x, {impl.turns_of(local, cache.length(), added),
+                   AttentionMask::causal(added, cache.length() + added, local), &cache});
   cache.advance(added);
   return result;
 }
@@ -178,8 +211,12 @@ at::Tensor TransformerAccess::forward_cached(TransformerStageImpl& stage, const 
 void TransformerAccess::separate_head(TransformerStageImpl& stage) {
   TransformerStageImpl::Impl& impl = *stage.impl_;
   if (!stage.is_whole() || !impl.options.tie_head || impl.tied_head.defined())
-    throw StateError(fmt::format("separate_head: stage {} of {} does not have both uses of a tied weight, or they are already separate", impl.part.index, impl.part.count));
-  impl.tied_head = stage.register_parameter(kTiedHead, stage.embed->weight.detach(), stage.embed->weight.requires_grad());
+    throw StateError(
+        fmt::format("separate_head: stage {} of {} does not have both uses of a tied weight, or they are "
+                    "already separate",
+                    impl.part.index, impl.part.count));
+  impl.tied_head =
+      stage.register_parameter(kTiedHead, stage.embed->weight.detach(), stage.embed->weight.requires_grad());
 }
 
 }  // namespace penstock::models

@@ -13,8 +13,8 @@
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/optim/update/rank_reduction.h"
-#include "penstock/torch/tree/distributed_type.h"
 #include "penstock/torch/kernels/fused_steps.h"
+#include "penstock/torch/tree/distributed_type.h"
 
 namespace penstock::optim {
 namespace {
@@ -23,7 +23,8 @@ namespace {
 std::vector<std::vector<at::Tensor>> by_device(const std::vector<at::Tensor>& tensors) {
   std::vector<std::vector<at::Tensor>> lists;
   for (const at::Tensor& tensor : tensors) {
-    auto list = std::find_if(lists.begin(), lists.end(), [&](const auto& other) { return other[0].device() == tensor.device(); });
+    auto list = std::find_if(lists.begin(), lists.end(),
+                             [&](const auto& other) { return other[0].device() == tensor.device(); });
     if (list == lists.end()) list = lists.insert(lists.end(), std::vector<at::Tensor>());
     list->push_back(tensor);
   }
@@ -38,7 +39,8 @@ at::Tensor largest(const std::vector<at::Tensor>& tensors) {
 }
 
 // The norm over all ranks, of what each rank counts.
-at::Tensor norm_over(const RankReduction& ranks, const std::vector<at::Tensor>& counted, bool by_size, at::Device device) {
+at::Tensor norm_over(const RankReduction& ranks, const std::vector<at::Tensor>& counted, bool by_size,
+                     at::Device device) {
   at::Tensor total = at::zeros({}, at::TensorOptions(device).dtype(at::kDouble));
   for (const auto& list : by_device(counted)) {
     const at::Tensor term = (by_size ? largest(list) : sum_of_squares(list)).to(device);
@@ -59,8 +61,12 @@ at::Tensor norm_over(const RankReduction& ranks, const std::vector<at::Tensor>& 
   std::vector<std::string> names = non_finite_gradients(parameters);
   const std::size_t more = names.size() > 8 ? names.size() - 8 : 0;
   names.resize(names.size() - more);
-  const std::string where = names.empty() ? "on another rank" : fmt::format("in the gradients of {}{}", fmt::join(names, ", "), more ? fmt::format(" and {} more", more) : "");
-  throw StateError(describe("norm of the gradients", fmt::format("{}, {}", norm, where), "a finite number", "lower the learning rate, check the data of this step, or skip such steps (NonFinite::Skip)"));
+  const std::string where = names.empty() ? "on another rank"
+                                          : fmt::format("in the gradients of {}{}", fmt::join(names, ", "),
+                                                        more ? fmt::format(" and {} more", more) : "");
+  throw StateError(
+      describe("norm of the gradients", fmt::format("{}, {}", norm, where), "a finite number",
+               "lower the learning rate, check the data of this step, or skip such steps (NonFinite::Skip)"));
 }
 
 }  // namespace
@@ -68,10 +74,15 @@ at::Tensor norm_over(const RankReduction& ranks, const std::vector<at::Tensor>& 
 double ClipResult::value() const { return norm.item<double>(); }
 bool ClipResult::finite() const { return std::isfinite(value()); }
 
-ClipResult clip_grad_norm(const std::vector<NamedParameter>& parameters, double max_norm, const ClipOptions& options) {
-  if (!(max_norm > 0)) throw ValueError(describe("clip_grad_norm: max_norm", fmt::format("{}", max_norm), "a positive number", "infinity computes the norm without clipping"));
+ClipResult clip_grad_norm(const std::vector<NamedParameter>& parameters, double max_norm,
+                          const ClipOptions& options) {
+  if (!(max_norm > 0))
+    throw ValueError(describe("clip_grad_norm: max_norm", fmt::format("{}", max_norm), "a positive number",
+                              "infinity computes the norm without clipping"));
   const bool by_size = std::isinf(options.order) && options.order > 0;
-  if (options.order != 2 && !by_size) throw ValueError(describe("clip_grad_norm: order", fmt::format("{}", options.order), "2 or infinity", "2 is the usual one"));
+  if (options.order != 2 && !by_size)
+    throw ValueError(describe("clip_grad_norm: order", fmt::format("{}", options.order), "2 or infinity",
+                              "2 is the usual one"));
   const at::NoGradGuard no_grad;
   const std::vector<NamedParameter> own = without_ties(parameters);
   settle_gradients(own);
@@ -83,9 +94,12 @@ ClipResult clip_grad_norm(const std::vector<NamedParameter>& parameters, double 
     const at::Tensor local = local_if_distributed(gradient, kDetach);
     if (local.numel() == 0) continue;
     gradients.push_back(local);
-    if ((!options.counts || options.counts(parameter)) && ranks.counts_here(parameter.tensor)) counted.push_back(local);
+    if ((!options.counts || options.counts(parameter)) && ranks.counts_here(parameter.tensor))
+      counted.push_back(local);
   }
-  const at::Device device = options.device ? *options.device : own.empty() ? at::Device(at::kCPU) : own[0].tensor.device();
+  const at::Device device = options.device ? *options.device
+                            : own.empty()  ? at::Device(at::kCPU)
+                                           : own[0].tensor.device();
   ClipResult result{.norm = norm_over(ranks, counted, by_size, device)};
   if (options.non_finite != NonFinite::Leave && !result.finite()) {
     if (options.non_finite == NonFinite::Throw) throw_not_finite(own, result.value());
@@ -100,7 +114,8 @@ ClipResult clip_grad_norm(const std::vector<NamedParameter>& parameters, double 
     return result;
   }
   const at::Tensor one = at::ones_like(result.norm);
-  const at::Tensor coefficient = at::where(result.norm.isfinite(), (max_norm / (result.norm + 1e-6)).clamp_max(1.0), one).to(at::kFloat);
+  const at::Tensor coefficient =
+      at::where(result.norm.isfinite(), (max_norm / (result.norm + 1e-6)).clamp_max(1.0), one).to(at::kFloat);
   for (const auto& list : by_device(gradients)) scale_(list, coefficient.to(list[0].device()));
   return result;
 }

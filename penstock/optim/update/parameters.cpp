@@ -28,7 +28,8 @@ bool is_usually_undecayed(const NamedParameter& parameter) {
 std::vector<ParameterGroup> decay_groups(const std::vector<NamedParameter>& parameters) {
   ParameterGroup decayed, others;
   others.weight_decay = 0;
-  for (const NamedParameter& parameter : without_ties(parameters)) (is_usually_undecayed(parameter) ? others : decayed).parameters.push_back(parameter);
+  for (const NamedParameter& parameter : without_ties(parameters))
+    (is_usually_undecayed(parameter) ? others : decayed).parameters.push_back(parameter);
   std::vector<ParameterGroup> groups;
   for (ParameterGroup* group : {&decayed, &others})
     if (!group->parameters.empty()) groups.push_back(std::move(*group));
@@ -40,12 +41,18 @@ std::vector<NamedParameter> without_ties(const std::vector<NamedParameter>& para
   std::map<std::string_view, const void*> names;
   std::set<const void*> seen;
   for (const NamedParameter& parameter : parameters) {
-    if (parameter.name.empty()) throw ValueError("parameters: a parameter has no name; pass each with its name in the whole model");
-    if (!parameter.tensor.defined()) throw ValueError(fmt::format("parameters: {} is an undefined tensor; leave it out of the list or register it first", parameter.name));
+    if (parameter.name.empty())
+      throw ValueError("parameters: a parameter has no name; pass each with its name in the whole model");
+    if (!parameter.tensor.defined())
+      throw ValueError(
+          fmt::format("parameters: {} is an undefined tensor; leave it out of the list or register it first",
+                      parameter.name));
     const void* identity = parameter.tensor.unsafeGetTensorImpl();
     const auto [entry, added] = names.emplace(parameter.name, identity);
     if (!added && entry->second != identity)
-      throw ValueError(describe(fmt::format("parameters: name {}", parameter.name), "two tensors", "one", "names are those of the whole model; a tied parameter is the same tensor twice"));
+      throw ValueError(
+          describe(fmt::format("parameters: name {}", parameter.name), "two tensors", "one",
+                   "names are those of the whole model; a tied parameter is the same tensor twice"));
     if (seen.insert(identity).second) result.push_back(parameter);
   }
   return result;

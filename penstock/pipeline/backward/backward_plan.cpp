@@ -18,15 +18,19 @@ namespace {
 // Operators that only view a weight, by the names of their nodes without the version at the end.
 bool passes_weight_through(const Node& node) {
   static constexpr std::array<std::string_view, 14> kNames{
-      "TBackward", "ViewBackward", "PermuteBackward", "TransposeBackward", "ExpandBackward", "ReshapeAliasBackward", "UnsafeViewBackward",
-      "AliasBackward", "UnsqueezeBackward", "SqueezeBackward", "ToCopyBackward", "CloneBackward", "SliceBackward", "SelectBackward"};
+      "TBackward",         "ViewBackward",         "PermuteBackward",    "TransposeBackward",
+      "ExpandBackward",    "ReshapeAliasBackward", "UnsafeViewBackward", "AliasBackward",
+      "UnsqueezeBackward", "SqueezeBackward",      "ToCopyBackward",     "CloneBackward",
+      "SliceBackward",     "SelectBackward"};
   const std::string full = node.name();
   std::string_view name = full;
   while (!name.empty() && name.back() >= '0' && name.back() <= '9') name.remove_suffix(1);
   return std::find(kNames.begin(), kNames.end(), name) != kNames.end();
 }
 
-const AccumulateGrad* as_leaf(const NodeIndex::Entry& entry) { return entry.edges == 0 ? dynamic_cast<const AccumulateGrad*>(entry.node) : nullptr; }
+const AccumulateGrad* as_leaf(const NodeIndex::Entry& entry) {
+  return entry.edges == 0 ? dynamic_cast<const AccumulateGrad*>(entry.node) : nullptr;
+}
 
 }  // namespace
 
@@ -59,7 +63,8 @@ NodeIndex::NodeIndex(const torch::autograd::edge_list& roots) {
         targets_[place] = known;
         continue;
       }
-      const std::uint32_t found = add(edge.function);  // add() may reallocate entries and targets: no reference to them is held here
+      const std::uint32_t found =
+          add(edge.function);  // add() may reallocate entries and targets: no reference to them is held here
       targets_[place] = found;
       path.push_back({found, 0});
     }
@@ -93,15 +98,19 @@ void NodeIndex::grow() {
 }
 
 BackwardPlan::BackwardPlan(const torch::autograd::edge_list& roots, const std::vector<NodePtr>& inputs)
-    : index_(roots), upper_(index_.size()), source_(index_.size()), group_(index_.size()), first_half_(index_.size()) {
+    : index_(roots),
+      upper_(index_.size()),
+      source_(index_.size()),
+      group_(index_.size()),
+      first_half_(index_.size()) {
   mark_upper(inputs);
   for (std::uint32_t n = 0; n < index_.size(); ++n) group_[n] = n;
   group_lower();
 
   struct Group {
-    bool large = false;       // has a weight of two dims or more
+    bool large = false;  // has a weight of two dims or more
     bool has_source = false, has_divisible_source = false;
-    bool crowded = false;     // has a sum of three gradients or more
+    bool crowded = false;  // has a sum of three gradients or more
   };
   std::vector<Group> groups(index_.size());
   std::vector<std::uint32_t> arriving(index_.size());
@@ -133,7 +142,8 @@ BackwardPlan::BackwardPlan(const torch::autograd::edge_list& roots, const std::v
 void BackwardPlan::mark_upper(const std::vector<NodePtr>& inputs) {
   bool any = false;
   for (const NodePtr& input : inputs)
-    if (const std::uint32_t n = input ? index_.find(input.get()) : NodeIndex::kNone; n != NodeIndex::kNone) upper_[n] = any = true;
+    if (const std::uint32_t n = input ? index_.find(input.get()) : NodeIndex::kNone; n != NodeIndex::kNone)
+      upper_[n] = any = true;
   if (!any) mark_upper_above_weights();
   for (const std::uint32_t n : index_.bottom_up())
     for (std::uint32_t e = 0; e < index_.edges(n) && !upper_[n]; ++e)

@@ -21,7 +21,7 @@ class NodeIndex {
   static constexpr std::uint32_t kNone = UINT32_MAX;
   struct Entry {
     torch::autograd::Node* node;
-    const NodePtr* owner;      // points into the graph or the roots: copy it before edges change
+    const NodePtr* owner;             // points into the graph or the roots: copy it before edges change
     std::uint32_t first_edge, edges;  // in targets
   };
 
@@ -30,7 +30,9 @@ class NodeIndex {
   std::uint32_t size() const { return static_cast<std::uint32_t>(entries_.size()); }
   const Entry& operator[](std::uint32_t number) const { return entries_[number]; }
   std::uint32_t edges(std::uint32_t number) const { return entries_[number].edges; }
-  std::uint32_t target(std::uint32_t number, std::uint32_t edge) const { return targets_[entries_[number].first_edge + edge]; }
+  std::uint32_t target(std::uint32_t number, std::uint32_t edge) const {
+    return targets_[entries_[number].first_edge + edge];
+  }
   // Topological order: a node comes after all nodes it leads to.
   const std::vector<std::uint32_t>& bottom_up() const { return bottom_up_; }
   std::uint32_t find(const torch::autograd::Node* node) const;  // kNone if it is not in the graph
@@ -59,8 +61,12 @@ class BackwardPlan {
   // Returns whether the first half runs this node.
   bool in_first_half(std::uint32_t number) const { return upper_[number] || first_half_[group_[number]]; }
   // Returns whether this is an upper node with edges that are left for the second half.
-  bool waits(std::uint32_t number) const { return upper_[number] && source_[number] && !first_half_[group_[number]]; }
-  static bool opaque(torch::autograd::Node& node) { return !node.is_traceable() || !node.post_hooks().empty(); }
+  bool waits(std::uint32_t number) const {
+    return upper_[number] && source_[number] && !first_half_[group_[number]];
+  }
+  static bool opaque(torch::autograd::Node& node) {
+    return !node.is_traceable() || !node.post_hooks().empty();
+  }
 
  private:
   void mark_upper(const std::vector<NodePtr>& inputs);
@@ -71,9 +77,9 @@ class BackwardPlan {
   void join(std::uint32_t a, std::uint32_t b);
 
   NodeIndex index_;
-  std::vector<char> upper_, source_;    // source: an upper node with an edge to a lower one
-  std::vector<std::uint32_t> group_;    // the number of one node of the group
-  std::vector<char> first_half_;        // by group
+  std::vector<char> upper_, source_;  // source: an upper node with an edge to a lower one
+  std::vector<std::uint32_t> group_;  // the number of one node of the group
+  std::vector<char> first_half_;      // by group
 };
 
 }  // namespace penstock

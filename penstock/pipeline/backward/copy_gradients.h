@@ -4,9 +4,9 @@
 
 #include <vector>
 
-#include "penstock/world.h"
 #include "penstock/stage.h"
 #include "penstock/stage_placement.h"
+#include "penstock/world.h"
 
 namespace penstock {
 
@@ -15,7 +15,8 @@ class CopyGradients {
   // Collective over the pairs of ranks that hold copies of a part; does nothing in pipelines with one chain.
   // Throws ValueError if the copies cannot be matched because the two chains have different numbers of
   // stages.
-  CopyGradients(const comm::World& world, const std::vector<int>& ranks, const schedule::StageMap& map, std::vector<PipelineStage> stages);
+  CopyGradients(const comm::World& world, const std::vector<int>& ranks, const schedule::StageMap& map,
+                std::vector<PipelineStage> stages);
 
   // Adds to the gradient of each parameter of this rank the gradient of its copy. A parameter without a
   // gradient on both sides stays without one. Throws PipeliningMetadataError on both ranks, naming the first

@@ -15,10 +15,10 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/pipeline/backward/graph_node.h"
-#include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/mode.h"
+#include "penstock/pipeline/backward/graph_node.h"
 #include "penstock/tensor_subclass.h"
+#include "penstock/torch/dispatch/autocast_scope.h"
 
 namespace penstock {
 
@@ -30,7 +30,9 @@ using torch::autograd::variable_list;
 
 namespace {
 
-at::Tensor rows_of(const at::Tensor& tensor) { return tensor.dim() == 2 ? tensor : tensor.reshape({-1, tensor.size(-1)}); }
+at::Tensor rows_of(const at::Tensor& tensor) {
+  return tensor.dim() == 2 ? tensor : tensor.reshape({-1, tensor.size(-1)});
+}
 
 // Computes the gradients of one layer's weights in the backward of the queue: edge 0 leads to the weight,
 // edge 1 to the bias. Has the sequence number of the layer's node in the graph, so that gradients of tied
@@ -38,13 +40,17 @@ at::Tensor rows_of(const at::Tensor& tensor) { return tensor.dim() == 2 ? tensor
 class WeightGradients final : public Node {
  public:
   WeightGradients(std::uint64_t number, edge_list&& edges, at::Tensor input, at::Tensor grad, bool flat_bias)
-      : Node(number, std::move(edges)), inputs_{std::move(input)}, grads_{std::move(grad)}, flat_bias_(flat_bias) {
+      : Node(number, std::move(edges)),
+        inputs_{std::move(input)},
+        grads_{std::move(grad)},
+        flat_bias_(flat_bias) {
     add_input_metadata(grads_[0]);
   }
 
   // Returns whether the other's rows can be merged into this one: same weights and dtypes.
   bool joins(const WeightGradients& other) const {
-    return next_edge(0) == other.next_edge(0) && next_edge(1) == other.next_edge(1) && inputs_[0].scalar_type() == other.inputs_[0].scalar_type() &&
+    return next_edge(0) == other.next_edge(0) && next_edge(1) == other.next_edge(1) &&
+           inputs_[0].scalar_type() == other.inputs_[0].scalar_type() &&
            grads_[0].scalar_type() == other.grads_[0].scalar_type();
   }
   // Takes the other's rows and leaves it empty.
@@ -100,9 +106,15 @@ namespace {
 // weight, computes the gradient of the input itself.
 class NoteWeights final : public Node {
  public:
-  NoteWeights(edge_list&& edges, const at::Tensor& input, const at::Tensor& weight, edge_list weights, bool flat_bias, std::weak_ptr<WeightQueue::State> queue)
-      : Node(std::move(edges)), input_(input, /*is_output=*/false), weight_(weight, /*is_output=*/false), whole_layer_(weight.defined()), weights_(std::move(weights)),
-        flat_bias_(flat_bias), queue_(std::move(queue)) {}
+  NoteWeights(edge_list&& edges, const at::Tensor& input, const at::Tensor& weight, edge_list weights,
+              bool flat_bias, std::weak_ptr<WeightQueue::State> queue)
+      : Node(std::move(edges)),
+        input_(input, /*is_output=*/false),
+        weight_(weight, /*is_output=*/false),
+        whole_layer_(weight.defined()),
+        weights_(std::move(weights)),
+        flat_bias_(flat_bias),
+        queue_(std::move(queue)) {}
 
   void release_variables() override {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -116,15 +128,18 @@ class NoteWeights final : public Node {
   variable_list apply(variable_list&& grads) override {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (released_)
-      throw StateError(describe("backward of a DeferredLinear", "a second one through the same graph", "one for each forward",
+      throw StateError(describe("backward of a DeferredLinear", "a second one through the same graph",
+                                "one for each forward",
                                 "run the forward again, or keep the graph with retain_graph"));
     const std::shared_ptr<WeightQueue::State> queue = queue_.lock();
     if (!queue)
-      throw StateError(describe("backward of a DeferredLinear", "its WeightQueue was destroyed", "the queue of the forward, still alive",
-                                "keep the queue until its run()"));
+      throw StateError(describe("backward of a DeferredLinear", "its WeightQueue was destroyed",
+                                "the queue of the forward, still alive", "keep the queue until its run()"));
     if (!grads[0].defined()) return variable_list(1);
     const at::Tensor grad = grads[0].detach(), input = input_.unpack();
-    queue->note(make_node<WeightGradients>(sequence_nr(), edge_list(weights_), input.detach(), grad, flat_bias_), grad);
+    queue->note(
+        make_node<WeightGradients>(sequence_nr(), edge_list(weights_), input.detach(), grad, flat_bias_),
+        grad);
     if (!whole_layer_) return std::move(grads);
     if (!should_compute_output(0)) return variable_list(1);
     return {rows_of(grads[0]).mm(weight_.unpack()).view(input.sizes())};
@@ -139,15 +154,19 @@ class NoteWeights final : public Node {
 
 // Whether at::linear flattened all leading dims, bias included, or added the bias to a result of many dims.
 // That depends on the version and on strides; the node that it created shows it.
-bool adds_bias_flat(const at::Tensor& output) { return output.dim() == 2 || output.grad_fn()->name().rfind("AddBackward", 0) != 0; }
+bool adds_bias_flat(const at::Tensor& output) {
+  return output.dim() == 2 || output.grad_fn()->name().rfind("AddBackward", 0) != 0;
+}
 
 // Removes all edges that do not lead to `input`. Returns whether any is left.
 bool keep_edges_to(const NodePtr& input, Node& node) {
   bool any = false;
   for (Edge& edge : node.next_edges()) {
     if (!edge.is_valid()) continue;
-    if (edge.function == input || keep_edges_to(input, *edge.function)) any = true;
-    else edge = Edge();
+    if (edge.function == input || keep_edges_to(input, *edge.function))
+      any = true;
+    else
+      edge = Edge();
   }
   return any;
 }
@@ -168,8 +187,10 @@ at::Tensor linear_of_input(const at::Tensor& input, const at::Tensor& weight, co
 // Whether at::linear treats all rows as one matrix, with and without a bias, in every version: then its
 // backward is known and need not be recorded.
 bool is_one_product(const at::Tensor& input, const at::Tensor& weight) {
-  return (input.dim() == 2 || input.dim() == 3) && input.is_contiguous() && input.numel() > 0 && weight.size(1) > 1 && weight.is_contiguous() && !is_wrapper(input) && !is_wrapper(weight) &&
-         current_mode() == nullptr && input.scalar_type() == weight.scalar_type() && cast_once(input).is_same(input) && input.layout() == at::kStrided;
+  return (input.dim() == 2 || input.dim() == 3) && input.is_contiguous() && input.numel() > 0 &&
+         weight.size(1) > 1 && weight.is_contiguous() && !is_wrapper(input) && !is_wrapper(weight) &&
+         current_mode() == nullptr && input.scalar_type() == weight.scalar_type() &&
+         cast_once(input).is_same(input) && input.layout() == at::kStrided;
 }
 
 }  // namespace
@@ -192,8 +213,10 @@ void WeightQueue::join_layers() {
   std::vector<NodePtr> kept;
   for (NodePtr& node : state_->waiting) {
     auto* gradients = static_cast<WeightGradients*>(node.get());
-    std::vector<WeightGradients*>& layer = layers[{gradients->next_edge(0).function.get(), gradients->next_edge(1).function.get()}];
-    const auto same = std::find_if(layer.begin(), layer.end(), [&](const WeightGradients* known) { return known->joins(*gradients); });
+    std::vector<WeightGradients*>& layer =
+        layers[{gradients->next_edge(0).function.get(), gradients->next_edge(1).function.get()}];
+    const auto same = std::find_if(layer.begin(), layer.end(),
+                                   [&](const WeightGradients* known) { return known->joins(*gradients); });
     if (same != layer.end()) {
       (*same)->take_rows(*gradients);
     } else {
@@ -222,12 +245,14 @@ void WeightQueue::run() {
   std::move(backward).run();
 }
 
-WeightQueueGuard::WeightQueueGuard(WeightQueue& queue) : previous_(std::exchange(current_queue, queue.state_)) {}
+WeightQueueGuard::WeightQueueGuard(WeightQueue& queue)
+    : previous_(std::exchange(current_queue, queue.state_)) {}
 WeightQueueGuard::~WeightQueueGuard() { current_queue = std::move(previous_); }
 
 at::Tensor deferred_linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias) {
   const bool weight_grad = weight.requires_grad(), bias_grad = bias.defined() && bias.requires_grad();
-  if (!current_queue || !at::GradMode::is_enabled() || !(weight_grad || bias_grad)) return at::linear(input, weight, bias);
+  if (!current_queue || !at::GradMode::is_enabled() || !(weight_grad || bias_grad))
+    return at::linear(input, weight, bias);
   const bool whole_layer = is_one_product(input, weight);
   at::Tensor inner;
   {
@@ -239,17 +264,22 @@ at::Tensor deferred_linear(const at::Tensor& input, const at::Tensor& weight, co
   if (input.requires_grad()) to_inner[0] = torch::autograd::impl::gradient_edge(whole_layer ? input : inner);
   if (weight_grad) to_weights[0] = torch::autograd::impl::gradient_edge(weight);
   if (bias_grad) to_weights[1] = torch::autograd::impl::gradient_edge(bias);
-  auto node = make_node<NoteWeights>(std::move(to_inner), input, whole_layer ? weight : at::Tensor(), std::move(to_weights), whole_layer || adds_bias_flat(inner), current_queue);
+  auto node =
+      make_node<NoteWeights>(std::move(to_inner), input, whole_layer ? weight : at::Tensor(),
+                             std::move(to_weights), whole_layer || adds_bias_flat(inner), current_queue);
   const std::uint32_t place = node->add_input_metadata(output);
   torch::autograd::impl::set_gradient_edge(output, {std::move(node), place});
   return output;
 }
 
-DeferredLinearImpl::DeferredLinearImpl(const torch::nn::LinearOptions& options) : options(options) { DeferredLinearImpl::reset(); }
+DeferredLinearImpl::DeferredLinearImpl(const torch::nn::LinearOptions& options) : options(options) {
+  DeferredLinearImpl::reset();
+}
 
 void DeferredLinearImpl::reset() {
   weight = register_parameter("weight", at::empty({options.out_features(), options.in_features()}));
-  bias = register_parameter("bias", options.bias() ? at::empty({options.out_features()}) : at::Tensor(), options.bias());
+  bias = register_parameter("bias", options.bias() ? at::empty({options.out_features()}) : at::Tensor(),
+                            options.bias());
   reset_parameters();
 }
 
@@ -261,10 +291,12 @@ void DeferredLinearImpl::reset_parameters() {
 }
 
 void DeferredLinearImpl::pretty_print(std::ostream& stream) const {
-  stream << std::boolalpha << "penstock::DeferredLinear(in_features=" << options.in_features() << ", out_features=" << options.out_features()
-         << ", bias=" << options.bias() << ")";
+  stream << std::boolalpha << "penstock::DeferredLinear(in_features=" << options.in_features()
+         << ", out_features=" << options.out_features() << ", bias=" << options.bias() << ")";
 }
 
-at::Tensor DeferredLinearImpl::forward(const at::Tensor& input) { return deferred_linear(input, weight, bias); }
+at::Tensor DeferredLinearImpl::forward(const at::Tensor& input) {
+  return deferred_linear(input, weight, bias);
+}
 
 }  // namespace penstock

@@ -18,13 +18,16 @@ class StartNode final : public torch::autograd::Node {
  public:
   // `edges` and `grads` correspond by index. `trigger` is on the device of the gradients: the engine takes
   // device and stream from it.
-  StartNode(torch::autograd::edge_list&& edges, torch::autograd::variable_list grads, const at::Tensor& trigger)
+  StartNode(torch::autograd::edge_list&& edges, torch::autograd::variable_list grads,
+            const at::Tensor& trigger)
       : Node(std::move(edges)), grads_(std::move(grads)) {
     add_input_metadata(trigger);
   }
 
  private:
-  torch::autograd::variable_list apply(torch::autograd::variable_list&&) override { return std::move(grads_); }
+  torch::autograd::variable_list apply(torch::autograd::variable_list&&) override {
+    return std::move(grads_);
+  }
 
   torch::autograd::variable_list grads_;
 };
@@ -35,14 +38,16 @@ struct PreparedBackward {
   at::Tensor trigger;
 
   // `like` is any of the gradients that will flow.
-  static PreparedBackward from(torch::autograd::edge_list edges, torch::autograd::variable_list grads, const at::Tensor& like) {
+  static PreparedBackward from(torch::autograd::edge_list edges, torch::autograd::variable_list grads,
+                               const at::Tensor& like) {
     const at::Tensor trigger = at::empty({0}, at::TensorOptions().device(like.device()));
     return {make_node<StartNode>(std::move(edges), std::move(grads), trigger), trigger};
   }
 
   void run() && {
     const torch::autograd::edge_list roots{{std::move(start), 0}};
-    torch::autograd::Engine::get_default_engine().execute(roots, {trigger}, /*keep_graph=*/false, /*create_graph=*/false, /*accumulate_grad=*/true, {});
+    torch::autograd::Engine::get_default_engine().execute(
+        roots, {trigger}, /*keep_graph=*/false, /*create_graph=*/false, /*accumulate_grad=*/true, {});
   }
 };
 

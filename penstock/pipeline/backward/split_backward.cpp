@@ -69,11 +69,14 @@ class KeepLeaving final : public Node {
 // what the first half computed.
 class SecondTurn final : public Node {
  public:
-  SecondTurn(std::uint64_t number, edge_list&& edges, NodePtr node) : Node(number, std::move(edges)), node_(std::move(node)) {
+  SecondTurn(std::uint64_t number, edge_list&& edges, NodePtr node)
+      : Node(number, std::move(edges)), node_(std::move(node)) {
     if (node_)
-      for (std::uint32_t i = 0; i < node_->num_inputs(); ++i) input_metadata_.emplace_back(node_->input_metadata(i));
+      for (std::uint32_t i = 0; i < node_->num_inputs(); ++i)
+        input_metadata_.emplace_back(node_->input_metadata(i));
     else
-      for (const Edge& edge : next_edges()) input_metadata_.emplace_back(edge.function->input_metadata(edge.input_nr));
+      for (const Edge& edge : next_edges())
+        input_metadata_.emplace_back(edge.function->input_metadata(edge.input_nr));
   }
 
  private:
@@ -102,7 +105,8 @@ struct OnceCalled {
 // outer node except for the first.
 void redirect(Node& node, std::uint32_t edge, const Edge& to) {
   node.next_edges()[edge] = to;
-  if (auto* copy = dynamic_cast<torch::autograd::CopySlices*>(&node); copy && copy->fn && edge > 0) copy->fn->next_edges()[edge] = to;
+  if (auto* copy = dynamic_cast<torch::autograd::CopySlices*>(&node); copy && copy->fn && edge > 0)
+    copy->fn->next_edges()[edge] = to;
 }
 
 std::string shape_text(at::IntArrayRef shape) { return fmt::format("[{}]", fmt::join(shape, ", ")); }
@@ -114,7 +118,8 @@ std::vector<NodePtr> accumulators(const std::vector<at::Tensor>& inputs) {
     const at::Tensor& input = inputs[i];
     if (!input.defined() || !input.requires_grad()) continue;
     if (!input.is_leaf())
-      throw ValueError(describe(fmt::format("backward of a stage: input {}", i), "a result of other operators", "a leaf of autograd",
+      throw ValueError(describe(fmt::format("backward of a stage: input {}", i),
+                                "a result of other operators", "a leaf of autograd",
                                 "run the forward on input.detach().requires_grad_()"));
     input.mutable_grad() = at::Tensor();
     found.push_back(torch::autograd::impl::try_get_grad_accumulator(input));
@@ -127,7 +132,8 @@ std::vector<NodePtr> accumulators(const std::vector<at::Tensor>& inputs) {
 bool shares_memory(const at::Tensor& grad) {
   if (const Payload* payload = payload_of(grad)) {
     const auto parts = payload->inner_tensors();
-    return std::any_of(parts.begin(), parts.end(), [](const auto& part) { return shares_memory(part.second); });
+    return std::any_of(parts.begin(), parts.end(),
+                       [](const auto& part) { return shares_memory(part.second); });
   }
   return grad.has_storage() && grad.storage().use_count() > 1;
 }
@@ -181,7 +187,8 @@ std::size_t OutputEdges::size() const { return state_ ? state_->outputs.size() :
 
 bool OutputEdges::needs_grad(std::size_t output) const {
   if (output >= size())
-    throw ValueError(describe("number of an output of a stage", std::to_string(output), fmt::format("less than {}", size())));
+    throw ValueError(describe("number of an output of a stage", std::to_string(output),
+                              fmt::format("less than {}", size())));
   return state_->outputs[output].edge.is_valid();
 }
 
@@ -194,7 +201,8 @@ bool WeightBackward::pending() const { return state_ != nullptr; }
 
 void WeightBackward::run() {
   if (!state_)
-    throw StateError(describe("weight half of a backward", "nothing pending", "an input half that left weight gradients pending",
+    throw StateError(describe("weight half of a backward", "nothing pending",
+                              "an input half that left weight gradients pending",
                               "run each weight half once, and only when pending()"));
   std::move(std::exchange(state_, nullptr)->backward).run();
 }
@@ -206,14 +214,16 @@ struct BackwardPass {
   // The outputs that take part, with their gradients.
   BackwardPass(OutputEdges outputs, const std::vector<at::Tensor>& output_grads) {
     if (output_grads.size() != outputs.size())
-      throw ValueError(describe("gradients for the outputs of a stage", std::to_string(output_grads.size()), std::to_string(outputs.size()),
+      throw ValueError(describe("gradients for the outputs of a stage", std::to_string(output_grads.size()),
+                                std::to_string(outputs.size()),
                                 "pass one per output, undefined where there is none"));
     for (std::size_t i = 0; i < output_grads.size(); ++i) {
       if (!output_grads[i].defined()) continue;
       OutputEdges::State::Output& output = outputs.state_->outputs[i];
       if (output.defined && output_grads[i].sizes() != at::IntArrayRef(output.shape))
-        throw ValueError(describe(fmt::format("shape of the gradient for output {} of a stage", i), shape_text(output_grads[i].sizes()),
-                                  shape_text(output.shape), "send gradients in the order of the outputs"));
+        throw ValueError(describe(fmt::format("shape of the gradient for output {} of a stage", i),
+                                  shape_text(output_grads[i].sizes()), shape_text(output.shape),
+                                  "send gradients in the order of the outputs"));
       if (!output.edge.is_valid()) continue;
       roots.push_back(std::move(output.edge));
       grads.push_back(output_grads[i]);
@@ -221,7 +231,9 @@ struct BackwardPass {
   }
 
   void run_at_once() const {
-    if (!roots.empty()) Engine::get_default_engine().execute(roots, grads, /*keep_graph=*/false, /*create_graph=*/false, /*accumulate_grad=*/true, {});
+    if (!roots.empty())
+      Engine::get_default_engine().execute(roots, grads, /*keep_graph=*/false, /*create_graph=*/false,
+                                           /*accumulate_grad=*/true, {});
   }
 
   WeightBackward run_first_half(const std::vector<NodePtr>& inputs) {
@@ -235,11 +247,13 @@ struct BackwardPass {
     std::vector<Node*> done_lower;
     // The owners are stored in the edges that are changed below: copy them first.
     for (std::uint32_t n = 0; n < index.size(); ++n)
-      if (plan.waits(n) && !BackwardPlan::opaque(*index[n].node)) twice.push_back({*index[n].owner, nullptr, {}});
+      if (plan.waits(n) && !BackwardPlan::opaque(*index[n].node))
+        twice.push_back({*index[n].owner, nullptr, {}});
     std::size_t next_twice = 0;
     for (std::uint32_t n = 0; n < index.size(); ++n) {
       Node* node = index[n].node;
-      if (node->num_outputs() == 0) continue;  // accumulators live as long as their tensors: no hooks may be left on them
+      if (node->num_outputs() == 0)
+        continue;  // accumulators live as long as their tensors: no hooks may be left on them
       if (!plan.upper(n)) {
         if (plan.in_first_half(n)) done_lower.push_back(node);
         continue;
@@ -250,7 +264,8 @@ struct BackwardPass {
       } else if (BackwardPlan::opaque(*node)) {
         const auto sink = make_node<KeepLeaving>();
         for (std::uint32_t e = 0; e < edges.size(); ++e)
-          if (edges[e].is_valid() && !plan.upper(index.target(n, e))) redirect(*node, e, sink->in_place_of(edges[e], sink));
+          if (edges[e].is_valid() && !plan.upper(index.target(n, e)))
+            redirect(*node, e, sink->in_place_of(edges[e], sink));
         once.push_back({node->sequence_nr(), sink});
         node->add_post_hook(std::make_unique<ReleaseAfterwards>(node));
       } else {
@@ -272,7 +287,8 @@ struct BackwardPass {
       (first ? first_grads : second_grads).push_back(std::move(grads[i]));
     }
     if (!first_roots.empty())
-      Engine::get_default_engine().execute(first_roots, first_grads, /*keep_graph=*/true, /*create_graph=*/false, /*accumulate_grad=*/true, {});
+      Engine::get_default_engine().execute(first_roots, first_grads, /*keep_graph=*/true,
+                                           /*create_graph=*/false, /*accumulate_grad=*/true, {});
     for (Node* node : done_lower) node->release_variables();
 
     const auto start = [&](const NodePtr& turn, variable_list& arrived) {
@@ -302,14 +318,16 @@ struct BackwardPass {
   }
 };
 
-std::vector<at::Tensor> stage_backward(OutputEdges outputs, const std::vector<at::Tensor>& output_grads, const std::vector<at::Tensor>& inputs) {
+std::vector<at::Tensor> stage_backward(OutputEdges outputs, const std::vector<at::Tensor>& output_grads,
+                                       const std::vector<at::Tensor>& inputs) {
   BackwardPass pass(std::move(outputs), output_grads);
   accumulators(inputs);
   pass.run_at_once();
   return take_grads(inputs);
 }
 
-InputBackward stage_backward_input(OutputEdges outputs, const std::vector<at::Tensor>& output_grads, const std::vector<at::Tensor>& inputs) {
+InputBackward stage_backward_input(OutputEdges outputs, const std::vector<at::Tensor>& output_grads,
+                                   const std::vector<at::Tensor>& inputs) {
   BackwardPass pass(std::move(outputs), output_grads);
   InputBackward result;
   result.weights = pass.run_first_half(accumulators(inputs));

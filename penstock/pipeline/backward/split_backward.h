@@ -1,7 +1,8 @@
 // The backward of one stage, in one pass or in two halves: first the gradients of its inputs, which the
 // previous stage waits for, later the gradients of its weights, which no other stage waits for.
 //
-//   auto outputs = OutputEdges::of(stage_outputs);                  // where the graph of the forward ends; no output is kept alive
+//   auto outputs = OutputEdges::of(stage_outputs);                  // where the graph of the forward ends;
+//   no output is kept alive
 //   // in one pass
 //   std::vector<at::Tensor> input_grads = stage_backward(outputs, output_grads, inputs);
 //   // in halves
@@ -95,7 +96,9 @@ struct InputBackward {
 // Both throw ValueError if the number of output gradients differs from the number of outputs, if a gradient
 // has another shape than its output, and if an input that needs a gradient is not a leaf. Errors of the graph
 // propagate. `outputs` is consumed.
-std::vector<at::Tensor> stage_backward(OutputEdges outputs, const std::vector<at::Tensor>& output_grads, const std::vector<at::Tensor>& inputs);
-InputBackward stage_backward_input(OutputEdges outputs, const std::vector<at::Tensor>& output_grads, const std::vector<at::Tensor>& inputs);
+std::vector<at::Tensor> stage_backward(OutputEdges outputs, const std::vector<at::Tensor>& output_grads,
+                                       const std::vector<at::Tensor>& inputs);
+InputBackward stage_backward_input(OutputEdges outputs, const std::vector<at::Tensor>& output_grads,
+                                   const std::vector<at::Tensor>& inputs);
 
 }  // namespace penstock

@@ -9,8 +9,8 @@
 #include <utility>
 
 #include "penstock/dtensor.h"
-#include "penstock/pipeline/stage/gradient_sync.h"
 #include "penstock/fully_shard.h"
+#include "penstock/pipeline/stage/gradient_sync.h"
 #include "penstock/shard/state/shard_info.h"
 #include "penstock/torch/tree/distributed_type.h"
 
@@ -27,14 +27,17 @@ bool can_multiply(const at::Tensor& parameter, const at::Tensor& gradient, int d
   if (dtype != at::kFloat && dtype != at::kDouble && !(dtype == at::kBFloat16 && exact)) return false;
   if (is_dtensor(gradient) && !shard_of(parameter)) {
     const Placements& placements = placements_of(gradient);
-    if (std::any_of(placements.begin(), placements.end(), [](const Placement& placement) { return placement.is_replicate(); })) return false;
+    if (std::any_of(placements.begin(), placements.end(),
+                    [](const Placement& placement) { return placement.is_replicate(); }))
+      return false;
   }
   return local_if_distributed(gradient, kDetach).is_non_overlapping_and_dense();
 }
 
 }  // namespace
 
-StepGradients::StepGradients(const std::vector<PipelineStage>& stages, int divisor, bool alone) : divisor_(divisor) {
+StepGradients::StepGradients(const std::vector<PipelineStage>& stages, int divisor, bool alone)
+    : divisor_(divisor) {
   const at::NoGradGuard no_grad;
   std::unordered_map<const c10::TensorImpl*, std::size_t> known;
   std::unordered_set<const void*> memory;  // of gradients that have been multiplied
@@ -109,7 +112,9 @@ void StepGradients::add_earlier() {
     at::Tensor& gradient = parameter.tensor.mutable_grad();
     // Expanded tensors cannot be written.
     const bool in_place = is_dtensor(parameter.before) || parameter.before.is_non_overlapping_and_dense();
-    gradient = !gradient.defined() ? parameter.before : in_place ? parameter.before.add_(gradient) : parameter.before + gradient;
+    gradient = !gradient.defined() ? parameter.before
+               : in_place          ? parameter.before.add_(gradient)
+                                   : parameter.before + gradient;
     parameter.before.reset();
   }
 }

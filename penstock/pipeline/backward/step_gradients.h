@@ -10,7 +10,8 @@
 //   - steps whose gradients are used alone before they are added (`alone`; modules that reduce their own,
 //     gradient_sync.h),
 //   - float16, where the product could overflow, and bfloat16 unless the divisor is a power of two,
-//   - gradients with a replicated placement, to which autograd could not add terms of a sum without communication.
+//   - gradients with a replicated placement, to which autograd could not add terms of a sum without
+//   communication.
 #pragma once
 
 #include <map>
@@ -40,7 +41,7 @@ class StepGradients {
  private:
   struct Parameter {
     at::Tensor tensor;
-    at::Tensor before;       // the gradient that was set aside
+    at::Tensor before;        // the gradient that was set aside
     bool multiplied = false;  // .grad() holds the earlier gradient times the divisor
     int stages = 0;
     bool divided = false;

@@ -7,8 +7,8 @@
 #include <utility>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/warnings.h"
+#include "penstock/errors.h"
 
 namespace penstock {
 
@@ -35,9 +35,7 @@ void report(const std::string& where, const std::vector<std::string>& found, OnM
   }
 }
 
-std::string presence(const std::optional<TensorMeta>& meta) {
-  return meta ? kind_text(*meta) : "nothing";
-}
+std::string presence(const std::optional<TensorMeta>& meta) { return meta ? kind_text(*meta) : "nothing"; }
 
 [[noreturn]] void refuse_argument(std::string_view where, std::string_view actual,
                                   std::string_view expected) {

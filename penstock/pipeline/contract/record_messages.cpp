@@ -7,9 +7,9 @@
 #include <utility>
 #include <variant>
 
+#include "penstock/base/describe.h"
 #include "penstock/torch/compat/dtype.h"
 #include "penstock/torch/compat/version.h"
-#include "penstock/base/describe.h"
 
 namespace penstock::comm {
 
@@ -146,12 +146,8 @@ void decode(MessageReader& reader, MeshLayout& layout) {
   });
 }
 
-void encode(MessageWriter& writer, const MeshKey& key) {
-  writer.write(key.names).write(key.layout);
-}
-void decode(MessageReader& reader, MeshKey& key) {
-  reader.read(key.names).read(key.layout);
-}
+void encode(MessageWriter& writer, const MeshKey& key) { writer.write(key.names).write(key.layout); }
+void decode(MessageReader& reader, MeshKey& key) { reader.read(key.names).read(key.layout); }
 
 void encode(MessageWriter& writer, const TensorRecord& record) {
   writer.write(record.shape()).write(record.stride()).write(record.dtype()).write(record.requires_grad());
@@ -215,16 +211,12 @@ void decode(MessageReader& reader, StageMeta& meta) {
   reader.read(meta.inputs).read(meta.outputs).read(meta.input_grads).read(meta.output_grads);
 }
 
-void encode(MessageWriter& writer, const StageForwardMeta& meta) {
-  writer.write(meta.outputs());
-}
+void encode(MessageWriter& writer, const StageForwardMeta& meta) { writer.write(meta.outputs()); }
 void decode(MessageReader& reader, StageForwardMeta& meta) {
   meta = StageForwardMeta(reader.read<TensorMetas>());
 }
 
-void encode(MessageWriter& writer, const StageBackwardMeta& meta) {
-  writer.write(meta.input_grads());
-}
+void encode(MessageWriter& writer, const StageBackwardMeta& meta) { writer.write(meta.input_grads()); }
 void decode(MessageReader& reader, StageBackwardMeta& meta) {
   meta = StageBackwardMeta(reader.read<OptionalTensorMetas>());
 }

@@ -16,8 +16,8 @@
 
 #include "penstock/comm/message/message.h"
 #include "penstock/mesh_layout.h"
-#include "penstock/placement.h"
 #include "penstock/pipeline/contract/stage_meta.h"
+#include "penstock/placement.h"
 #include "penstock/torch/tree/tensor_meta.h"
 
 namespace penstock::comm {

@@ -5,8 +5,8 @@
 #include <algorithm>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/warnings.h"
+#include "penstock/errors.h"
 
 namespace penstock {
 

@@ -16,11 +16,21 @@ namespace {
 void add_value(HashBuilder& hash, const Tree& leaf) {
   hash.add(static_cast<int>(leaf.kind()));
   switch (leaf.kind()) {
-    case Tree::Kind::Tensor: hash.add(meta_of(leaf.tensor())); break;
-    case Tree::Kind::Bool: hash.add(leaf.boolean()); break;
-    case Tree::Kind::Int: hash.add(leaf.integer()); break;
-    case Tree::Kind::Double: hash.add(leaf.number()); break;
-    case Tree::Kind::String: hash.add(leaf.text()); break;
+    case Tree::Kind::Tensor:
+      hash.add(meta_of(leaf.tensor()));
+      break;
+    case Tree::Kind::Bool:
+      hash.add(leaf.boolean());
+      break;
+    case Tree::Kind::Int:
+      hash.add(leaf.integer());
+      break;
+    case Tree::Kind::Double:
+      hash.add(leaf.number());
+      break;
+    case Tree::Kind::String:
+      hash.add(leaf.text());
+      break;
     case Tree::Kind::Object:
       // For objects only the kind is known.
       hash.add(leaf.ivalue().isDevice() ? leaf.ivalue().toDevice().str() : leaf.ivalue().tagKind());
@@ -28,7 +38,8 @@ void add_value(HashBuilder& hash, const Tree& leaf) {
     case Tree::Kind::None:
     case Tree::Kind::Tuple:
     case Tree::Kind::List:
-    case Tree::Kind::Dict: break;
+    case Tree::Kind::Dict:
+      break;
   }
 }
 
@@ -50,7 +61,10 @@ void add_arguments(HashBuilder& hash, const Tree& tree) {
 std::uint64_t state_key(const std::vector<PipelineStage>& stages) {
   HashBuilder hash;
   const AutocastState casts = autocast_state();
-  hash.add(casts.cpu).add(casts.cuda).add(static_cast<int>(casts.cpu_dtype)).add(static_cast<int>(casts.cuda_dtype));
+  hash.add(casts.cpu)
+      .add(casts.cuda)
+      .add(static_cast<int>(casts.cpu_dtype))
+      .add(static_cast<int>(casts.cuda_dtype));
   hash.add(static_cast<int>(c10::get_default_dtype_as_scalartype())).add(c10::InferenceMode::is_enabled());
   for (const PipelineStage& stage : stages) {
     for (const auto& module : stage.module().modules())

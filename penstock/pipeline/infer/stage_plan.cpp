@@ -9,17 +9,17 @@
 #include <optional>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/exception_text.h"
 #include "penstock/base/hash.h"
 #include "penstock/base/log.h"
 #include "penstock/comm/message/message.h"
+#include "penstock/errors.h"
+#include "penstock/pipeline/contract/record_checks.h"
 #include "penstock/pipeline/contract/record_messages.h"
 #include "penstock/pipeline/infer/plan_key.h"
 #include "penstock/pipeline/infer/stage_trial.h"
-#include "penstock/torch/tree/dense_layout.h"
-#include "penstock/pipeline/contract/record_checks.h"
 #include "penstock/pipeline/stage/stage_state.h"
+#include "penstock/torch/tree/dense_layout.h"
 
 namespace penstock {
 
@@ -29,7 +29,7 @@ constexpr comm::MessageKind kForwardKind{"PFWD"};
 constexpr comm::MessageKind kBackwardKind{"PBWD"};
 constexpr std::uint16_t kVersion = 2;
 constexpr std::int64_t kRowVersion = 2;
-constexpr std::size_t kRefusedField = 5;      // index in a row
+constexpr std::size_t kRefusedField = 5;  // index in a row
 constexpr std::size_t kValidatesField = 6;
 constexpr std::size_t kRefusalBytes = 2048;  // maximum length of the text that other ranks see
 constexpr std::size_t kMostSteps = 4096;
@@ -72,9 +72,12 @@ void from_bytes(const std::vector<std::uint8_t>& bytes, BackwardMessage& message
 // If no example requires grad, the caller did not specify it: floating-point examples then represent tensors
 // that need gradients.
 TensorMetas with_default_grads(TensorMetas metas, bool has_backward) {
-  if (!has_backward || std::any_of(metas.begin(), metas.end(), [](const TensorMeta& meta) { return requires_grad(meta); })) return metas;
+  if (!has_backward ||
+      std::any_of(metas.begin(), metas.end(), [](const TensorMeta& meta) { return requires_grad(meta); }))
+    return metas;
   for (TensorMeta& meta : metas) {
-    if (!at::isFloatingType(local_record(meta).dtype()) && !at::isComplexType(local_record(meta).dtype())) continue;
+    if (!at::isFloatingType(local_record(meta).dtype()) && !at::isComplexType(local_record(meta).dtype()))
+      continue;
     meta = std::visit([](const auto& record) -> TensorMeta { return record.with_requires_grad(true); }, meta);
   }
   return metas;
@@ -108,8 +111,9 @@ OptionalTensorMetas in_layout_of(const TensorMetas& tensors, OptionalTensorMetas
     if (!gradients[i] || is_distributed(*gradients[i]) || is_distributed(tensors[i])) continue;
     const TensorRecord& gradient = local_record(*gradients[i]);
     const TensorRecord& like = local_record(tensors[i]);
-    gradients[i] = like.shape() == gradient.shape() && is_dense(like.shape(), like.stride()) ? TensorRecord(gradient.shape(), like.stride(), gradient.dtype())
-                                                                                            : TensorRecord::contiguous(gradient.shape(), gradient.dtype());
+    gradients[i] = like.shape() == gradient.shape() && is_dense(like.shape(), like.stride())
+                       ? TensorRecord(gradient.shape(), like.stride(), gradient.dtype())
+                       : TensorRecord::contiguous(gradient.shape(), gradient.dtype());
   }
   return gradients;
 }
@@ -133,7 +137,8 @@ std::string unpack_text(const std::vector<std::int64_t>& row) {
 // ranks, what they will send. Forward in ascending, backward in descending order of stages, so that a
 // receiver always waits for a stage that does not wait for it.
 struct StagePlanner::Negotiation {
-  Negotiation(StagePlanner& owner, const StepDescription& description, std::size_t which) : planner(owner), step(description), microbatch(which) {}
+  Negotiation(StagePlanner& owner, const StepDescription& description, std::size_t which)
+      : planner(owner), step(description), microbatch(which) {}
   // Trials restore the state from when they began, so they must end in reverse order.
   ~Negotiation() {
     while (!trials.empty()) trials.erase(std::prev(trials.end()));
@@ -150,7 +155,9 @@ struct StagePlanner::Negotiation {
   // ---- messages ----
 
   // Channel 0: neighbours; 1 + k: skip k. Each message takes two tags, one for its size.
-  int tag(int channel, int from, bool backward) const { return ((1 + channel) * planner.map_.stages() + from) * 4 + (backward ? 2 : 0); }
+  int tag(int channel, int from, bool backward) const {
+    return ((1 + channel) * planner.map_.stages() + from) * 4 + (backward ? 2 : 0);
+  }
   int rank_of(int stage) const { return planner.map_.rank_of(stage); }
   bool stays_here(int to) const { return rank_of(to) == planner.own_; }
   int global_rank_of(int stage) const { return planner.ranks_[static_cast<std::size_t>(rank_of(stage))]; }
@@ -160,18 +167,23 @@ struct StagePlanner::Negotiation {
     *size.data_ptr<std::int64_t>() = static_cast<std::int64_t>(bytes.size());
     at::Tensor payload = at::empty({static_cast<std::int64_t>(bytes.size())}, at::kByte);
     std::memcpy(payload.data_ptr(), bytes.data(), bytes.size());
-    sends.push_back(planner.control_.isend(size, global_rank_of(to_stage), {.tag = tag, .label = "size of a stage's records", .timeout = {}}));
-    sends.push_back(planner.control_.isend(payload, global_rank_of(to_stage), {.tag = tag + 1, .label = "records of a stage", .timeout = {}}));
+    sends.push_back(planner.control_.isend(
+        size, global_rank_of(to_stage), {.tag = tag, .label = "size of a stage's records", .timeout = {}}));
+    sends.push_back(planner.control_.isend(payload, global_rank_of(to_stage),
+                                           {.tag = tag + 1, .label = "records of a stage", .timeout = {}}));
   }
   std::vector<std::uint8_t> receive_bytes(int from_stage, int tag) const {
     at::Tensor size = at::empty({1}, at::kLong);
-    planner.control_.recv(size, global_rank_of(from_stage), {.tag = tag, .label = "size of a stage's records", .timeout = {}});
+    planner.control_.recv(size, global_rank_of(from_stage),
+                          {.tag = tag, .label = "size of a stage's records", .timeout = {}});
     const std::int64_t count = *size.data_ptr<std::int64_t>();
     if (count < 0 || count > static_cast<std::int64_t>(comm::kDefaultMaxMessageBytes))
-      throw PipeliningMetadataError(describe("records of stage " + std::to_string(from_stage), fmt::format("{} bytes", count),
-                                             fmt::format("at most {}", comm::kDefaultMaxMessageBytes), "run the same build on all ranks"));
+      throw PipeliningMetadataError(describe(
+          "records of stage " + std::to_string(from_stage), fmt::format("{} bytes", count),
+          fmt::format("at most {}", comm::kDefaultMaxMessageBytes), "run the same build on all ranks"));
     at::Tensor payload = at::empty({count}, at::kByte);
-    planner.control_.recv(payload, global_rank_of(from_stage), {.tag = tag + 1, .label = "records of a stage", .timeout = {}});
+    planner.control_.recv(payload, global_rank_of(from_stage),
+                          {.tag = tag + 1, .label = "records of a stage", .timeout = {}});
     const auto* data = payload.data_ptr<std::uint8_t>();
     return {data, data + count};
   }
@@ -189,7 +201,8 @@ struct StagePlanner::Negotiation {
   Message receive(int channel, int from) {
     const int where = tag(channel, from, Message::kBackward);
     Message message;
-    from_bytes(rank_of(from) == planner.own_ ? local_messages.at(where) : receive_bytes(from, where), message);
+    from_bytes(rank_of(from) == planner.own_ ? local_messages.at(where) : receive_bytes(from, where),
+               message);
     return message;
   }
 
@@ -232,7 +245,9 @@ bool StagePlanner::Negotiation::take_inputs(const PipelineStage& stage, StagePla
   bool is_static = planner.static_;
   if (is_first(s)) {
     plan.meta.inputs = metas_of(tensors_of(step.args[microbatch]));
-    is_static = is_static && check_metas("", *state_of(stage).examples.inputs, *plan.meta.inputs, OnMismatch::Collect).empty();
+    is_static =
+        is_static &&
+        check_metas("", *state_of(stage).examples.inputs, *plan.meta.inputs, OnMismatch::Collect).empty();
   } else {
     ForwardMessage message = receive<ForwardMessage>(0, s - 1);
     is_static = message.is_static;
@@ -253,12 +268,17 @@ bool StagePlanner::Negotiation::take_inputs(const PipelineStage& stage, StagePla
 void StagePlanner::Negotiation::find_outputs(const PipelineStage& stage, StagePlan& plan, bool is_static) {
   const int s = stage.index();
   const StageMeta& examples = state_of(stage).examples;
-  bool varies = stage.options().announce_shapes || std::find(plan.varying_inputs.begin(), plan.varying_inputs.end(), true) != plan.varying_inputs.end();
+  bool varies =
+      stage.options().announce_shapes ||
+      std::find(plan.varying_inputs.begin(), plan.varying_inputs.end(), true) != plan.varying_inputs.end();
   if (is_static) {
-    if (!is_first(s)) check_metas(fmt::format("example inputs of stage {} and what stage {} sends", s, s - 1), comparable(*examples.inputs), comparable(*plan.meta.inputs));
+    if (!is_first(s))
+      check_metas(fmt::format("example inputs of stage {} and what stage {} sends", s, s - 1),
+                  comparable(*examples.inputs), comparable(*plan.meta.inputs));
     plan.meta.outputs = with_default_grads(*examples.outputs, step.has_backward);
   } else {
-    auto trial = std::make_unique<StageTrial>(stage, StageTrial::Kind{.has_backward = step.has_backward, .ends = is_last(s)});
+    auto trial = std::make_unique<StageTrial>(
+        stage, StageTrial::Kind{.has_backward = step.has_backward, .ends = is_last(s)});
     ++planner.trials_;
     if (is_first(s)) {
       trial->forward(step.args[microbatch], step.kwargs[microbatch]);
@@ -268,9 +288,11 @@ void StagePlanner::Negotiation::find_outputs(const PipelineStage& stage, StagePl
     plan.meta.outputs = trial->outputs();
     varies = varies || trial->data_dependent();
     if (examples.outputs && !is_last(s))
-      check_metas(fmt::format("example outputs of stage {}", s), comparable(*examples.outputs), comparable(*plan.meta.outputs), OnMismatch::Warn);
+      check_metas(fmt::format("example outputs of stage {}", s), comparable(*examples.outputs),
+                  comparable(*plan.meta.outputs), OnMismatch::Warn);
     if (examples.inputs && !is_first(s))
-      check_metas(fmt::format("example inputs of stage {}", s), comparable(*examples.inputs), comparable(*plan.meta.inputs), OnMismatch::Warn);
+      check_metas(fmt::format("example inputs of stage {}", s), comparable(*examples.inputs),
+                  comparable(*plan.meta.inputs), OnMismatch::Warn);
     if (!step.has_backward || is_first(s)) trial->end();
     trials[s] = std::move(trial);
   }
@@ -282,14 +304,18 @@ void StagePlanner::Negotiation::announce_outputs(int s, StagePlan& plan, bool is
   skips_from(s, [&](int, const SkipTensor&) { ++skipped; });
   const std::size_t made = plan.meta.outputs->size();
   if (made < skipped + (is_last(s) ? 0 : 1))
-    throw PipeliningMetadataError(describe(fmt::format("outputs of stage {}", s), fmt::format("{} tensors", made),
-                                           fmt::format("at least {}: its own outputs, then {} for skip connections", skipped + 1, skipped),
-                                           "return the tensors of skip connections last, in the order of their declaration"));
+    throw PipeliningMetadataError(describe(
+        fmt::format("outputs of stage {}", s), fmt::format("{} tensors", made),
+        fmt::format("at least {}: its own outputs, then {} for skip connections", skipped + 1, skipped),
+        "return the tensors of skip connections last, in the order of their declaration"));
   plan.main_outputs = made - skipped;
   if (is_last(s)) return;
   const bool varies = plan.varying_outputs.front();
   const TensorMetas& all = *plan.meta.outputs;
-  const auto announce = [&](int channel, int to, TensorMetas metas) { send(channel, s, to, ForwardMessage{is_static, varies, stays_here(to) ? std::move(metas) : as_sent(std::move(metas))}); };
+  const auto announce = [&](int channel, int to, TensorMetas metas) {
+    send(channel, s, to,
+         ForwardMessage{is_static, varies, stays_here(to) ? std::move(metas) : as_sent(std::move(metas))});
+  };
   std::size_t next = plan.main_outputs;
   skips_from(s, [&](int channel, const SkipTensor& skip) { announce(channel, skip.to, {all[next++]}); });
   announce(0, s + 1, {all.begin(), all.begin() + static_cast<std::ptrdiff_t>(plan.main_outputs)});
@@ -305,7 +331,9 @@ void StagePlanner::Negotiation::backward(const PipelineStage& stage) {
   }
   plan.meta.input_grads = find_input_grads(stage, plan);
   const OptionalTensorMetas& all = *plan.meta.input_grads;
-  const auto announce = [&](int channel, int to, OptionalTensorMetas metas) { send(channel, s, to, BackwardMessage{stays_here(to) ? std::move(metas) : as_sent(std::move(metas))}); };
+  const auto announce = [&](int channel, int to, OptionalTensorMetas metas) {
+    send(channel, s, to, BackwardMessage{stays_here(to) ? std::move(metas) : as_sent(std::move(metas))});
+  };
   std::size_t next = plan.main_inputs;
   skips_into(s, [&](int channel, const SkipTensor& skip) { announce(channel, skip.from, {all[next++]}); });
   announce(0, s - 1, {all.begin(), all.begin() + static_cast<std::ptrdiff_t>(plan.main_inputs)});
@@ -319,23 +347,30 @@ void StagePlanner::Negotiation::take_output_grads(const PipelineStage& stage, St
     plan.meta.output_grads->insert(plan.meta.output_grads->end(), message.metas.begin(), message.metas.end());
   });
   if (plan.meta.output_grads->size() != plan.meta.outputs->size())
-    throw PipeliningMetadataError(describe(fmt::format("gradients sent back to stage {}", s), fmt::format("{}", plan.meta.output_grads->size()),
-                                           fmt::format("{}, one for each output", plan.meta.outputs->size()), "make the next stage take every output"));
+    throw PipeliningMetadataError(describe(fmt::format("gradients sent back to stage {}", s),
+                                           fmt::format("{}", plan.meta.output_grads->size()),
+                                           fmt::format("{}, one for each output", plan.meta.outputs->size()),
+                                           "make the next stage take every output"));
   // Without a trial run the examples are binding.
   if (const auto& examples = state_of(stage).examples.output_grads)
-    check_metas(fmt::format("example gradients of the outputs of stage {} and what is sent back to it", s), comparable(*examples), comparable(*plan.meta.output_grads),
+    check_metas(fmt::format("example gradients of the outputs of stage {} and what is sent back to it", s),
+                comparable(*examples), comparable(*plan.meta.output_grads),
                 trials.contains(s) ? OnMismatch::Warn : OnMismatch::Raise);
 }
 
-OptionalTensorMetas StagePlanner::Negotiation::find_input_grads(const PipelineStage& stage, const StagePlan& plan) {
+OptionalTensorMetas StagePlanner::Negotiation::find_input_grads(const PipelineStage& stage,
+                                                                const StagePlan& plan) {
   const int s = stage.index();
   const StageMeta& examples = state_of(stage).examples;
   const auto at = trials.find(s);
-  if (at == trials.end()) return examples.input_grads ? as_sent(*examples.input_grads) : in_layout_of(*plan.meta.inputs, derive_gradient_metas(*plan.meta.inputs));
+  if (at == trials.end())
+    return examples.input_grads ? as_sent(*examples.input_grads)
+                                : in_layout_of(*plan.meta.inputs, derive_gradient_metas(*plan.meta.inputs));
   StageTrial& trial = *at->second;
   OptionalTensorMetas found;
   try {
-    is_last(s) ? trial.backward_of_loss(planner.loss_, step.targets[microbatch]) : trial.backward(*plan.meta.output_grads);
+    is_last(s) ? trial.backward_of_loss(planner.loss_, step.targets[microbatch])
+               : trial.backward(*plan.meta.output_grads);
     found = trial.input_grads();
   } catch (const PipeliningMetadataError&) {
     throw;
@@ -343,21 +378,31 @@ OptionalTensorMetas StagePlanner::Negotiation::find_input_grads(const PipelineSt
     const std::string why = current_exception_text();
     // A loss that reads values cannot be run on fake tensors; gradients of plain tensors have the records of
     // their tensors.
-    if (!is_last(s) || plan.meta.has_distributed()) std::throw_with_nested(StageBackwardError(fmt::format("stage {} failed in its trial backward: {}", s, why)));
+    if (!is_last(s) || plan.meta.has_distributed())
+      std::throw_with_nested(
+          StageBackwardError(fmt::format("stage {} failed in its trial backward: {}", s, why)));
     log().debug("pipeline: the loss of stage {} cannot run on fake tensors: {}", s, why);
     found = derive_gradient_metas(*plan.meta.inputs);
   }
   found = in_layout_of(*plan.meta.inputs, std::move(found));
   if (examples.input_grads)
-    check_metas(fmt::format("example gradients of the inputs of stage {}", s), comparable(*examples.input_grads), comparable(found), OnMismatch::Warn);
+    check_metas(fmt::format("example gradients of the inputs of stage {}", s),
+                comparable(*examples.input_grads), comparable(found), OnMismatch::Warn);
   return found;
 }
 
-StagePlanner::StagePlanner(std::vector<PipelineStage> stages, schedule::StageMap map, std::vector<SkipTensor> skips, PipelineLoss loss,
-                           comm::Group control, std::vector<int> ranks, int own)
-    : stages_(std::move(stages)), map_(std::move(map)), skips_(std::move(skips)), loss_(std::move(loss)), control_(std::move(control)),
-      ranks_(std::move(ranks)), own_(own),
-      validates_(std::any_of(stages_.begin(), stages_.end(), [](const PipelineStage& stage) { return validates(stage); })) {}
+StagePlanner::StagePlanner(std::vector<PipelineStage> stages, schedule::StageMap map,
+                           std::vector<SkipTensor> skips, PipelineLoss loss, comm::Group control,
+                           std::vector<int> ranks, int own)
+    : stages_(std::move(stages)),
+      map_(std::move(map)),
+      skips_(std::move(skips)),
+      loss_(std::move(loss)),
+      control_(std::move(control)),
+      ranks_(std::move(ranks)),
+      own_(own),
+      validates_(std::any_of(stages_.begin(), stages_.end(),
+                             [](const PipelineStage& stage) { return validates(stage); })) {}
 
 std::uint64_t StagePlanner::hash_of(const StepDescription& step, std::size_t microbatch) const {
   HashBuilder hash;
@@ -395,12 +440,16 @@ void StagePlanner::refuse(const std::vector<std::vector<std::int64_t>>& rows, co
       text = current_exception_text();
     }
   }
-  const auto texts = gather(pack_text(text.substr(0, kRefusalBytes - 1), kRefusalBytes / sizeof(std::int64_t)));
+  const auto texts =
+      gather(pack_text(text.substr(0, kRefusalBytes - 1), kRefusalBytes / sizeof(std::int64_t)));
   if (own) throw StepRefusal{own};
   std::string quoted;
   for (std::size_t rank = 0; rank < rows.size(); ++rank)
-    if (rows[rank][kRefusedField] != 0) quoted += fmt::format("{}rank {} refused it: {}", quoted.empty() ? "" : "; ", ranks_[rank], unpack_text(texts[rank]));
-  throw StepRefusal{std::make_exception_ptr(ValueError(fmt::format("a step of the pipeline did not begin: {}", quoted)))};
+    if (rows[rank][kRefusedField] != 0)
+      quoted += fmt::format("{}rank {} refused it: {}", quoted.empty() ? "" : "; ", ranks_[rank],
+                            unpack_text(texts[rank]));
+  throw StepRefusal{
+      std::make_exception_ptr(ValueError(fmt::format("a step of the pipeline did not begin: {}", quoted)))};
 }
 
 std::vector<std::shared_ptr<const MicrobatchPlan>> StagePlanner::agree(const StepDescription& step) {
@@ -416,22 +465,29 @@ std::vector<std::shared_ptr<const MicrobatchPlan>> StagePlanner::agree(const Ste
   } catch (...) {
     refusal = std::current_exception();  // for example an argument that has no record
   }
-  const bool vote = std::none_of(stages_.begin(), stages_.end(), [&](const PipelineStage& stage) { return needs_trial(stage, step.has_backward); });
-  const auto rows = gather({kRowVersion, step.has_backward ? 1 : 0, static_cast<std::int64_t>(step.microbatches()), vote ? 1 : 0, static_cast<std::int64_t>(whole.value()),
-                            refusal ? 1 : 0, validates_ ? 1 : 0});
-  if (std::any_of(rows.begin(), rows.end(), [](const auto& row) { return row[kRefusedField] != 0; })) refuse(rows, refusal);
+  const bool vote = std::none_of(stages_.begin(), stages_.end(), [&](const PipelineStage& stage) {
+    return needs_trial(stage, step.has_backward);
+  });
+  const auto rows =
+      gather({kRowVersion, step.has_backward ? 1 : 0, static_cast<std::int64_t>(step.microbatches()),
+              vote ? 1 : 0, static_cast<std::int64_t>(whole.value()), refusal ? 1 : 0, validates_ ? 1 : 0});
+  if (std::any_of(rows.begin(), rows.end(), [](const auto& row) { return row[kRefusedField] != 0; }))
+    refuse(rows, refusal);
   checked_ = std::any_of(rows.begin(), rows.end(), [](const auto& row) { return row[kValidatesField] != 0; });
 
-  static constexpr const char* kNames[] = {"build of the pipeline", "step with backward (1) or evaluation (0)", "number of microbatches"};
+  static constexpr const char* kNames[] = {
+      "build of the pipeline", "step with backward (1) or evaluation (0)", "number of microbatches"};
   HashBuilder combined;
   bool all_static = true;
   for (std::size_t rank = 0; rank < rows.size(); ++rank) {
     for (std::size_t field = 0; field < 3; ++field)
       if (rows[rank][field] != rows[0][field])
         throw StepRefusal{std::make_exception_ptr(
-            PipeliningMetadataError(describe(fmt::format("ranks of a pipeline disagree: {}", kNames[field]), fmt::format("{} on rank {}", rows[rank][field], ranks_[rank]),
+            PipeliningMetadataError(describe(fmt::format("ranks of a pipeline disagree: {}", kNames[field]),
+                                             fmt::format("{} on rank {}", rows[rank][field], ranks_[rank]),
                                              fmt::format("{}, as on rank {}", rows[0][field], ranks_[0]),
-                                             "call step or eval on all ranks of the pipeline, with batches that split into the same number of microbatches")))};
+                                             "call step or eval on all ranks of the pipeline, with batches "
+                                             "that split into the same number of microbatches")))};
     all_static = all_static && rows[rank][3] == 1;
     combined.add(rows[rank][4]);
   }
@@ -449,7 +505,8 @@ std::vector<std::shared_ptr<const MicrobatchPlan>> StagePlanner::agree(const Ste
   for (std::size_t m = 0; m < step.microbatches(); ++m) {
     // The chain that a microbatch runs through is part of its key.
     HashBuilder microbatch_key;
-    for (const schedule::Chain& chain : map_.chains()) microbatch_key.add(map_.runs(chain.first_stage, static_cast<int>(m)));
+    for (const schedule::Chain& chain : map_.chains())
+      microbatch_key.add(map_.runs(chain.first_stage, static_cast<int>(m)));
     for (const auto& row : all_hashes) microbatch_key.add(row[m]);
     std::shared_ptr<const MicrobatchPlan>& plan = plans_[microbatch_key.value()];
     if (!plan) plan = negotiate(step, m);
@@ -459,14 +516,16 @@ std::vector<std::shared_ptr<const MicrobatchPlan>> StagePlanner::agree(const Ste
   return plans;
 }
 
-std::shared_ptr<const MicrobatchPlan> StagePlanner::negotiate(const StepDescription& step, std::size_t microbatch) {
+std::shared_ptr<const MicrobatchPlan> StagePlanner::negotiate(const StepDescription& step,
+                                                              std::size_t microbatch) {
   Negotiation negotiation(*this, step, microbatch);
   std::vector<PipelineStage> taking_part;
   for (const PipelineStage& stage : stages_)
     if (map_.runs(stage.index(), static_cast<int>(microbatch))) taking_part.push_back(stage);
   for (const PipelineStage& stage : taking_part) negotiation.forward(stage);
   if (step.has_backward)
-    for (auto stage = taking_part.rbegin(); stage != taking_part.rend(); ++stage) negotiation.backward(*stage);
+    for (auto stage = taking_part.rbegin(); stage != taking_part.rend(); ++stage)
+      negotiation.backward(*stage);
   comm::wait_all(negotiation.sends);
   return negotiation.plans;
 }

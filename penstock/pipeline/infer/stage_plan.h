@@ -21,10 +21,10 @@
 #include <vector>
 
 #include "penstock/group.h"
-#include "penstock/stage_module.h"
-#include "penstock/stage.h"
-#include "penstock/stage_placement.h"
 #include "penstock/pipeline/contract/stage_meta.h"
+#include "penstock/stage.h"
+#include "penstock/stage_module.h"
+#include "penstock/stage_placement.h"
 
 namespace penstock {
 
@@ -70,8 +70,8 @@ class StagePlanner {
  public:
   // `control` is an empty group in a pipeline of one rank. `ranks` are the global ranks of the pipeline, in
   // pipeline order.
-  StagePlanner(std::vector<PipelineStage> stages, schedule::StageMap map, std::vector<SkipTensor> skips, PipelineLoss loss,
-               comm::Group control, std::vector<int> ranks, int own);
+  StagePlanner(std::vector<PipelineStage> stages, schedule::StageMap map, std::vector<SkipTensor> skips,
+               PipelineLoss loss, comm::Group control, std::vector<int> ranks, int own);
 
   // Returns one plan per microbatch. Collective over the pipeline. Throws StepRefusal on every rank if one of
   // them has a refusal, or if ranks do different things (PipeliningMetadataError); any other exception leaves

@@ -10,36 +10,38 @@
 #include <optional>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/exception_text.h"
 #include "penstock/base/log.h"
-#include "penstock/pipeline/stage/gradient_sync.h"
-#include "penstock/pipeline/stage/sharded_modules.h"
+#include "penstock/errors.h"
+#include "penstock/fake.h"
+#include "penstock/pipeline/contract/record_checks.h"
 #include "penstock/pipeline/infer/trial_copies.h"
 #include "penstock/pipeline/infer/trial_scope.h"
 #include "penstock/pipeline/infer/trial_watch.h"
+#include "penstock/pipeline/stage/gradient_sync.h"
+#include "penstock/pipeline/stage/sharded_modules.h"
+#include "penstock/pipeline/stage/stage_state.h"
+#include "penstock/step_context.h"
 #include "penstock/torch/dispatch/any_operator_hook.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
-#include "penstock/fake.h"
-#include "penstock/torch/tree/dense_layout.h"
-#include "penstock/torch/tree/distributed_type.h"
+#include "penstock/torch/dispatch/switch_data.h"
 #include "penstock/torch/fake/fake_parts.h"
 #include "penstock/torch/fake/fake_watch.h"
-#include "penstock/pipeline/contract/record_checks.h"
-#include "penstock/step_context.h"
-#include "penstock/torch/dispatch/switch_data.h"
-#include "penstock/pipeline/stage/stage_state.h"
+#include "penstock/torch/tree/dense_layout.h"
+#include "penstock/torch/tree/distributed_type.h"
 
 namespace penstock {
 
 namespace {
 
-at::Tensor filled(const TensorMeta& meta, const PipelineStage& stage, double value, bool requires_grad, bool fake) {
+at::Tensor filled(const TensorMeta& meta, const PipelineStage& stage, double value, bool requires_grad,
+                  bool fake) {
   const at::NoGradGuard no_grad;
   const auto local = [&] {
     if (!fake) return make_raw_tensor(meta, stage.device()).fill_(value);
     const TensorRecord& record = local_record(meta);
-    return make_fake_strided(record.shape(), record.stride(), at::device(stage.device()).dtype(record.dtype()));
+    return make_fake_strided(record.shape(), record.stride(),
+                             at::device(stage.device()).dtype(record.dtype()));
   };
   return tensor_from_local(stage, local(), meta).set_requires_grad(requires_grad);
 }
@@ -65,7 +67,11 @@ StepContext trial_context() {
 // What a forward leaves for its backward, and the environment in which both run.
 struct StageTrial::Run {
   Run(const PipelineStage& stage, bool is_fake, const std::vector<at::Tensor>& given)
-      : fake(is_fake), real(is_fake ? nullptr : std::make_unique<RealLeaves>()), buffers(stage.module(), /*values=*/!is_fake), sharded(stage.module(), is_fake), copies(given, is_fake) {
+      : fake(is_fake),
+        real(is_fake ? nullptr : std::make_unique<RealLeaves>()),
+        buffers(stage.module(), /*values=*/!is_fake),
+        sharded(stage.module(), is_fake),
+        copies(given, is_fake) {
     if (fake) {
       distributed.emplace(distributed_among(stage.module()));
     } else {
@@ -134,7 +140,8 @@ struct StageTrial::Run {
       constants = fake_mode.replayable(constants);
       fake_mode.materialize(constants);
     } catch (const std::exception& error) {
-      log().debug("pipeline: tensors that stage {} kept from its trial run could not be computed: {}", stage.index(), error.what());
+      log().debug("pipeline: tensors that stage {} kept from its trial run could not be computed: {}",
+                  stage.index(), error.what());
     }
     for (const at::Tensor& tensor : kept)
       if (is_fake(tensor)) mark_leftover(tensor, why);
@@ -151,11 +158,14 @@ void StageTrial::attempt(bool fake) {
   try {
     run.inside(stage_, kind_.has_backward, [&] {
       const Tree args = make_args_(run);
-      const Tree kwargs = map_tree_tensors(kwargs_, [&](const at::Tensor& tensor) { return run.copies.of(tensor); });
-      tried_ = fmt::format("args {}{}", args.to_string(), kwargs.size() == 0 ? "" : ", kwargs " + kwargs.to_string());
+      const Tree kwargs =
+          map_tree_tensors(kwargs_, [&](const at::Tensor& tensor) { return run.copies.of(tensor); });
+      tried_ = fmt::format("args {}{}", args.to_string(),
+                           kwargs.size() == 0 ? "" : ", kwargs " + kwargs.to_string());
       const auto& hook = stage_.options().trial_hooks.forward;
       run.result = hook ? hook(stage_.module(), args, kwargs) : stage_.module().forward(args, kwargs);
-      outputs_ = kind_.ends ? metas_of(tensors_of(run.result)) : metas_of(stage_outputs(run.result, stage_.index()));
+      outputs_ =
+          kind_.ends ? metas_of(tensors_of(run.result)) : metas_of(stage_outputs(run.result, stage_.index()));
     });
   } catch (...) {
     end_run();
@@ -184,7 +194,8 @@ void StageTrial::try_forward(std::vector<at::Tensor> given) {
     } catch (const PipeliningMetadataError&) {
       throw;
     } catch (...) {
-      log().debug("pipeline: stage {} does not run on fake tensors, trying zeros: {}", stage_.index(), current_exception_text());
+      log().debug("pipeline: stage {} does not run on fake tensors, trying zeros: {}", stage_.index(),
+                  current_exception_text());
       why_not_fake = std::current_exception();
     }
   }
@@ -194,7 +205,9 @@ void StageTrial::try_forward(std::vector<at::Tensor> given) {
   } catch (const PipeliningMetadataError&) {
     throw;
   } catch (...) {
-    std::throw_with_nested(StageForwardError(fmt::format("stage {} failed in its trial run{}: {}", stage_.index(), tried_.empty() ? "" : " with " + tried_, current_exception_text())));
+    std::throw_with_nested(
+        StageForwardError(fmt::format("stage {} failed in its trial run{}: {}", stage_.index(),
+                                      tried_.empty() ? "" : " with " + tried_, current_exception_text())));
   }
 }
 
@@ -229,7 +242,8 @@ void StageTrial::end() {
   end_run();
 }
 
-void StageTrial::collect_input_grads(const Run& run, const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& gradients) {
+void StageTrial::collect_input_grads(const Run& run, const std::vector<at::Tensor>& roots,
+                                     const std::vector<at::Tensor>& gradients) {
   std::vector<at::Tensor> wanted;
   for (const at::Tensor& input : run.inputs)
     if (input.requires_grad()) wanted.push_back(input);
@@ -238,10 +252,14 @@ void StageTrial::collect_input_grads(const Run& run, const std::vector<at::Tenso
     if (const auto& hook = stage_.options().trial_hooks.input_grads) {
       found = hook(roots, wanted, gradients);
       if (found.size() != wanted.size())
-        throw PipeliningMetadataError(describe(fmt::format("gradients from trial_hooks.input_grads of stage {}", stage_.index()), fmt::format("{}", found.size()),
-                                               fmt::format("{}, one for each input that requires grad", wanted.size()), "return an undefined tensor for an input without gradient"));
+        throw PipeliningMetadataError(
+            describe(fmt::format("gradients from trial_hooks.input_grads of stage {}", stage_.index()),
+                     fmt::format("{}", found.size()),
+                     fmt::format("{}, one for each input that requires grad", wanted.size()),
+                     "return an undefined tensor for an input without gradient"));
     } else {
-      found = torch::autograd::grad(roots, wanted, gradients, /*retain_graph=*/false, /*create_graph=*/false, /*allow_unused=*/true);
+      found = torch::autograd::grad(roots, wanted, gradients, /*retain_graph=*/false, /*create_graph=*/false,
+                                    /*allow_unused=*/true);
     }
   }
   input_grads_.clear();
@@ -256,7 +274,9 @@ void StageTrial::collect_input_grads(const Run& run, const std::vector<at::Tenso
 
 void StageTrial::run_backward(bool again_for_real, const std::function<void(Run&)>& body) {
   if (!run_)
-    throw PipeliningMetadataError(describe(fmt::format("stage {}", stage_.index()), "a trial backward without a trial forward", "both, forward first", "report this: the pipeline runs them in order"));
+    throw PipeliningMetadataError(describe(fmt::format("stage {}", stage_.index()),
+                                           "a trial backward without a trial forward", "both, forward first",
+                                           "report this: the pipeline runs them in order"));
   const auto run_body = [&] {
     try {
       run_->inside(stage_, true, [&] { body(*run_); });
@@ -273,7 +293,8 @@ void StageTrial::run_backward(bool again_for_real, const std::function<void(Run&
     throw;
   } catch (const std::exception& error) {
     if (!may_be_real) throw;
-    log().debug("pipeline: the backward of stage {} does not run on fake tensors, trying real ones: {}", stage_.index(), error.what());
+    log().debug("pipeline: the backward of stage {} does not run on fake tensors, trying real ones: {}",
+                stage_.index(), error.what());
   }
   attempt(/*fake=*/false);
   run_body();
@@ -284,14 +305,18 @@ void StageTrial::backward(const OptionalTensorMetas& output_grads) {
   run_backward(true, [&](Run& run) {
     const std::vector<at::Tensor> outputs = tensors_of(run.result);
     if (outputs.size() != output_grads.size())
-      throw PipeliningMetadataError(describe(fmt::format("gradients of the outputs of stage {}", stage_.index()), fmt::format("{}", output_grads.size()),
-                                             fmt::format("{}, one for each output", outputs.size()), "make the next stage take every output as an input"));
+      throw PipeliningMetadataError(describe(
+          fmt::format("gradients of the outputs of stage {}", stage_.index()),
+          fmt::format("{}", output_grads.size()), fmt::format("{}, one for each output", outputs.size()),
+          "make the next stage take every output as an input"));
     std::vector<at::Tensor> roots, gradients;
     for (std::size_t i = 0; i < outputs.size(); ++i) {
       if (!output_grads[i]) continue;
       if (!outputs[i].requires_grad())
-        throw PipeliningMetadataError(describe(fmt::format("gradient of output {} of stage {}", i, stage_.index()), to_string(output_grads[i]),
-                                               "nothing, because the output needs no gradient", "make the stages agree on which tensors need gradients"));
+        throw PipeliningMetadataError(
+            describe(fmt::format("gradient of output {} of stage {}", i, stage_.index()),
+                     to_string(output_grads[i]), "nothing, because the output needs no gradient",
+                     "make the stages agree on which tensors need gradients"));
       roots.push_back(outputs[i]);
       gradients.push_back(run.stand_in(*output_grads[i], stage_, 1.0, false));
     }
@@ -300,10 +325,13 @@ void StageTrial::backward(const OptionalTensorMetas& output_grads) {
 }
 
 void StageTrial::backward_of_loss(const PipelineLoss& loss, const Tree& target) {
-  const bool distributed = run_ && std::any_of(run_->inputs.begin(), run_->inputs.end(), is_distributed_tensor);
+  const bool distributed =
+      run_ && std::any_of(run_->inputs.begin(), run_->inputs.end(), is_distributed_tensor);
   run_backward(distributed, [&](Run& run) {
     TrialCopies copies(tensors_of(target), run.fake);
-    const at::Tensor value = loss(run.result, map_tree_tensors(target, [&](const at::Tensor& tensor) { return copies.of(tensor).set_requires_grad(false); }));
+    const at::Tensor value = loss(run.result, map_tree_tensors(target, [&](const at::Tensor& tensor) {
+                                    return copies.of(tensor).set_requires_grad(false);
+                                  }));
     if (value.defined() && value.requires_grad()) {
       collect_input_grads(run, {value}, {at::ones_like(value)});
     } else {

@@ -20,9 +20,9 @@
 #include <string>
 #include <vector>
 
-#include "penstock/stage_module.h"
-#include "penstock/stage.h"
 #include "penstock/pipeline/contract/stage_meta.h"
+#include "penstock/stage.h"
+#include "penstock/stage_module.h"
 
 namespace penstock {
 
@@ -64,7 +64,8 @@ class StageTrial {
   void attempt(bool fake);
   void end_run();
   void run_backward(bool again_for_real, const std::function<void(Run&)>& body);
-  void collect_input_grads(const Run& run, const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& gradients);
+  void collect_input_grads(const Run& run, const std::vector<at::Tensor>& roots,
+                           const std::vector<at::Tensor>& gradients);
 
   PipelineStage stage_;
   Kind kind_;

@@ -6,8 +6,8 @@
 #include <optional>
 
 #include "penstock/errors.h"
-#include "penstock/torch/fake/fake_parts.h"
 #include "penstock/tensor_subclass.h"
+#include "penstock/torch/fake/fake_parts.h"
 
 namespace penstock {
 namespace {
@@ -15,10 +15,13 @@ namespace {
 constexpr std::int64_t kAlignment = 16;  // a multiple of every element size
 
 bool is_strided_memory(const at::Tensor& tensor) {
-  return tensor.layout() == at::kStrided && tensor.has_storage() && !tensor.is_quantized() && !tensor.is_conj() && !tensor.is_neg() && !tensor.is_meta();
+  return tensor.layout() == at::kStrided && tensor.has_storage() && !tensor.is_quantized() &&
+         !tensor.is_conj() && !tensor.is_neg() && !tensor.is_meta();
 }
 
-std::int64_t first_byte(const at::Tensor& tensor) { return tensor.storage_offset() * static_cast<std::int64_t>(tensor.element_size()); }
+std::int64_t first_byte(const at::Tensor& tensor) {
+  return tensor.storage_offset() * static_cast<std::int64_t>(tensor.element_size());
+}
 
 std::int64_t bytes_spanned(const at::Tensor& tensor) {
   if (tensor.numel() == 0) return 0;
@@ -52,8 +55,10 @@ void TrialCopies::add_span(const at::Tensor& tensor) {
     return;
   }
   if (!is_strided_memory(tensor)) return;
-  const std::int64_t begin = first_byte(tensor) / kAlignment * kAlignment, end = first_byte(tensor) + bytes_spanned(tensor);
-  const auto [entry, is_new] = spans_.try_emplace(tensor.storage().unsafeGetStorageImpl(), Span{begin, end, {}});
+  const std::int64_t begin = first_byte(tensor) / kAlignment * kAlignment,
+                     end = first_byte(tensor) + bytes_spanned(tensor);
+  const auto [entry, is_new] =
+      spans_.try_emplace(tensor.storage().unsafeGetStorageImpl(), Span{begin, end, {}});
   if (is_new) return;
   entry->second.begin = std::min(entry->second.begin, begin);
   entry->second.end = std::max(entry->second.end, end);
@@ -63,12 +68,14 @@ at::Tensor TrialCopies::copy_strided(const at::Tensor& tensor) {
   const auto found = spans_.find(tensor.storage().unsafeGetStorageImpl());
   if (found == spans_.end()) return tensor.clone();
   Span& span = found->second;
-  if (first_byte(tensor) < span.begin || first_byte(tensor) + bytes_spanned(tensor) > span.end) return tensor.clone();
+  if (first_byte(tensor) < span.begin || first_byte(tensor) + bytes_spanned(tensor) > span.end)
+    return tensor.clone();
   if (!span.copy.defined()) {
     const at::Tensor bytes = at::empty({0}, tensor.options().dtype(at::kByte));
     span.copy = bytes.set_(tensor.storage(), span.begin, {span.end - span.begin}, {1}).clone();
   }
-  const std::int64_t offset = (first_byte(tensor) - span.begin) / static_cast<std::int64_t>(tensor.element_size());
+  const std::int64_t offset =
+      (first_byte(tensor) - span.begin) / static_cast<std::int64_t>(tensor.element_size());
   return at::empty({0}, tensor.options()).set_(span.copy.storage(), offset, tensor.sizes(), tensor.strides());
 }
 

@@ -36,9 +36,9 @@ class TrialCopies {
   at::Tensor copy_strided(const at::Tensor& tensor);
 
   bool fake_;
-  std::unordered_map<const void*, Span> spans_;               // by storage
+  std::unordered_map<const void*, Span> spans_;  // by storage
   std::unordered_map<const c10::TensorImpl*, at::Tensor> made_;
-  std::vector<at::Tensor> originals_;                         // keep their addresses from being reused
+  std::vector<at::Tensor> originals_;  // keep their addresses from being reused
 };
 
 }  // namespace penstock

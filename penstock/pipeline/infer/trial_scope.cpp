@@ -28,7 +28,8 @@ SavedBuffers::~SavedBuffers() {
       buffer.tensor.set_requires_grad(false);
     }
     if (!buffer.copy.defined()) continue;
-    if (buffer.tensor.sizes() != buffer.copy.sizes() || !buffer.tensor.is_alias_of(buffer.before)) buffer.tensor.set_data(buffer.before);
+    if (buffer.tensor.sizes() != buffer.copy.sizes() || !buffer.tensor.is_alias_of(buffer.before))
+      buffer.tensor.set_data(buffer.before);
     // Through a handle with a version counter of its own, so that graphs that have saved the buffer see no
     // change.
     buffer.tensor.variable_data().copy_(buffer.copy);

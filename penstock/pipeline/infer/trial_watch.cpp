@@ -28,13 +28,15 @@ void for_each_part(const at::Tensor& tensor, const Visit& visit) {
 }
 
 at::Tensor bytes_of(const c10::Storage& storage) {
-  return at::empty({0}, at::TensorOptions(at::kByte).device(storage.device())).set_(storage, 0, {static_cast<std::int64_t>(storage.nbytes())}, {1});
+  return at::empty({0}, at::TensorOptions(at::kByte).device(storage.device()))
+      .set_(storage, 0, {static_cast<std::int64_t>(storage.nbytes())}, {1});
 }
 
 }  // namespace
 
 TrialWatch::TrialWatch(const std::vector<at::Tensor>& registered) {
-  for (const at::Tensor& tensor : registered) for_each_part(tensor, [&](const at::Tensor& part) { registered_.insert(key_of(part)); });
+  for (const at::Tensor& tensor : registered)
+    for_each_part(tensor, [&](const at::Tensor& part) { registered_.insert(key_of(part)); });
 }
 
 const TrialWatch::Made* TrialWatch::find_made(const at::Tensor& part) const {
@@ -72,7 +74,8 @@ void TrialWatch::add_sources(const at::Tensor& part, Made& sources) {
 }
 
 void TrialWatch::save(const at::Tensor& part) {
-  if (find_made(part) || is_wrapper(part) || part.storage().nbytes() == 0 || saved_.contains(key_of(part))) return;
+  if (find_made(part) || is_wrapper(part) || part.storage().nbytes() == 0 || saved_.contains(key_of(part)))
+    return;
   const NoModesGuard no_modes;
   const at::NoGradGuard no_grad;
   saved_.emplace(key_of(part), Saved{part.storage(), bytes_of(part.storage()).clone()});
@@ -100,7 +103,9 @@ void TrialWatch::dispatch(const c10::OperatorHandle& op, Stack* stack) {
   const std::lock_guard lock(mutex_);
   for (std::size_t i = 0; i < traits.returns.size(); ++i) {
     if (traits.returns[i].kind != ReturnAlias::Kind::Fresh) continue;
-    for_each_tensor((*stack)[base + i], [&](const at::Tensor& tensor) { for_each_part(tensor, [&](const at::Tensor& part) { note_made(part, sources); }); });
+    for_each_tensor((*stack)[base + i], [&](const at::Tensor& tensor) {
+      for_each_part(tensor, [&](const at::Tensor& part) { note_made(part, sources); });
+    });
   }
   // Storages from before the run will be restored; storages that the run made inherit the sources of what is
   // written to them.
@@ -118,14 +123,16 @@ void TrialWatch::put_back() {
   const NoModesGuard no_modes;
   const at::NoGradGuard no_grad;
   for (const auto& [key, saved] : saved_)
-    if (static_cast<std::int64_t>(saved.storage.nbytes()) == saved.bytes.numel()) bytes_of(saved.storage).copy_(saved.bytes);
+    if (static_cast<std::int64_t>(saved.storage.nbytes()) == saved.bytes.numel())
+      bytes_of(saved.storage).copy_(saved.bytes);
   saved_.clear();
 }
 
 bool TrialWatch::is_wrong(const Made& made) const {
   if (made.from_stand_in) return true;
   for (const void* origin : made.origins)
-    if (const auto found = before_.find(origin); found != before_.end() && found->second.expired()) return true;
+    if (const auto found = before_.find(origin); found != before_.end() && found->second.expired())
+      return true;
   return false;
 }
 

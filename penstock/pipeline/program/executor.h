@@ -53,9 +53,9 @@ struct TimedInstruction {
 class StepProgress {
  public:
   struct Now {
-    std::uint64_t step = 0;           // steps begun so far
-    std::int64_t instruction = kNone; // index into the program
-    std::int64_t since_ns = 0;        // steady clock
+    std::uint64_t step = 0;            // steps begun so far
+    std::int64_t instruction = kNone;  // index into the program
+    std::int64_t since_ns = 0;         // steady clock
   };
   static constexpr std::int64_t kNone = -1;       // between steps
   static constexpr std::int64_t kFinishing = -2;  // waiting for what was sent
@@ -80,6 +80,7 @@ std::int64_t steady_now_ns();
 // Executes the program once. `times`, if given, gets one entry per instruction and one for the end. An
 // exception of an action propagates and leaves `progress` where it happened. `after`, if given, is called
 // after each instruction; its time is not counted in any instruction.
-void execute(const Program& program, StepActions& actions, StepProgress& progress, std::vector<TimedInstruction>* times = nullptr, const std::function<void()>& after = {});
+void execute(const Program& program, StepActions& actions, StepProgress& progress,
+             std::vector<TimedInstruction>* times = nullptr, const std::function<void()>& after = {});
 
 }  // namespace penstock

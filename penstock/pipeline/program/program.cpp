@@ -21,32 +21,42 @@ using schedule::Slot;
 using schedule::StageMap;
 
 std::string to_text(const Channel& channel) {
-  return fmt::format("{}{} of stage {} to stage {}", channel.skip < 0 ? "" : fmt::format("skip {}: ", channel.skip),
-                     channel.kind == Channel::Kind::Activation ? "activation" : "gradient", channel.from_stage, channel.to_stage);
+  return fmt::format("{}{} of stage {} to stage {}",
+                     channel.skip < 0 ? "" : fmt::format("skip {}: ", channel.skip),
+                     channel.kind == Channel::Kind::Activation ? "activation" : "gradient",
+                     channel.from_stage, channel.to_stage);
 }
 
 std::string_view to_text(Instruction::Kind kind) {
   switch (kind) {
-    case Instruction::Kind::Compute: return "compute";
-    case Instruction::Kind::Post: return "post";
-    case Instruction::Kind::Await: return "await";
-    case Instruction::Kind::Send: return "send";
-    case Instruction::Kind::Pass: return "pass";
-    case Instruction::Kind::Stage: return "stage";
+    case Instruction::Kind::Compute:
+      return "compute";
+    case Instruction::Kind::Post:
+      return "post";
+    case Instruction::Kind::Await:
+      return "await";
+    case Instruction::Kind::Send:
+      return "send";
+    case Instruction::Kind::Pass:
+      return "pass";
+    case Instruction::Kind::Stage:
+      return "stage";
   }
   PENSTOCK_INVARIANT(false, "an instruction of an unknown kind");
 }
 
 std::string to_text(const Program& program, const Instruction& instruction) {
   std::string text = fmt::format("{} {}", to_text(instruction.kind), schedule::to_text(instruction.action));
-  if (instruction.channel >= 0) text += fmt::format(" ({})", to_text(program.channels[static_cast<std::size_t>(instruction.channel)]));
+  if (instruction.channel >= 0)
+    text += fmt::format(" ({})", to_text(program.channels[static_cast<std::size_t>(instruction.channel)]));
   return text;
 }
 
 int Program::find_channel(Channel::Kind kind, int from_stage, int to_stage, int skip) const {
   for (std::size_t i = 0; i < channels.size(); ++i) {
     const Channel& each = channels[i];
-    if (each.kind == kind && each.from_stage == from_stage && each.to_stage == to_stage && each.skip == skip) return static_cast<int>(i);
+    if (each.kind == kind && each.from_stage == from_stage && each.to_stage == to_stage && each.skip == skip)
+      return static_cast<int>(i);
   }
   return -1;
 }
@@ -58,20 +68,24 @@ void check_skips(const StageMap& map, const std::vector<SkipConnection>& skips) 
     const SkipConnection& skip = skips[i];
     const bool inside = map.has_stage(skip.from) && map.has_stage(skip.to);
     if (!inside || skip.to <= skip.from || &map.chain_of(skip.from) != &map.chain_of(skip.to))
-      throw ValueError(describe(fmt::format("skip connection {}", i), fmt::format("from stage {} to stage {}", skip.from, skip.to),
-                                fmt::format("from an earlier to a later one of the {} stages, both in the same chain", map.stages()),
-                                "declare it from the stage that makes the tensor to the later stage that takes it"));
+      throw ValueError(describe(
+          fmt::format("skip connection {}", i), fmt::format("from stage {} to stage {}", skip.from, skip.to),
+          fmt::format("from an earlier to a later one of the {} stages, both in the same chain",
+                      map.stages()),
+          "declare it from the stage that makes the tensor to the later stage that takes it"));
   }
 }
 
 class Compiler {
  public:
-  Compiler(const Schedule& schedule, int rank, const std::vector<SkipConnection>& skips, const ProgramOptions& options)
+  Compiler(const Schedule& schedule, int rank, const std::vector<SkipConnection>& skips,
+           const ProgramOptions& options)
       : schedule_(schedule), map_(schedule.stages()), skips_(skips), options_(options) {
     program_.rank = rank;
     program_.has_backward = options.has_backward;
     find_channels();
-    for (std::size_t i = 0; i < program_.channels.size(); ++i) incoming_.push_back({order_of_sends(program_.channels[i])});
+    for (std::size_t i = 0; i < program_.channels.size(); ++i)
+      incoming_.push_back({order_of_sends(program_.channels[i])});
   }
 
   Program run() {
@@ -105,7 +119,8 @@ class Compiler {
   void find_channels() {
     for (int stage = 0; stage < map_.stages(); ++stage)
       if (!map_.is_last(stage)) add_both(stage, stage + 1, -1);
-    for (std::size_t i = 0; i < skips_.size(); ++i) add_both(skips_[i].from, skips_[i].to, static_cast<int>(i));
+    for (std::size_t i = 0; i < skips_.size(); ++i)
+      add_both(skips_[i].from, skips_[i].to, static_cast<int>(i));
   }
 
   // Skip connections are sent as soon as the data is made; data for neighbours where the schedule says so.
@@ -117,8 +132,10 @@ class Compiler {
       for (const Action& action : slot) {
         if (action.stage() != channel.from_stage) continue;
         const ActionKind kind = action.kind();
-        const bool sends = channel.skip < 0 ? kind == (forward ? ActionKind::SendForward : ActionKind::SendBackward)
-                                            : (forward ? kind == ActionKind::Forward : schedule::produces_input_gradient(kind));
+        const bool sends =
+            channel.skip < 0
+                ? kind == (forward ? ActionKind::SendForward : ActionKind::SendBackward)
+                : (forward ? kind == ActionKind::Forward : schedule::produces_input_gradient(kind));
         if (sends) order.push_back(*action.microbatch());
       }
     }
@@ -134,12 +151,17 @@ class Compiler {
                                     : (receive ? ActionKind::RecvBackward : ActionKind::SendBackward);
     return {kind, stage, microbatch};
   }
-  bool is_forward(int channel) const { return program_.channels[static_cast<std::size_t>(channel)].kind == Channel::Kind::Activation; }
+  bool is_forward(int channel) const {
+    return program_.channels[static_cast<std::size_t>(channel)].kind == Channel::Kind::Activation;
+  }
 
   void post_next(int channel) {
     Incoming& incoming = incoming_[static_cast<std::size_t>(channel)];
     const int microbatch = incoming.order[incoming.posted++];
-    emit(Instruction::Kind::Post, transfer(is_forward(channel), true, program_.channels[static_cast<std::size_t>(channel)].to_stage, microbatch), channel);
+    emit(Instruction::Kind::Post,
+         transfer(is_forward(channel), true, program_.channels[static_cast<std::size_t>(channel)].to_stage,
+                  microbatch),
+         channel);
   }
 
   // Receives are posted in the order of the sends, so earlier ones are posted first.
@@ -154,12 +176,14 @@ class Compiler {
   template <class Visit>
   void for_channels_into(int stage, Channel::Kind kind, Visit visit) const {
     for (std::size_t i = 0; i < program_.channels.size(); ++i)
-      if (program_.channels[i].kind == kind && program_.channels[i].to_stage == stage) visit(static_cast<int>(i), program_.channels[i]);
+      if (program_.channels[i].kind == kind && program_.channels[i].to_stage == stage)
+        visit(static_cast<int>(i), program_.channels[i]);
   }
   template <class Visit>
   void for_channels_from(int stage, Channel::Kind kind, Visit visit) const {
     for (std::size_t i = 0; i < program_.channels.size(); ++i)
-      if (program_.channels[i].kind == kind && program_.channels[i].from_stage == stage) visit(static_cast<int>(i), program_.channels[i]);
+      if (program_.channels[i].kind == kind && program_.channels[i].from_stage == stage)
+        visit(static_cast<int>(i), program_.channels[i]);
   }
 
   void add_awaits(const Action& action) {
@@ -172,7 +196,8 @@ class Compiler {
                         if (!channel.local()) needed.push_back(index);
                       });
     for (const int channel : needed) ensure_posted(channel, microbatch);
-    for (const int channel : needed) emit(Instruction::Kind::Await, transfer(forward, true, action.stage(), microbatch), channel);
+    for (const int channel : needed)
+      emit(Instruction::Kind::Await, transfer(forward, true, action.stage(), microbatch), channel);
   }
 
   void add_handing_on(const Action& action) {
@@ -181,12 +206,13 @@ class Compiler {
     const int stage = action.stage();
     const Action made = transfer(forward, false, stage, *action.microbatch());
     std::vector<std::pair<Instruction::Kind, int>> found;
-    for_channels_from(stage, forward ? Channel::Kind::Activation : Channel::Kind::Gradient, [&](int index, const Channel& channel) {
-      if (channel.local())
-        found.emplace_back(Instruction::Kind::Pass, index);
-      else if (channel.skip >= 0)
-        found.emplace_back(Instruction::Kind::Send, index);
-    });
+    for_channels_from(stage, forward ? Channel::Kind::Activation : Channel::Kind::Gradient,
+                      [&](int index, const Channel& channel) {
+                        if (channel.local())
+                          found.emplace_back(Instruction::Kind::Pass, index);
+                        else if (channel.skip >= 0)
+                          found.emplace_back(Instruction::Kind::Send, index);
+                      });
     for (const auto& [kind, channel] : found) emit(kind, made, channel);
   }
 
@@ -214,10 +240,14 @@ class Compiler {
     const int stage = action.stage();
     const int microbatch = *action.microbatch();
     switch (action.kind()) {
-      case ActionKind::RecvForward: return ensure_posted(channel_of(Channel::Kind::Activation, stage - 1, stage), microbatch);
-      case ActionKind::RecvBackward: return ensure_posted(channel_of(Channel::Kind::Gradient, stage + 1, stage), microbatch);
-      case ActionKind::SendForward: return emit(Instruction::Kind::Send, action, channel_of(Channel::Kind::Activation, stage, stage + 1));
-      default: return emit(Instruction::Kind::Send, action, channel_of(Channel::Kind::Gradient, stage, stage - 1));
+      case ActionKind::RecvForward:
+        return ensure_posted(channel_of(Channel::Kind::Activation, stage - 1, stage), microbatch);
+      case ActionKind::RecvBackward:
+        return ensure_posted(channel_of(Channel::Kind::Gradient, stage + 1, stage), microbatch);
+      case ActionKind::SendForward:
+        return emit(Instruction::Kind::Send, action, channel_of(Channel::Kind::Activation, stage, stage + 1));
+      default:
+        return emit(Instruction::Kind::Send, action, channel_of(Channel::Kind::Gradient, stage, stage - 1));
     }
   }
 
@@ -230,12 +260,14 @@ class Compiler {
   // Every post moves up past the same number of compute units, so posts keep their relative order.
   void post_earlier() {
     std::vector<Instruction> others, posts;
-    std::vector<std::size_t> unit_starts;             // positions in `others`
+    std::vector<std::size_t> unit_starts;              // positions in `others`
     std::multimap<std::size_t, Instruction> posts_at;  // by position in `others` before which they go
     for (const Instruction& each : program_.instructions) {
       if (each.kind == Instruction::Kind::Post) {
         const std::size_t ahead = static_cast<std::size_t>(options_.post_ahead);
-        const std::size_t at = unit_starts.size() <= ahead ? 0 : ahead == 0 ? others.size() : unit_starts[unit_starts.size() - ahead];
+        const std::size_t at = unit_starts.size() <= ahead ? 0
+                               : ahead == 0                ? others.size()
+                                                           : unit_starts[unit_starts.size() - ahead];
         posts_at.emplace(at, each);
       } else {
         if (each.kind == Instruction::Kind::Compute && each.members > 0) unit_starts.push_back(others.size());
@@ -262,11 +294,15 @@ class Compiler {
 
 }  // namespace
 
-Program compile_program(const Schedule& lowered, int rank, const std::vector<SkipConnection>& skips, const ProgramOptions& options) {
+Program compile_program(const Schedule& lowered, int rank, const std::vector<SkipConnection>& skips,
+                        const ProgramOptions& options) {
   if (rank < 0 || rank >= lowered.ranks())
-    throw ValueError(describe("pipeline rank", std::to_string(rank), fmt::format("0 to {}", lowered.ranks() - 1), "use a schedule made for as many ranks as the pipeline has"));
+    throw ValueError(describe("pipeline rank", std::to_string(rank),
+                              fmt::format("0 to {}", lowered.ranks() - 1),
+                              "use a schedule made for as many ranks as the pipeline has"));
   if (options.post_ahead < 0)
-    throw ValueError(describe("post_ahead", std::to_string(options.post_ahead), "0 or more", "0 posts a receive where the schedule has it"));
+    throw ValueError(describe("post_ahead", std::to_string(options.post_ahead), "0 or more",
+                              "0 posts a receive where the schedule has it"));
   check_skips(lowered.stages(), skips);
   return Compiler(lowered, rank, skips, options).run();
 }
@@ -282,7 +318,8 @@ Schedule forward_only(const Schedule& schedule) {
 
 Schedule executable(Schedule schedule, bool unshard) {
   // On one rank a lowered schedule has no transfers either.
-  if (!schedule::is_compute_only(schedule)) return schedule::validate(std::move(schedule), {.sends = schedule::SendModel::Posted});
+  if (!schedule::is_compute_only(schedule))
+    return schedule::validate(std::move(schedule), {.sends = schedule::SendModel::Posted});
   return schedule::lower(schedule::validate(std::move(schedule)), {.unshard = unshard});
 }
 

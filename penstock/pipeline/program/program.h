@@ -37,7 +37,7 @@ struct Channel {
   Kind kind = Kind::Activation;
   int from_stage = 0;
   int to_stage = 0;
-  int skip = -1;       // index of the skip connection; -1: between neighbouring stages
+  int skip = -1;  // index of the skip connection; -1: between neighbouring stages
   int from_rank = 0;
   int to_rank = 0;
   bool local() const { return from_rank == to_rank; }
@@ -56,9 +56,9 @@ struct Instruction {
     Stage,    // UNSHARD, RESHARD, REDUCE_GRAD
   };
   Kind kind = Kind::Compute;
-  schedule::Action action;       // for a transfer the compute action that produces or needs the data
-  std::int32_t channel = -1;     // for Post, Await, Send and Pass
-  std::int32_t members = 1;      // for Compute: size of the unit at its first instruction, 0 at the others
+  schedule::Action action;    // for a transfer the compute action that produces or needs the data
+  std::int32_t channel = -1;  // for Post, Await, Send and Pass
+  std::int32_t members = 1;   // for Compute: size of the unit at its first instruction, 0 at the others
   friend bool operator==(const Instruction&, const Instruction&) = default;
 };
 std::string_view to_text(Instruction::Kind kind);
@@ -66,7 +66,7 @@ std::string_view to_text(Instruction::Kind kind);
 struct Program {
   int rank = 0;
   bool has_backward = true;
-  std::vector<Channel> channels;          // channels that begin or end on this rank
+  std::vector<Channel> channels;  // channels that begin or end on this rank
   std::vector<Instruction> instructions;
 
   // Returns the index of the channel, or -1 if there is none.

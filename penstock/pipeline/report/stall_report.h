@@ -28,7 +28,7 @@ namespace penstock {
 // What one rank is doing.
 struct RankPlace {
   enum class State : std::uint8_t {
-    NoStatus,     // no status received: stopped, or cut off
+    NoStatus,   // no status received: stopped, or cut off
     Lost,       // the process is gone; the other fields are its last status
     Between,    // not in a step
     Agreeing,   // agreeing on the step with all other ranks; includes the trial runs of stages
@@ -38,15 +38,15 @@ struct RankPlace {
   };
   State state = State::NoStatus;
   int rank = 0;
-  std::uint64_t step = 0;         // counted from 1; 0 before the first step
-  double for_s = 0;               // time in this place, when the status was posted
-  double said_s_ago = 0;          // age of the status
-  std::string instruction;        // "await 3RECV_F1 (activation of stage 2 to stage 3)"; empty outside of a program
+  std::uint64_t step = 0;   // counted from 1; 0 before the first step
+  double for_s = 0;         // time in this place, when the status was posted
+  double said_s_ago = 0;    // age of the status
+  std::string instruction;  // "await 3RECV_F1 (activation of stage 2 to stage 3)"; empty outside of a program
   std::optional<int> stage, microbatch;
-  std::string kind;               // of the action: "F", "RECV_B", ...
-  std::vector<int> waits_for;     // Waiting: the one rank; Finishing: the ranks it has sent to
-  std::string error;              // first line of what ended its step; for NoStatus why it could not be asked
-  bool own_error = false;         // the error arose on that rank, not as a consequence of another failure
+  std::string kind;            // of the action: "F", "RECV_B", ...
+  std::vector<int> waits_for;  // Waiting: the one rank; Finishing: the ranks it has sent to
+  std::string error;           // first line of what ended its step; for NoStatus why it could not be asked
+  bool own_error = false;      // the error arose on that rank, not as a consequence of another failure
 
   friend bool operator==(const RankPlace&, const RankPlace&) = default;
 };
@@ -57,7 +57,8 @@ std::string to_text(const RankPlace& place);
 // Derives the place from the progress of the executor. `ranks` are the global ranks of the pipeline, in
 // pipeline order. An instruction index outside the program (it belongs to a step that has just ended) is
 // Between.
-RankPlace place_of(const StepProgress::Now& now, const Program& program, const std::vector<int>& ranks, std::int64_t now_ns);
+RankPlace place_of(const StepProgress::Now& now, const Program& program, const std::vector<int>& ranks,
+                   std::int64_t now_ns);
 
 // A place as JSON text. decode_place returns std::nullopt for text that it cannot read (another build,
 // damage).
@@ -67,17 +68,17 @@ std::optional<RankPlace> decode_place(std::string_view text);
 // The cause of a stall, as far as the places show it.
 struct StallCause {
   enum class Kind : std::uint8_t {
-    Unknown,    // no cycle and no rank that others wait for
+    Unknown,  // no cycle and no rank that others wait for
     LostRank,
-    Failure,    // a rank whose step ended with an error of its own
-    Cycle,      // ranks that wait for each other
+    Failure,  // a rank whose step ended with an error of its own
+    Cycle,    // ranks that wait for each other
     SilentRank,
-    BusyRank,   // computes, while others wait for it
-    AbsentRank, // is not in the step that the others are in
+    BusyRank,    // computes, while others wait for it
+    AbsentRank,  // is not in the step that the others are in
   };
   Kind kind = Kind::Unknown;
-  std::vector<int> ranks;   // of a cycle in waiting order: each waits for the next, the last for the first
-  std::vector<int> held_up; // ranks that wait for them, directly or through others; ascending
+  std::vector<int> ranks;    // of a cycle in waiting order: each waits for the next, the last for the first
+  std::vector<int> held_up;  // ranks that wait for them, directly or through others; ascending
 };
 std::string_view to_text(StallCause::Kind kind);
 
@@ -91,8 +92,8 @@ struct StallReport {
   StallCause cause;
 
   std::string text() const;
-  // Keys: seen_from, cause.{kind, ranks, held_up, text}, ranks[].{rank, state, step, for_s, said_s_ago, instruction, stage,
-  // microbatch, kind, waits_for, error, own_error}.
+  // Keys: seen_from, cause.{kind, ranks, held_up, text}, ranks[].{rank, state, step, for_s, said_s_ago,
+  // instruction, stage, microbatch, kind, waits_for, error, own_error}.
   std::string to_json() const;
 };
 StallReport make_stall_report(int seen_from, std::vector<RankPlace> places);

@@ -1,9 +1,9 @@
 // The trace of one executed step: what each rank did and when, on one clock. It can be written as a
 // trace-event file, which Perfetto (ui.perfetto.dev) and chrome://tracing display, and read back.
 //
-//   if (auto trace = trace_last_step(pipeline)) write_trace(*trace, "step.json");     // on rank 0 of the pipeline
-//   StepTrace trace = read_trace("step.json");
-//   TraceComparison comparison = compare_with_simulation(trace);                        // trace_comparison.h
+//   if (auto trace = trace_last_step(pipeline)) write_trace(*trace, "step.json");     // on rank 0 of the
+//   pipeline StepTrace trace = read_trace("step.json"); TraceComparison comparison =
+//   compare_with_simulation(trace);                        // trace_comparison.h
 //
 // In the viewer every rank is a process with one track for computation, one for waits and one for the starts
 // of transfers. An overlapped unit contains the pieces of its actions as they took turns; an arrow leads from
@@ -25,7 +25,7 @@ namespace penstock {
 struct TraceEvent {
   enum class Kind : std::uint8_t {
     Compute,
-    Post,    // a receive was started
+    Post,  // a receive was started
     Await,
     Send,    // a send was started
     Pass,    // between stages of one rank
@@ -37,7 +37,7 @@ struct TraceEvent {
   std::optional<Channel> channel;         // for Post, Await, Send and Pass
   std::int64_t begin_ns = 0;              // since the step began on the first rank
   std::int64_t end_ns = 0;
-  std::vector<UnitPiece> pieces = {};     // for an overlapped unit: how its actions took turns
+  std::vector<UnitPiece> pieces = {};  // for an overlapped unit: how its actions took turns
   friend bool operator==(const TraceEvent&, const TraceEvent&) = default;
 };
 std::string_view to_text(TraceEvent::Kind kind);
@@ -46,8 +46,8 @@ std::string action_text(const TraceEvent& event);
 
 struct StepTrace {
   std::uint64_t step = 0;
-  schedule::Schedule schedule;                  // lowered, as executed: only forwards in evaluation
-  std::vector<std::vector<TraceEvent>> ranks;   // in the order of execution
+  schedule::Schedule schedule;                 // lowered, as executed: only forwards in evaluation
+  std::vector<std::vector<TraceEvent>> ranks;  // in the order of execution
   // Upper bound of the clock error of each rank relative to rank 0.
   std::vector<std::int64_t> clock_error_ns;
   friend bool operator==(const StepTrace&, const StepTrace&) = default;
@@ -58,7 +58,8 @@ struct StepTrace {
 
 // Returns the events of one rank, from the times that the executor kept (one per instruction and one for the
 // end), shifted by `offset_ns`.
-std::vector<TraceEvent> trace_events(const Program& program, const std::vector<TimedInstruction>& times, std::int64_t offset_ns);
+std::vector<TraceEvent> trace_events(const Program& program, const std::vector<TimedInstruction>& times,
+                                     std::int64_t offset_ns);
 // Shifts all times so that the step begins at 0.
 void start_at_zero(StepTrace& trace);
 

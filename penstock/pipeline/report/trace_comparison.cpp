@@ -26,12 +26,8 @@ namespace {
 
 constexpr std::size_t kDelaysShown = 5;
 
-double milliseconds(std::int64_t ns) {
-  return static_cast<double>(ns) / 1e6;
-}
-double duration_ms(const TraceEvent& event) {
-  return milliseconds(event.end_ns - event.begin_ns);
-}
+double milliseconds(std::int64_t ns) { return static_cast<double>(ns) / 1e6; }
+double duration_ms(const TraceEvent& event) { return milliseconds(event.end_ns - event.begin_ns); }
 
 double median(std::vector<double> values) {
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
@@ -43,20 +39,17 @@ double median(std::vector<double> values) {
 using CostKey = std::pair<int, ActionKind>;
 using Samples = std::map<CostKey, std::vector<double>>;
 
-CostKey key_of(const Action& action) {
-  return {action.stage(), action.kind()};
-}
+CostKey key_of(const Action& action) { return {action.stage(), action.kind()}; }
 
 // A backward computes about twice as much as a forward; only the proportion matters.
-double usual_weight(ActionKind kind) {
-  return kind == ActionKind::Backward ? 2 : 1;
-}
+double usual_weight(ActionKind kind) { return kind == ActionKind::Backward ? 2 : 1; }
 
 Samples single_samples(const StepTrace& trace) {
   Samples samples;
   for (const auto& events : trace.ranks)
     for (const TraceEvent& event : events)
-      if ((event.kind == Kind::Compute || event.kind == Kind::Stage) && event.actions.size() == 1) samples[key_of(event.actions.front())].push_back(duration_ms(event));
+      if ((event.kind == Kind::Compute || event.kind == Kind::Stage) && event.actions.size() == 1)
+        samples[key_of(event.actions.front())].push_back(duration_ms(event));
   return samples;
 }
 
@@ -90,7 +83,8 @@ void add_shares_of_units(const StepTrace& trace, std::map<CostKey, double>& medi
     double sum = 0;
     for (const Action& action : event.actions) sum += expected(action);
     for (const Action& action : event.actions)
-      if (!medians.contains(key_of(action))) shares[key_of(action)].push_back(sum > 0 ? duration_ms(event) * expected(action) / sum : 0);
+      if (!medians.contains(key_of(action)))
+        shares[key_of(action)].push_back(sum > 0 ? duration_ms(event) * expected(action) / sum : 0);
   });
   for (const auto& [key, values] : shares) medians[key] = median(values);
 }
@@ -119,7 +113,8 @@ struct TransferTimes {
 TransferTimes transfer_times(const StepTrace& trace) {
   using TransferKey = std::tuple<Channel::Kind, int, int, int, int>;
   const auto key = [](const TraceEvent& event) {
-    return TransferKey{event.channel->kind, event.channel->from_stage, event.channel->to_stage, event.channel->skip, *event.actions.front().microbatch()};
+    return TransferKey{event.channel->kind, event.channel->from_stage, event.channel->to_stage,
+                       event.channel->skip, *event.actions.front().microbatch()};
   };
   std::map<TransferKey, const TraceEvent*> sends;
   for (const auto& events : trace.ranks)
@@ -149,7 +144,8 @@ std::map<std::pair<CostKey, int>, std::uint32_t> slots_of(const schedule::Row& r
   std::map<std::pair<CostKey, int>, std::uint32_t> slots;
   for (std::size_t slot = 0; slot < row.size(); ++slot)
     for (const Action& action : row[slot])
-      if (schedule::is_compute(action.kind())) slots[{key_of(action), *action.microbatch()}] = static_cast<std::uint32_t>(slot);
+      if (schedule::is_compute(action.kind()))
+        slots[{key_of(action), *action.microbatch()}] = static_cast<std::uint32_t>(slot);
   return slots;
 }
 
@@ -171,21 +167,35 @@ plan::CostModel measured_costs(const StepTrace& trace) {
   std::map<CostKey, double> medians = medians_of(single_samples(trace));
   add_shares_of_units(trace, medians);
   plan::CostModel model;
-  model.stages.assign(static_cast<std::size_t>(trace.schedule.stages().stages()), {.forward = 0, .backward_input = 0, .backward_weight = 0});
+  model.stages.assign(static_cast<std::size_t>(trace.schedule.stages().stages()),
+                      {.forward = 0, .backward_input = 0, .backward_weight = 0});
   for (const auto& [key, time] : medians) {
     plan::StageCost& stage = model.stages[static_cast<std::size_t>(key.first)];
     switch (key.second) {
-      case ActionKind::Forward: stage.forward = time; break;
-      case ActionKind::Backward: stage.backward = time; break;
-      case ActionKind::BackwardInput: stage.backward_input = time; break;
-      case ActionKind::BackwardWeight: stage.backward_weight = time; break;
-      case ActionKind::Unshard: stage.unshard = time; break;
-      case ActionKind::ReduceGrad: stage.reduce_grad = time; break;
+      case ActionKind::Forward:
+        stage.forward = time;
+        break;
+      case ActionKind::Backward:
+        stage.backward = time;
+        break;
+      case ActionKind::BackwardInput:
+        stage.backward_input = time;
+        break;
+      case ActionKind::BackwardWeight:
+        stage.backward_weight = time;
+        break;
+      case ActionKind::Unshard:
+        stage.unshard = time;
+        break;
+      case ActionKind::ReduceGrad:
+        stage.reduce_grad = time;
+        break;
       case ActionKind::Reshard:
       case ActionKind::SendForward:
       case ActionKind::RecvForward:
       case ActionKind::SendBackward:
-      case ActionKind::RecvBackward: break;  // no cost of their own
+      case ActionKind::RecvBackward:
+        break;  // no cost of their own
     }
   }
   model.overlap_saving = measured_saving(trace, medians);
@@ -228,8 +238,11 @@ TraceComparison compare_with_simulation(const StepTrace& trace) {
       const Action& first = event.actions.front();
       const auto slot = slots.find({key_of(first), *first.microbatch()});
       if (slot == slots.end())
-        throw ConfigError(describe(fmt::format("event of rank {} in the trace", rank), action_text(event), "an action of its schedule", "use an unmodified trace file"));
-      comparison.actions.push_back({static_cast<int>(rank), action_text(event), milliseconds(event.begin_ns), milliseconds(event.end_ns), timed[slot->second].start, timed[slot->second].end});
+        throw ConfigError(describe(fmt::format("event of rank {} in the trace", rank), action_text(event),
+                                   "an action of its schedule", "use an unmodified trace file"));
+      comparison.actions.push_back({static_cast<int>(rank), action_text(event), milliseconds(event.begin_ns),
+                                    milliseconds(event.end_ns), timed[slot->second].start,
+                                    timed[slot->second].end});
     }
   }
   return comparison;
@@ -237,7 +250,8 @@ TraceComparison compare_with_simulation(const StepTrace& trace) {
 
 std::vector<ActionComparison> TraceComparison::greatest_delays(std::size_t count) const {
   std::vector<ActionComparison> sorted = actions;
-  std::stable_sort(sorted.begin(), sorted.end(), [](const auto& a, const auto& b) { return a.delay_ms() > b.delay_ms(); });
+  std::stable_sort(sorted.begin(), sorted.end(),
+                   [](const auto& a, const auto& b) { return a.delay_ms() > b.delay_ms(); });
   if (sorted.size() > count) sorted.resize(count);
   return sorted;
 }
@@ -245,34 +259,49 @@ std::vector<ActionComparison> TraceComparison::greatest_delays(std::size_t count
 std::string to_text(const TraceComparison& comparison) {
   std::string text;
   const auto out = std::back_inserter(text);
-  fmt::format_to(out, "step: measured {:.3f} ms, simulated {:.3f} ms, efficiency {:.1f} %\n", comparison.measured_ms, comparison.simulated_ms, 100 * comparison.efficiency());
+  fmt::format_to(out, "step: measured {:.3f} ms, simulated {:.3f} ms, efficiency {:.1f} %\n",
+                 comparison.measured_ms, comparison.simulated_ms, 100 * comparison.efficiency());
   if (comparison.measured_transfers > 0) {
-    fmt::format_to(out, "transfer: {:.3f} ms, median of the {} of {} for which a rank was waiting\n", comparison.model.latency, comparison.measured_transfers, comparison.transfers);
+    fmt::format_to(out, "transfer: {:.3f} ms, median of the {} of {} for which a rank was waiting\n",
+                   comparison.model.latency, comparison.measured_transfers, comparison.transfers);
   } else if (comparison.transfers > 0) {
-    fmt::format_to(out, "transfer: at most {:.3f} ms; no rank was waiting for any of the {}, so their time is not known\n", comparison.model.latency, comparison.transfers);
+    fmt::format_to(
+        out,
+        "transfer: at most {:.3f} ms; no rank was waiting for any of the {}, so their time is not known\n",
+        comparison.model.latency, comparison.transfers);
   }
-  if (comparison.model.overlap_saving > 0) fmt::format_to(out, "overlapped units: {:.0f} % of the shorter member hidden\n", 100 * comparison.model.overlap_saving);
-  fmt::format_to(out, "\n{:>5} {:>11} {:>6} {:>10} {:>10} {:>10} {:>10} {:>10}\n", "stage", "action", "count", "mean ms", "median ms", "least ms", "most ms", "simulated");
+  if (comparison.model.overlap_saving > 0)
+    fmt::format_to(out, "overlapped units: {:.0f} % of the shorter member hidden\n",
+                   100 * comparison.model.overlap_saving);
+  fmt::format_to(out, "\n{:>5} {:>11} {:>6} {:>10} {:>10} {:>10} {:>10} {:>10}\n", "stage", "action", "count",
+                 "mean ms", "median ms", "least ms", "most ms", "simulated");
   for (const ActionCost& cost : comparison.costs)
-    fmt::format_to(out, "{:>5} {:>11} {:>6} {:>10.3f} {:>10.3f} {:>10.3f} {:>10.3f} {:>10.3f}\n", cost.stage, schedule::to_text(cost.kind), cost.count, cost.mean_ms, cost.median_ms, cost.least_ms, cost.most_ms,
-                   cost.simulated_ms);
-  fmt::format_to(out, "\n{:>5} {:>12} {:>12} {:>11} {:>10} {:>14} {:>10}\n", "rank", "measured ms", "simulated ms", "efficiency", "busy ms", "simulated busy", "wait ms");
+    fmt::format_to(out, "{:>5} {:>11} {:>6} {:>10.3f} {:>10.3f} {:>10.3f} {:>10.3f} {:>10.3f}\n", cost.stage,
+                   schedule::to_text(cost.kind), cost.count, cost.mean_ms, cost.median_ms, cost.least_ms,
+                   cost.most_ms, cost.simulated_ms);
+  fmt::format_to(out, "\n{:>5} {:>12} {:>12} {:>11} {:>10} {:>14} {:>10}\n", "rank", "measured ms",
+                 "simulated ms", "efficiency", "busy ms", "simulated busy", "wait ms");
   for (std::size_t rank = 0; rank < comparison.ranks.size(); ++rank) {
     const RankComparison& row = comparison.ranks[rank];
-    fmt::format_to(out, "{:>5} {:>12.3f} {:>12.3f} {:>9.1f} % {:>10.3f} {:>14.3f} {:>10.3f}\n", rank, row.measured_ms, row.simulated_ms, 100 * row.efficiency(), row.busy_ms, row.simulated_busy_ms, row.wait_ms);
+    fmt::format_to(out, "{:>5} {:>12.3f} {:>12.3f} {:>9.1f} % {:>10.3f} {:>14.3f} {:>10.3f}\n", rank,
+                   row.measured_ms, row.simulated_ms, 100 * row.efficiency(), row.busy_ms,
+                   row.simulated_busy_ms, row.wait_ms);
   }
   const auto delays = comparison.greatest_delays(kDelaysShown);
-  fmt::format_to(out, "\ngreatest delays relative to the simulation:\n{:>5} {:>14} {:>12} {:>13} {:>10}\n", "rank", "action", "measured ms", "simulated ms", "delay ms");
+  fmt::format_to(out, "\ngreatest delays relative to the simulation:\n{:>5} {:>14} {:>12} {:>13} {:>10}\n",
+                 "rank", "action", "measured ms", "simulated ms", "delay ms");
   for (const ActionComparison& action : delays)
-    fmt::format_to(out, "{:>5} {:>14} {:>12.3f} {:>13.3f} {:>10.3f}\n", action.rank, action.action, action.begin_ms, action.simulated_begin_ms, action.delay_ms());
+    fmt::format_to(out, "{:>5} {:>14} {:>12.3f} {:>13.3f} {:>10.3f}\n", action.rank, action.action,
+                   action.begin_ms, action.simulated_begin_ms, action.delay_ms());
   return text;
 }
 
 std::string to_csv(const TraceComparison& comparison) {
   std::string text = "rank,action,begin_ms,end_ms,simulated_begin_ms,simulated_end_ms,delay_ms\n";
   for (const ActionComparison& action : comparison.actions)
-    fmt::format_to(std::back_inserter(text), "{},{},{:.6f},{:.6f},{:.6f},{:.6f},{:.6f}\n", action.rank, action.action, action.begin_ms, action.end_ms, action.simulated_begin_ms, action.simulated_end_ms,
-                   action.delay_ms());
+    fmt::format_to(std::back_inserter(text), "{},{},{:.6f},{:.6f},{:.6f},{:.6f},{:.6f}\n", action.rank,
+                   action.action, action.begin_ms, action.end_ms, action.simulated_begin_ms,
+                   action.simulated_end_ms, action.delay_ms());
   return text;
 }
 

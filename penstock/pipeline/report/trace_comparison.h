@@ -15,8 +15,8 @@
 #include <string>
 #include <vector>
 
-#include "penstock/pipeline/report/step_trace.h"
 #include "penstock/cost_model.h"
+#include "penstock/pipeline/report/step_trace.h"
 
 namespace penstock {
 
@@ -34,10 +34,10 @@ struct ActionCost {
 };
 
 struct RankComparison {
-  double measured_ms = 0;   // from the beginning of the step on any rank to this rank's end
+  double measured_ms = 0;  // from the beginning of the step on any rank to this rank's end
   double simulated_ms = 0;
-  double busy_ms = 0;       // computing
-  double wait_ms = 0;       // for data and for sends to complete
+  double busy_ms = 0;  // computing
+  double wait_ms = 0;  // for data and for sends to complete
   double simulated_busy_ms = 0;
   double efficiency() const { return measured_ms > 0 ? simulated_ms / measured_ms : 1; }
 };
@@ -45,7 +45,7 @@ struct RankComparison {
 // One compute action, or one overlapped unit.
 struct ActionComparison {
   int rank = 0;
-  std::string action;        // "2F0", "0F4|3B1"
+  std::string action;  // "2F0", "0F4|3B1"
   double begin_ms = 0;
   double end_ms = 0;
   double simulated_begin_ms = 0;
@@ -58,12 +58,12 @@ struct TraceComparison {
   double simulated_ms = 0;
   double efficiency() const { return measured_ms > 0 ? simulated_ms / measured_ms : 1; }
 
-  plan::CostModel model;                   // times in milliseconds
-  int transfers = 0;                       // between ranks
-  int measured_transfers = 0;              // with a known time: the receiver was already waiting
-  std::vector<ActionCost> costs;           // by stage, then kind
+  plan::CostModel model;          // times in milliseconds
+  int transfers = 0;              // between ranks
+  int measured_transfers = 0;     // with a known time: the receiver was already waiting
+  std::vector<ActionCost> costs;  // by stage, then kind
   std::vector<RankComparison> ranks;
-  std::vector<ActionComparison> actions;   // by rank, in the order of execution
+  std::vector<ActionComparison> actions;  // by rank, in the order of execution
 
   // Returns the actions that began furthest after their simulated begin, largest delay first.
   std::vector<ActionComparison> greatest_delays(std::size_t count) const;

@@ -7,17 +7,17 @@
 #include <string>
 #include <vector>
 
-#include "penstock/world.h"
 #include "penstock/pipeline/program/program.h"
 #include "penstock/stage_placement.h"
+#include "penstock/world.h"
 
 namespace penstock {
 
 class ChannelGroups {
  public:
   // Collective over `ranks`, the global ranks of the pipeline, in pipeline order.
-  ChannelGroups(const comm::World& world, std::vector<int> ranks, const schedule::StageMap& map, const std::vector<SkipConnection>& skips,
-                comm::P2PTransport p2p);
+  ChannelGroups(const comm::World& world, std::vector<int> ranks, const schedule::StageMap& map,
+                const std::vector<SkipConnection>& skips, comm::P2PTransport p2p);
 
   // The group of a channel between two ranks.
   const comm::Group& group_of(const Channel& channel) const;
@@ -42,7 +42,7 @@ class ChannelGroups {
   std::vector<int> ranks_;
   int stages_;
   comm::Group control_;
-  comm::Group neighbours_[2][2];  // [kind][to a higher rank]
+  comm::Group neighbours_[2][2];       // [kind][to a higher rank]
   std::vector<comm::Group> skips_[2];  // [kind]
 };
 

@@ -13,8 +13,8 @@
 
 #include <vector>
 
-#include "penstock/pipeline/runtime/channel_groups.h"
 #include "penstock/pipeline/program/program.h"
+#include "penstock/pipeline/runtime/channel_groups.h"
 #include "penstock/stage.h"
 #include "penstock/stage_placement.h"
 
@@ -24,7 +24,7 @@ namespace penstock {
 // the number of transfers that this rank took part in. Throws PipeliningMetadataError on every rank if the
 // ranks disagree about the placement of stages or skip connections, and if a value came from another stage
 // than expected; throws TimeoutError and PeerLostError, which name the channel, as every transfer does.
-int warm_up_channels(const ChannelGroups& groups, const Program& program, const schedule::StageMap& map, const std::vector<SkipConnection>& skips,
-                     const std::vector<PipelineStage>& stages);
+int warm_up_channels(const ChannelGroups& groups, const Program& program, const schedule::StageMap& map,
+                     const std::vector<SkipConnection>& skips, const std::vector<PipelineStage>& stages);
 
 }  // namespace penstock

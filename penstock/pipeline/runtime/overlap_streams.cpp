@@ -4,7 +4,8 @@
 
 namespace penstock {
 
-OverlapStreams::OverlapStreams(c10::Device device, c10::Stream second) : device_(device), first_(current_stream(device)), second_(second) {}
+OverlapStreams::OverlapStreams(c10::Device device, c10::Stream second)
+    : device_(device), first_(current_stream(device)), second_(second) {}
 
 std::optional<OverlapStreams> OverlapStreams::of(c10::Device device) {
   const auto second = priority_stream(device);
@@ -30,7 +31,9 @@ void OverlapStreams::set_pair(int stage, int microbatch, const c10::Stream& stre
   }
 }
 
-c10::Stream OverlapStreams::other(const c10::Stream& stream) const { return stream == first_ ? second_ : first_; }
+c10::Stream OverlapStreams::other(const c10::Stream& stream) const {
+  return stream == first_ ? second_ : first_;
+}
 
 void OverlapStreams::fork() const { order_after(second_, first_); }
 void OverlapStreams::join() const { order_after(first_, second_); }

@@ -10,32 +10,31 @@
 #include <numeric>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/exception_text.h"
 #include "penstock/base/text.h"
+#include "penstock/errors.h"
+#include "penstock/pipeline/backward/copy_gradients.h"
+#include "penstock/pipeline/backward/step_gradients.h"
+#include "penstock/pipeline/infer/stage_plan.h"
+#include "penstock/pipeline/program/executor.h"
+#include "penstock/pipeline/program/program.h"
+#include "penstock/pipeline/report/step_trace.h"
 #include "penstock/pipeline/runtime/channel_groups.h"
 #include "penstock/pipeline/runtime/channel_warm_up.h"
-#include "penstock/pipeline/backward/copy_gradients.h"
-#include "penstock/pipeline/stage/cut_arguments.h"
-#include "penstock/pipeline/program/executor.h"
-#include "penstock/pipeline/infer/stage_plan.h"
-#include "penstock/pipeline/stage/sharded_modules.h"
+#include "penstock/pipeline/runtime/last_trace.h"
+#include "penstock/pipeline/runtime/pipe_info.h"
 #include "penstock/pipeline/runtime/stage_runner.h"
 #include "penstock/pipeline/runtime/stall_error.h"
 #include "penstock/pipeline/runtime/step_actions.h"
-#include "penstock/pipeline/backward/step_gradients.h"
 #include "penstock/pipeline/runtime/step_recording.h"
 #include "penstock/pipeline/runtime/step_watch.h"
 #include "penstock/pipeline/runtime/trace_collection.h"
-#include "penstock/pipeline/runtime/last_trace.h"
-#include "penstock/pipeline/runtime/pipe_info.h"
-#include "penstock/pipeline/program/program.h"
-#include "penstock/pipeline/report/step_trace.h"
+#include "penstock/pipeline/stage/cut_arguments.h"
+#include "penstock/pipeline/stage/sharded_modules.h"
 
 namespace penstock {
 
 namespace {
-
 
 std::vector<int> pipeline_ranks(const PipelineOptions& options) {
   if (!options.ranks.empty()) return options.ranks;
@@ -47,7 +46,9 @@ std::vector<int> pipeline_ranks(const PipelineOptions& options) {
 int position_in(const std::vector<int>& ranks, int rank) {
   const auto at = std::find(ranks.begin(), ranks.end(), rank);
   if (at == ranks.end())
-    throw ValueError(describe("ranks of the pipeline", fmt::format("[{}] on rank {}", format_list(ranks), rank), "a list that contains this rank", "create each pipeline only on its own ranks"));
+    throw ValueError(
+        describe("ranks of the pipeline", fmt::format("[{}] on rank {}", format_list(ranks), rank),
+                 "a list that contains this rank", "create each pipeline only on its own ranks"));
   return static_cast<int>(at - ranks.begin());
 }
 
@@ -58,23 +59,30 @@ std::vector<SkipConnection> connections(const std::vector<SkipTensor>& skips) {
 }
 
 // Sorts the stages and checks that they are exactly those that the schedule has on this rank.
-std::vector<PipelineStage> checked_stages(std::vector<PipelineStage> stages, const schedule::StageMap& map, int rank) {
-  std::sort(stages.begin(), stages.end(), [](const PipelineStage& a, const PipelineStage& b) { return a.index() < b.index(); });
+std::vector<PipelineStage> checked_stages(std::vector<PipelineStage> stages, const schedule::StageMap& map,
+                                          int rank) {
+  std::sort(stages.begin(), stages.end(),
+            [](const PipelineStage& a, const PipelineStage& b) { return a.index() < b.index(); });
   std::vector<int> given;
   for (const PipelineStage& stage : stages) {
     given.push_back(stage.index());
     if (stage.count() != map.stages())
-      throw ValueError(describe(fmt::format("number of stages of the pipeline, at stage {}", stage.index()), std::to_string(stage.count()),
-                                fmt::format("{}, as in the schedule", map.stages()), "make stages and schedule for the same pipeline"));
+      throw ValueError(describe(fmt::format("number of stages of the pipeline, at stage {}", stage.index()),
+                                std::to_string(stage.count()),
+                                fmt::format("{}, as in the schedule", map.stages()),
+                                "make stages and schedule for the same pipeline"));
   }
   if (const std::vector<int> expected = map.stages_of(rank); given != expected)
-    throw ValueError(describe(fmt::format("stages on rank {} of the pipeline", rank), fmt::format("[{}]", format_list(given)), fmt::format("[{}]", format_list(expected)),
+    throw ValueError(describe(fmt::format("stages on rank {} of the pipeline", rank),
+                              fmt::format("[{}]", format_list(given)),
+                              fmt::format("[{}]", format_list(expected)),
                               "pass to every rank the stages that the schedule places there"));
   return stages;
 }
 
 bool has_overlaps(const Program& program) {
-  return std::any_of(program.instructions.begin(), program.instructions.end(), [](const auto& each) { return each.members > 1; });
+  return std::any_of(program.instructions.begin(), program.instructions.end(),
+                     [](const auto& each) { return each.members > 1; });
 }
 
 // Returns the microbatch whose weight gradients the stage computes last.
@@ -82,19 +90,24 @@ std::optional<int> last_backward(const Program& program, int stage) {
   std::optional<int> found;
   for (const auto& each : program.instructions) {
     const schedule::ActionKind kind = each.action.kind();
-    if (each.kind == Instruction::Kind::Compute && each.action.stage() == stage && (kind == schedule::ActionKind::Backward || kind == schedule::ActionKind::BackwardWeight))
+    if (each.kind == Instruction::Kind::Compute && each.action.stage() == stage &&
+        (kind == schedule::ActionKind::Backward || kind == schedule::ActionKind::BackwardWeight))
       found = *each.action.microbatch();
   }
   return found;
 }
 
 bool any_sharded(const std::vector<PipelineStage>& stages) {
-  return std::any_of(stages.begin(), stages.end(), [](const PipelineStage& stage) { return ShardedModules(stage.module()).any(); });
+  return std::any_of(stages.begin(), stages.end(),
+                     [](const PipelineStage& stage) { return ShardedModules(stage.module()).any(); });
 }
 
-schedule::Schedule fitting(schedule::Schedule schedule, std::size_t ranks, const std::optional<PipeInfo>& info, bool has_loss, bool unshard) {
+schedule::Schedule fitting(schedule::Schedule schedule, std::size_t ranks,
+                           const std::optional<PipeInfo>& info, bool has_loss, bool unshard) {
   if (schedule.ranks() != static_cast<int>(ranks))
-    throw ValueError(describe("ranks of the schedule", std::to_string(schedule.ranks()), fmt::format("{}, as in the pipeline", ranks), "generate it for the ranks of this pipeline"));
+    throw ValueError(describe("ranks of the schedule", std::to_string(schedule.ranks()),
+                              fmt::format("{}, as in the pipeline", ranks),
+                              "generate it for the ranks of this pipeline"));
   if (info) check_pipe_info(*info, schedule, has_loss);
   return executable(std::move(schedule), unshard);
 }
@@ -107,15 +120,19 @@ Tree step_arguments(const Tree& args) {
 }  // namespace
 
 struct PipelineRuntime::Impl {
-  Impl(std::vector<PipelineStage> given, schedule::Schedule wanted, PipelineLoss the_loss, PipelineOptions the_options)
+  Impl(std::vector<PipelineStage> given, schedule::Schedule wanted, PipelineLoss the_loss,
+       PipelineOptions the_options)
       : options(std::move(the_options)),
         ranks(pipeline_ranks(options)),
         own(position_in(ranks, options.world.rank())),
-        lowered(fitting(std::move(wanted), ranks.size(), options.info, static_cast<bool>(the_loss), any_sharded(given))),
+        lowered(fitting(std::move(wanted), ranks.size(), options.info, static_cast<bool>(the_loss),
+                        any_sharded(given))),
         stages(checked_stages(std::move(given), lowered.stages(), own)),
         loss(std::move(the_loss)),
-        training(compile_program(lowered, own, connections(options.skips), {.has_backward = true, .post_ahead = options.post_ahead})),
-        evaluation(compile_program(forward_only(lowered), own, connections(options.skips), {.has_backward = false, .post_ahead = options.post_ahead})),
+        training(compile_program(lowered, own, connections(options.skips),
+                                 {.has_backward = true, .post_ahead = options.post_ahead})),
+        evaluation(compile_program(forward_only(lowered), own, connections(options.skips),
+                                   {.has_backward = false, .post_ahead = options.post_ahead})),
         groups(options.world, ranks, lowered.stages(), connections(options.skips), options.p2p),
         planner(stages, lowered.stages(), options.skips, loss, groups.control(), ranks, own),
         runners(make_runners()),
@@ -128,10 +145,18 @@ struct PipelineRuntime::Impl {
     const auto refuse = [](const char* what, const std::string& actual, const char* expected) {
       throw ValueError(describe(what, actual, expected, "turn PipelineOptions::device_graph off"));
     };
-    if (ranks.size() > 1) refuse("ranks of a pipeline whose steps are recorded", std::to_string(ranks.size()), "1: what others send cannot be recorded");
-    if (any_sharded(stages)) refuse("stages of a pipeline whose steps are recorded", "sharded stages", "unsharded parameters");
-    if (options.gradients_done) refuse("gradients_done of a pipeline whose steps are recorded", "set", "none: the host runs no code during a replay");
-    recording = std::make_unique<StepRecording>(stages, [this](const Tree& args, const Tree& kwargs, const Tree& target) { return run(true, args, kwargs, target); });
+    if (ranks.size() > 1)
+      refuse("ranks of a pipeline whose steps are recorded", std::to_string(ranks.size()),
+             "1: what others send cannot be recorded");
+    if (any_sharded(stages))
+      refuse("stages of a pipeline whose steps are recorded", "sharded stages", "unsharded parameters");
+    if (options.gradients_done)
+      refuse("gradients_done of a pipeline whose steps are recorded", "set",
+             "none: the host runs no code during a replay");
+    recording = std::make_unique<StepRecording>(
+        stages, [this](const Tree& args, const Tree& kwargs, const Tree& target) {
+          return run(true, args, kwargs, target);
+        });
   }
 
   StepResult train(const Tree& args, const Tree& kwargs, const Tree& target) {
@@ -148,35 +173,46 @@ struct PipelineRuntime::Impl {
     std::vector<StageRunner> made;
     const bool by_blocks = has_overlaps(training);
     for (const PipelineStage& stage : stages)
-      made.emplace_back(stage, lowered.stages().is_first(stage.index()), lowered.stages().is_last(stage.index()), loss, by_blocks,
+      made.emplace_back(stage, lowered.stages().is_first(stage.index()),
+                        lowered.stages().is_last(stage.index()), loss, by_blocks,
                         last_backward(training, stage.index()));
     for (StageRunner& runner : made) runner.set_keeps_results(options.return_outputs);
     return made;
   }
 
   bool holds(bool (schedule::StageMap::*end)(int) const) const {
-    return std::any_of(stages.begin(), stages.end(), [&](const PipelineStage& stage) { return (lowered.stages().*end)(stage.index()); });
+    return std::any_of(stages.begin(), stages.end(),
+                       [&](const PipelineStage& stage) { return (lowered.stages().*end)(stage.index()); });
   }
 
-  StepDescription describe_step(bool has_backward, const Tree& args, const Tree& kwargs, const Tree& target) const {
+  StepDescription describe_step(bool has_backward, const Tree& args, const Tree& kwargs,
+                                const Tree& target) const {
     StepDescription step;
     step.has_backward = has_backward;
     const int wanted = lowered.microbatches();
     const bool first = holds(&schedule::StageMap::is_first);
     const bool last = holds(&schedule::StageMap::is_last);
-    if (has_backward && !loss) throw StateError(describe("a training step", "the pipeline has no loss", "a loss to run backward from", "pass a loss to the schedule, or call eval"));
+    if (has_backward && !loss)
+      throw StateError(describe("a training step", "the pipeline has no loss", "a loss to run backward from",
+                                "pass a loss to the schedule, or call eval"));
     if (first && step_arguments(args).size() == 0 && kwargs.size() == 0)
-      throw ValueError(describe("arguments of a step on the rank of the first stage", "none", "those of the first stage", "pass the batch on this rank"));
-    Microbatches parts = split_microbatches(first ? step_arguments(args) : Tree::tuple({}), kwargs, wanted, first ? options.split : SplitSpecs{{}, options.split.kwargs});
+      throw ValueError(describe("arguments of a step on the rank of the first stage", "none",
+                                "those of the first stage", "pass the batch on this rank"));
+    Microbatches parts = split_microbatches(first ? step_arguments(args) : Tree::tuple({}), kwargs, wanted,
+                                            first ? options.split : SplitSpecs{{}, options.split.kwargs});
     check_count(parts.count(), "arguments");
     for (const PipelineStage& stage : stages)
       if (kwargs.size() > 0 && !stage.module().takes_kwargs())
-        throw ValueError(describe(fmt::format("keyword arguments of a step, for stage {}", stage.index()), fmt::format("'{}'", fmt::join(kwargs.keys(), "', '")), "none, because its forward takes none",
-                                  "add to forward a last parameter `const penstock::Tree& kwargs`, or pass them only on ranks whose stages take them"));
+        throw ValueError(describe(fmt::format("keyword arguments of a step, for stage {}", stage.index()),
+                                  fmt::format("'{}'", fmt::join(kwargs.keys(), "', '")),
+                                  "none, because its forward takes none",
+                                  "add to forward a last parameter `const penstock::Tree& kwargs`, or pass "
+                                  "them only on ranks whose stages take them"));
     step.args = std::move(parts.args);
     step.kwargs = std::move(parts.kwargs);
     if (last && loss && has_backward && target.is_none())
-      throw ValueError(describe("target of a step on the rank of the last stage", "none", "what the loss compares the output with", "pass the target on this rank"));
+      throw ValueError(describe("target of a step on the rank of the last stage", "none",
+                                "what the loss compares the output with", "pass the target on this rank"));
     if (last && !target.is_none()) {
       step.targets = split_tree(target, wanted, options.target_split);
       check_count(step.targets.size(), "target");
@@ -188,8 +224,10 @@ struct PipelineRuntime::Impl {
 
   void check_count(std::size_t count, const char* what) const {
     if (count != static_cast<std::size_t>(lowered.microbatches()))
-      throw ValueError(describe(fmt::format("microbatches that the {} of a step make", what), std::to_string(count), fmt::format("{}, as in the schedule", lowered.microbatches()),
-                                "pass a batch of at least as many rows, or make a schedule for fewer microbatches"));
+      throw ValueError(
+          describe(fmt::format("microbatches that the {} of a step make", what), std::to_string(count),
+                   fmt::format("{}, as in the schedule", lowered.microbatches()),
+                   "pass a batch of at least as many rows, or make a schedule for fewer microbatches"));
   }
 
   StepResult run(bool has_backward, const Tree& args, const Tree& kwargs, const Tree& target) {
@@ -202,7 +240,8 @@ struct PipelineRuntime::Impl {
       CutArguments cuts;
       StepDescription step;
       try {
-        step = describe_step(has_backward, has_backward ? cuts.cut(args, "arguments") : args, has_backward ? cuts.cut(kwargs, "keyword arguments") : kwargs, target);
+        step = describe_step(has_backward, has_backward ? cuts.cut(args, "arguments") : args,
+                             has_backward ? cuts.cut(kwargs, "keyword arguments") : kwargs, target);
       } catch (...) {
         step.has_backward = has_backward;
         step.refusal = std::current_exception();
@@ -216,13 +255,15 @@ struct PipelineRuntime::Impl {
       context.microbatches = lowered.microbatches();
       context.loss_scale = options.loss_scale;
       context.rows = options.rows;
-      StepGradients gradients(has_backward ? stages : std::vector<PipelineStage>(), options.scale_grads ? lowered.microbatches() : 1,
-                                        copies.any() || static_cast<bool>(options.gradients_done));
+      StepGradients gradients(has_backward ? stages : std::vector<PipelineStage>(),
+                              options.scale_grads ? lowered.microbatches() : 1,
+                              copies.any() || static_cast<bool>(options.gradients_done));
       actions.begin(step, plans, context, [&](int stage) {
         gradients.divide_stage(stage);
         if (options.gradients_done) tell_gradients_done(stage);
       });
-      execute(has_backward ? training : evaluation, actions, progress, &times, has_backward ? observer : std::function<void()>());
+      execute(has_backward ? training : evaluation, actions, progress, &times,
+              has_backward ? observer : std::function<void()>());
       if (has_backward) {
         gradients.divide_all();
         copies.sum();
@@ -247,7 +288,8 @@ struct PipelineRuntime::Impl {
     } catch (const CommError&) {
       throw;
     } catch (...) {
-      std::throw_with_nested(StageBackwardError(fmt::format("stage {}: gradients_done failed: {}", stage, current_exception_text())));
+      std::throw_with_nested(StageBackwardError(
+          fmt::format("stage {}: gradients_done failed: {}", stage, current_exception_text())));
     }
   }
 
@@ -261,7 +303,9 @@ struct PipelineRuntime::Impl {
 
   void check_usable() const {
     if (!failure.empty())
-      throw StateError(describe("a step of a pipeline", "an earlier one failed: " + failure, "a pipeline without a failed step", "build the pipeline again, or restart from a checkpoint"));
+      throw StateError(describe("a step of a pipeline", "an earlier one failed: " + failure,
+                                "a pipeline without a failed step",
+                                "build the pipeline again, or restart from a checkpoint"));
   }
 
   void connect() {
@@ -321,24 +365,31 @@ struct PipelineRuntime::Impl {
         if (before.step != after.step || before.instruction != after.instruction) return std::nullopt;
         return found;
       };
-      watch = std::make_unique<StepWatch>(StepWatch::Options{options.world, ranks, groups.control().timeout(), look});
+      watch = std::make_unique<StepWatch>(
+          StepWatch::Options{options.world, ranks, groups.control().timeout(), look});
     }
     watch->start();
   }
 
   std::optional<StepTrace> trace(bool align_again) {
     if (last.replayed)
-      throw StateError(describe("trace of the last step", "it was replayed by the device", "a step that the host ran", "call record_again before it, or turn PipelineOptions::device_graph off"));
+      throw StateError(describe("trace of the last step", "it was replayed by the device",
+                                "a step that the host ran",
+                                "call record_again before it, or turn PipelineOptions::device_graph off"));
     if (!failure.empty() || times.empty())
-      throw StateError(describe("trace of the last step", failure.empty() ? "no step has run, or the last one did not begin" : "it failed: " + failure, "a completed step", "run a step first"));
+      throw StateError(describe(
+          "trace of the last step",
+          failure.empty() ? "no step has run, or the last one did not begin" : "it failed: " + failure,
+          "a completed step", "run a step first"));
     if (!clock || align_again) clock = align_clock(groups.control());
     const bool trained = running == &training;
-    return collect_trace(groups.control(), {.lowered = trained ? lowered : forward_only(lowered),
-                                                      .skips = connections(options.skips),
-                                                      .compile = {.has_backward = trained, .post_ahead = options.post_ahead},
-                                                      .step = progress.read().step,
-                                                      .times = times,
-                                                      .clock = *clock});
+    return collect_trace(groups.control(),
+                         {.lowered = trained ? lowered : forward_only(lowered),
+                          .skips = connections(options.skips),
+                          .compile = {.has_backward = trained, .post_ahead = options.post_ahead},
+                          .step = progress.read().step,
+                          .times = times,
+                          .clock = *clock});
   }
 
   StepResult collect() const {
@@ -382,8 +433,10 @@ struct PipelineRuntime::Impl {
   std::unique_ptr<StepWatch> watch;  // destroyed first: it reads the members above
 };
 
-PipelineRuntime::PipelineRuntime(std::vector<PipelineStage> stages, schedule::Schedule schedule, PipelineLoss loss, PipelineOptions options)
-    : impl_(std::make_unique<Impl>(std::move(stages), std::move(schedule), std::move(loss), std::move(options))) {}
+PipelineRuntime::PipelineRuntime(std::vector<PipelineStage> stages, schedule::Schedule schedule,
+                                 PipelineLoss loss, PipelineOptions options)
+    : impl_(std::make_unique<Impl>(std::move(stages), std::move(schedule), std::move(loss),
+                                   std::move(options))) {}
 PipelineRuntime::~PipelineRuntime() = default;
 PipelineRuntime::PipelineRuntime(PipelineRuntime&&) noexcept = default;
 
@@ -405,7 +458,9 @@ StepReport PipelineRuntime::report() const { return impl_->last; }
 void PipelineRuntime::write_trace(const std::string& path) {
   if (const auto trace = impl_->trace(false)) penstock::write_trace(*trace, path);
 }
-void PipelineRuntime::set_instruction_observer(std::function<void()> observer) { impl_->observer = std::move(observer); }
+void PipelineRuntime::set_instruction_observer(std::function<void()> observer) {
+  impl_->observer = std::move(observer);
+}
 void PipelineRuntime::set_loss_scale(double scale) { impl_->options.loss_scale = scale; }
 void PipelineRuntime::set_step(std::int64_t step) { impl_->steps_done = step; }
 double PipelineRuntime::loss_scale() const { return impl_->options.loss_scale; }
@@ -414,9 +469,13 @@ void PipelineRuntime::record_again() {
 }
 
 struct PipelineInternals {
-  static std::optional<StepTrace> trace(PipelineRuntime& pipeline, bool align_again) { return pipeline.impl_->trace(align_again); }
+  static std::optional<StepTrace> trace(PipelineRuntime& pipeline, bool align_again) {
+    return pipeline.impl_->trace(align_again);
+  }
 };
 
-std::optional<StepTrace> trace_last_step(PipelineRuntime& pipeline, bool align_again) { return PipelineInternals::trace(pipeline, align_again); }
+std::optional<StepTrace> trace_last_step(PipelineRuntime& pipeline, bool align_again) {
+  return PipelineInternals::trace(pipeline, align_again);
+}
 
 }  // namespace penstock

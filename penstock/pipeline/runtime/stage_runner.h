@@ -25,14 +25,14 @@
 #include <vector>
 
 #include "penstock/deferred_linear.h"
-#include "penstock/pipeline/stage/gradient_sync.h"
-#include "penstock/stage_module.h"
-#include "penstock/pipeline/stage/sharded_modules.h"
 #include "penstock/pipeline/backward/split_backward.h"
-#include "penstock/stage.h"
-#include "penstock/pipeline/infer/stage_plan.h"
-#include "penstock/step_context.h"
 #include "penstock/pipeline/contract/stage_meta.h"
+#include "penstock/pipeline/infer/stage_plan.h"
+#include "penstock/pipeline/stage/gradient_sync.h"
+#include "penstock/pipeline/stage/sharded_modules.h"
+#include "penstock/stage.h"
+#include "penstock/stage_module.h"
+#include "penstock/step_context.h"
 
 namespace penstock {
 
@@ -42,7 +42,8 @@ class StageRunner {
   // the loss. `by_blocks` keeps the blocks of a chain apart, so that they can be interleaved with others.
   // `synced` is the microbatch for which modules may reduce their gradients, the one whose weight gradients
   // come last (gradient_sync.h).
-  StageRunner(PipelineStage stage, bool begins, bool ends, PipelineLoss loss, bool by_blocks, std::optional<int> synced = {});
+  StageRunner(PipelineStage stage, bool begins, bool ends, PipelineLoss loss, bool by_blocks,
+              std::optional<int> synced = {});
   ~StageRunner();
   StageRunner(StageRunner&&) noexcept;
 
@@ -52,9 +53,11 @@ class StageRunner {
   void begin_step(bool has_backward, std::vector<const StagePlan*> plans);
 
   // `metas` are the announced records of the tensors; without them the records of the plan apply.
-  void take_inputs(int microbatch, std::size_t first, std::vector<at::Tensor> tensors, OptionalTensorMetas metas = {});
+  void take_inputs(int microbatch, std::size_t first, std::vector<at::Tensor> tensors,
+                   OptionalTensorMetas metas = {});
   std::vector<at::Tensor> give_outputs(int microbatch, std::size_t first, std::size_t count);
-  void take_output_grads(int microbatch, std::size_t first, std::vector<at::Tensor> tensors, OptionalTensorMetas metas = {});
+  void take_output_grads(int microbatch, std::size_t first, std::vector<at::Tensor> tensors,
+                         OptionalTensorMetas metas = {});
   std::vector<at::Tensor> give_input_grads(int microbatch, std::size_t first, std::size_t count);
 
   // For announced channels. made_metas returns the records of what the stage has made (outputs, or gradients
@@ -75,13 +78,15 @@ class StageRunner {
   class Backward;
 
   // `args` is used only on the first stage of a chain, `target` only on the last.
-  void forward(int microbatch, const StepContext& context, const Tree& args, const Tree& kwargs, const Tree& target);
+  void forward(int microbatch, const StepContext& context, const Tree& args, const Tree& kwargs,
+               const Tree& target);
   void backward(int microbatch, const StepContext& context);
   void backward_input(int microbatch, const StepContext& context);
   void backward_weight(int microbatch, const StepContext& context);
 
   // The same, to be advanced block by block.
-  std::unique_ptr<Forward> start_forward(int microbatch, const StepContext& context, const Tree& args, const Tree& kwargs, const Tree& target);
+  std::unique_ptr<Forward> start_forward(int microbatch, const StepContext& context, const Tree& args,
+                                         const Tree& kwargs, const Tree& target);
   std::unique_ptr<Backward> start_backward(int microbatch, const StepContext& context, bool input_only);
 
   // For the last stage, by microbatch: what the module returned, without its graph, and the loss.
@@ -115,7 +120,8 @@ class StageRunner {
   void finish_weights(Chunk& chunk, int microbatch);
   template <class Describe, class Body>
   void in_backward(int microbatch, const Describe& what, const Body& body) const;
-  void finish_backward(Chunk& chunk, int microbatch, const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> input_grads);
+  void finish_backward(Chunk& chunk, int microbatch, const std::vector<at::Tensor>& inputs,
+                       std::vector<at::Tensor> input_grads);
   void check_chunk(int microbatch, const char* action) const;
   // Disables gradient reduction for all microbatches of a training step but `synced_`.
   std::optional<NoGradientSync> alone(int microbatch) const;
@@ -132,11 +138,11 @@ class StageRunner {
   bool keeps_results_ = true;
   GradientSyncs syncs_;
   ShardedModules sharded_;
-  bool reduces_ = false;                  // gradients of sharded modules are not yet reduced in this step
+  bool reduces_ = false;  // gradients of sharded modules are not yet reduced in this step
   bool has_backward_ = false;
   std::vector<std::unique_ptr<Chunk>> chunks_;
   int live_ = 0;
-  std::unique_ptr<WeightQueue> joined_;   // of all microbatches of the step, if the stage requests that
+  std::unique_ptr<WeightQueue> joined_;  // of all microbatches of the step, if the stage requests that
 };
 
 class StageRunner::Forward {

@@ -16,9 +16,7 @@ namespace penstock {
 
 namespace {
 
-std::string first_line(const std::string& text) {
-  return text.substr(0, text.find('\n'));
-}
+std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
 // Returns the text that the error was created with, without the context that CommError appends.
 std::string without_context(const CommError& error) {
@@ -37,13 +35,17 @@ std::optional<int> vanished_rank(const CommError& error) {
 void write_report(const StallReport& report) {
   const auto folder = env_text("PENSTOCK_STALL_DIR");
   if (!folder) return;
-  const std::filesystem::path path = std::filesystem::path(*folder) / fmt::format("stall-rank{}.json", report.seen_from);
+  const std::filesystem::path path =
+      std::filesystem::path(*folder) / fmt::format("stall-rank{}.json", report.seen_from);
   std::error_code ignored;  // if the folder cannot be created, opening the file fails
   std::filesystem::create_directories(*folder, ignored);
   std::ofstream file(path, std::ios::trunc);
   file << report.to_json();
   file.close();
-  if (!file) log().error("pipeline: the stall report could not be written to {}; set PENSTOCK_STALL_DIR to a writable folder", path.string());
+  if (!file)
+    log().error(
+        "pipeline: the stall report could not be written to {}; set PENSTOCK_STALL_DIR to a writable folder",
+        path.string());
 }
 
 template <class Error>
@@ -51,7 +53,8 @@ template <class Error>
   if (watch == nullptr) throw error;
   own.error = first_line(without_context(error));
   // For sends that the program does not know, and for collectives, the error has the peer.
-  if (own.state == RankPlace::State::Finishing && error.context().peer) own.waits_for = {*error.context().peer};
+  if (own.state == RankPlace::State::Finishing && error.context().peer)
+    own.waits_for = {*error.context().peer};
   const int rank = own.rank;
   std::vector<RankPlace> places = watch->roll_call(own, vanished_rank(error));
   // A rank that failed and exited before it could be asked: its reason is in the error.

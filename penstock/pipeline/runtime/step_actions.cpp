@@ -8,11 +8,11 @@
 #include <optional>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/log.h"
-#include "penstock/torch/tree/dense_layout.h"
-#include "penstock/torch/compat/dtype.h"
+#include "penstock/errors.h"
 #include "penstock/pipeline/contract/stage_meta.h"
+#include "penstock/torch/compat/dtype.h"
+#include "penstock/torch/tree/dense_layout.h"
 
 namespace penstock {
 
@@ -34,11 +34,15 @@ at::Tensor announce(const OptionalTensorMetas& metas) {
       const TensorRecord& local = local_record(*meta);
       const auto dims = static_cast<std::int64_t>(local.shape().size());
       if (dims > kMaxDims)
-        throw PipeliningMetadataError(describe("dims of a tensor whose shape is announced", std::to_string(dims), fmt::format("at most {}", kMaxDims), "reshape it before it leaves the stage"));
+        throw PipeliningMetadataError(describe("dims of a tensor whose shape is announced",
+                                               std::to_string(dims), fmt::format("at most {}", kMaxDims),
+                                               "reshape it before it leaves the stage"));
       row[0] = *dtype_number(local.dtype());
       row[1] = dims;
       const auto* whole = std::get_if<DistributedRecord>(&*meta);
-      const std::vector<std::int64_t>* parts[] = {&local.shape(), &local.stride(), whole != nullptr ? &whole->global_shape() : nullptr, whole != nullptr ? &whole->global_stride() : nullptr};
+      const std::vector<std::int64_t>* parts[] = {&local.shape(), &local.stride(),
+                                                  whole != nullptr ? &whole->global_shape() : nullptr,
+                                                  whole != nullptr ? &whole->global_stride() : nullptr};
       for (std::int64_t i = 0; i < 4; ++i)
         if (parts[i] != nullptr) std::copy(parts[i]->begin(), parts[i]->end(), row + 2 + i * kMaxDims);
     }
@@ -50,10 +54,15 @@ at::Tensor announce(const OptionalTensorMetas& metas) {
 // Returns the announced record of a tensor whose record in the plan is `agreed`.
 TensorMeta announced_meta(const at::Tensor& rows, std::size_t tensor, const TensorMeta& agreed) {
   const auto* row = rows.data_ptr<std::int64_t>() + static_cast<std::int64_t>(tensor) * kRow;
-  const DtypeEntry* dtype = row[0] >= 0 && row[0] <= 255 ? find_dtype(static_cast<std::uint8_t>(row[0])) : nullptr;
+  const DtypeEntry* dtype =
+      row[0] >= 0 && row[0] <= 255 ? find_dtype(static_cast<std::uint8_t>(row[0])) : nullptr;
   if (dtype == nullptr || !dtype->here || row[1] < 0 || row[1] > kMaxDims)
-    throw PipeliningMetadataError(describe("an announced tensor", fmt::format("element type {}, {} dims", row[0], row[1]), fmt::format("a known type and 0 to {} dims", kMaxDims), "run the same build on all ranks"));
-  const auto part = [&](std::int64_t i) { return std::vector<std::int64_t>(row + 2 + i * kMaxDims, row + 2 + i * kMaxDims + row[1]); };
+    throw PipeliningMetadataError(
+        describe("an announced tensor", fmt::format("element type {}, {} dims", row[0], row[1]),
+                 fmt::format("a known type and 0 to {} dims", kMaxDims), "run the same build on all ranks"));
+  const auto part = [&](std::int64_t i) {
+    return std::vector<std::int64_t>(row + 2 + i * kMaxDims, row + 2 + i * kMaxDims + row[1]);
+  };
   const bool differentiable = at::isFloatingType(*dtype->here) || at::isComplexType(*dtype->here);
   TensorRecord local(part(0), part(1), *dtype->here, differentiable && requires_grad(agreed));
   const auto* whole = std::get_if<DistributedRecord>(&agreed);
@@ -72,13 +81,15 @@ std::optional<OverlapStreams> streams_of(const std::vector<StageRunner>& runners
 
 }  // namespace
 
-TorchStepActions::TorchStepActions(std::vector<StageRunner>& runners, const ChannelGroups& groups, std::vector<SkipTensor> skips, bool overlaps)
+TorchStepActions::TorchStepActions(std::vector<StageRunner>& runners, const ChannelGroups& groups,
+                                   std::vector<SkipTensor> skips, bool overlaps)
     : runners_(runners), groups_(groups), skips_(std::move(skips)), streams_(streams_of(runners_, overlaps)) {
   for (StageRunner& each : runners_) by_stage_[each.stage().index()] = &each;
 }
 
-void TorchStepActions::begin(const StepDescription& step, const std::vector<std::shared_ptr<const MicrobatchPlan>>& plans, StepContext context,
-                             std::function<void(int)> reduce) {
+void TorchStepActions::begin(const StepDescription& step,
+                             const std::vector<std::shared_ptr<const MicrobatchPlan>>& plans,
+                             StepContext context, std::function<void(int)> reduce) {
   clear();
   step_ = &step;
   plans_ = plans;
@@ -105,9 +116,7 @@ void TorchStepActions::clear() {
   sends_.clear();
 }
 
-StageRunner& TorchStepActions::runner(int stage) {
-  return *by_stage_.at(stage);
-}
+StageRunner& TorchStepActions::runner(int stage) { return *by_stage_.at(stage); }
 
 const StagePlan& TorchStepActions::plan(int stage, int microbatch) const {
   return plans_[static_cast<std::size_t>(microbatch)]->at(stage);
@@ -115,7 +124,9 @@ const StagePlan& TorchStepActions::plan(int stage, int microbatch) const {
 
 std::size_t TorchStepActions::skip_ordinal(int skip, int stage, bool from) const {
   std::size_t ordinal = 0;
-  for (int k = 0; k < skip; ++k) ordinal += (from ? skips_[static_cast<std::size_t>(k)].from : skips_[static_cast<std::size_t>(k)].to) == stage;
+  for (int k = 0; k < skip; ++k)
+    ordinal +=
+        (from ? skips_[static_cast<std::size_t>(k)].from : skips_[static_cast<std::size_t>(k)].to) == stage;
   return ordinal;
 }
 
@@ -140,13 +151,16 @@ const TensorMeta* TorchStepActions::Agreed::meta(std::size_t i) const {
   return gradient ? &*gradient : nullptr;
 }
 
-TorchStepActions::Agreed TorchStepActions::agreed_by(const Channel& channel, int microbatch, bool sends) const {
+TorchStepActions::Agreed TorchStepActions::agreed_by(const Channel& channel, int microbatch,
+                                                     bool sends) const {
   const StagePlan& of = plan(sends ? channel.from_stage : channel.to_stage, microbatch);
   const bool forward = channel.kind == Channel::Kind::Activation;
-  Agreed agreed{&of, forward, forward == sends, sends ? sent_by(channel, of) : received_by(channel, of), false};
+  Agreed agreed{&of, forward, forward == sends, sends ? sent_by(channel, of) : received_by(channel, of),
+                false};
   if (agreed.span.count == 0) return agreed;
   if (agreed.outputs ? of.announces_output(agreed.span.first) : of.announces_input(agreed.span.first))
-    for (std::size_t i = 0; i < agreed.span.count && !agreed.announced; ++i) agreed.announced = agreed.meta(i) != nullptr;
+    for (std::size_t i = 0; i < agreed.span.count && !agreed.announced; ++i)
+      agreed.announced = agreed.meta(i) != nullptr;
   return agreed;
 }
 
@@ -181,11 +195,20 @@ void TorchStepActions::run_action(const Action& action) {
   const auto m = static_cast<std::size_t>(microbatch);
   const StepContext context = context_of(action);
   switch (action.kind()) {
-    case ActionKind::Forward: stage.forward(microbatch, context, step_->args[m], step_->kwargs[m], step_->targets[m]); break;
-    case ActionKind::Backward: stage.backward(microbatch, context); break;
-    case ActionKind::BackwardInput: stage.backward_input(microbatch, context); break;
-    case ActionKind::BackwardWeight: stage.backward_weight(microbatch, context); break;
-    default: PENSTOCK_INVARIANT(false, "an instruction that computes something else than F, B, I or W");
+    case ActionKind::Forward:
+      stage.forward(microbatch, context, step_->args[m], step_->kwargs[m], step_->targets[m]);
+      break;
+    case ActionKind::Backward:
+      stage.backward(microbatch, context);
+      break;
+    case ActionKind::BackwardInput:
+      stage.backward_input(microbatch, context);
+      break;
+    case ActionKind::BackwardWeight:
+      stage.backward_weight(microbatch, context);
+      break;
+    default:
+      PENSTOCK_INVARIANT(false, "an instruction that computes something else than F, B, I or W");
   }
 }
 
@@ -195,11 +218,13 @@ void TorchStepActions::compute(std::span<const Instruction> unit) {
   reap();
 }
 
-std::optional<c10::Stream> TorchStepActions::stream_for(const Action& action, const std::optional<c10::Stream>& of_backward) {
+std::optional<c10::Stream> TorchStepActions::stream_for(const Action& action,
+                                                        const std::optional<c10::Stream>& of_backward) {
   if (!streams_) return std::nullopt;
   const int stage = action.stage();
   const int microbatch = *action.microbatch();
-  if (action.kind() == ActionKind::Forward && of_backward) streams_->set_pair(stage, microbatch, streams_->other(*of_backward));
+  if (action.kind() == ActionKind::Forward && of_backward)
+    streams_->set_pair(stage, microbatch, streams_->other(*of_backward));
   const c10::Stream stream = streams_->of_pair(stage, microbatch);
   runner(stage).record_stream(microbatch, stream);
   return stream;
@@ -229,7 +254,8 @@ void TorchStepActions::run_unit(std::span<const Instruction> unit) {
   std::optional<c10::Stream> of_backward;
   if (streams_) {
     for (const Instruction& each : unit)
-      if (each.action.kind() != ActionKind::Forward && !of_backward) of_backward = streams_->of_pair(each.action.stage(), *each.action.microbatch());
+      if (each.action.kind() != ActionKind::Forward && !of_backward)
+        of_backward = streams_->of_pair(each.action.stage(), *each.action.microbatch());
     streams_->fork();
   }
   std::vector<Part> forwards, backwards;
@@ -245,11 +271,16 @@ void TorchStepActions::run_unit(std::span<const Instruction> unit) {
     std::optional<c10::StreamGuard> guard;
     if (stream) guard.emplace(*stream);
     if (action.kind() == ActionKind::Forward) {
-      forwards.push_back({member, stream, stage.start_forward(microbatch, context_of(action), step_->args[m], step_->kwargs[m], step_->targets[m]), nullptr});
+      forwards.push_back({member, stream,
+                          stage.start_forward(microbatch, context_of(action), step_->args[m],
+                                              step_->kwargs[m], step_->targets[m]),
+                          nullptr});
     } else if (action.kind() == ActionKind::BackwardWeight) {
       timed_piece(member, [&] { run_action(action); });
     } else {
-      backwards.push_back({member, stream, nullptr, stage.start_backward(microbatch, context_of(action), action.kind() == ActionKind::BackwardInput)});
+      backwards.push_back(
+          {member, stream, nullptr,
+           stage.start_backward(microbatch, context_of(action), action.kind() == ActionKind::BackwardInput)});
     }
   }
   count_live();
@@ -273,13 +304,16 @@ void TorchStepActions::count_live() {
   peak_live_ = std::max(peak_live_, live);
 }
 
-void TorchStepActions::receive(Arrival& arrival, at::Tensor tensor, const Channel& channel, int tag, const std::string& label) {
-  arrival.works.push_back(groups_.group_of(channel).irecv(tensor, groups_.global_rank(channel.from_rank), {.tag = tag, .label = label, .timeout = {}}));
+void TorchStepActions::receive(Arrival& arrival, at::Tensor tensor, const Channel& channel, int tag,
+                               const std::string& label) {
+  arrival.works.push_back(groups_.group_of(channel).irecv(tensor, groups_.global_rank(channel.from_rank),
+                                                          {.tag = tag, .label = label, .timeout = {}}));
 }
 
 // Posts the receives of a channel, now that the sizes are known. A tensor is sent as its memory, so it
 // arrives with its strides.
-void TorchStepActions::start_receive(Arrival& arrival, const Instruction& instruction, const Channel& channel, int microbatch) {
+void TorchStepActions::start_receive(Arrival& arrival, const Instruction& instruction, const Channel& channel,
+                                     int microbatch) {
   const std::string label = schedule::to_text(instruction.action);
   const int peer = groups_.global_rank(channel.from_rank);
   std::vector<LoggedTransfer> logged;
@@ -302,7 +336,8 @@ void TorchStepActions::start_receive(Arrival& arrival, const Instruction& instru
     }
     arrival.tensors.push_back(make_raw_tensor(*meta, stage.stage().device()));
     receive(arrival, memory_of(arrival.tensors.back()), channel, groups_.tag(channel, i), label);
-    if (logs) logged.push_back({LoggedTransfer::Type::Receive, peer, arrival.tensors.back(), agreed.needs_grad(i)});
+    if (logs)
+      logged.push_back({LoggedTransfer::Type::Receive, peer, arrival.tensors.back(), agreed.needs_grad(i)});
   }
   if (logs) transfer_log_.batch("post", instruction, channel, logged);
 }
@@ -313,9 +348,12 @@ void TorchStepActions::post(const Instruction& instruction, const Channel& chann
   Arrival& arrival = arrivals_[{instruction.channel, microbatch}];
   if (!agreed.announced) return start_receive(arrival, instruction, channel, microbatch);
   arrival.announcement = at::empty({static_cast<std::int64_t>(agreed.span.count), kRow}, at::kLong);
-  receive(arrival, arrival.announcement, channel, groups_.announcement_tag(channel), schedule::to_text(instruction.action));
+  receive(arrival, arrival.announcement, channel, groups_.announcement_tag(channel),
+          schedule::to_text(instruction.action));
   if (transfer_log_.on())
-    transfer_log_.batch("post announcement of", instruction, channel, {{LoggedTransfer::Type::Receive, groups_.global_rank(channel.from_rank), arrival.announcement, false}});
+    transfer_log_.batch("post announcement of", instruction, channel,
+                        {{LoggedTransfer::Type::Receive, groups_.global_rank(channel.from_rank),
+                          arrival.announcement, false}});
   waiting_for_sizes_[instruction.channel].push_back(microbatch);
 }
 
@@ -337,7 +375,9 @@ void TorchStepActions::await(const Instruction& instruction, const Channel& chan
   auto node = arrivals_.extract({instruction.channel, microbatch});
   PENSTOCK_INVARIANT(!node.empty() && node.mapped().started, "a program posts what it waits for");
   Arrival& arrival = node.mapped();
-  if (transfer_log_.on()) arrival.works.empty() ? transfer_log_.bypassed_wait(instruction, channel) : transfer_log_.waits(instruction, channel, arrival.works.size());
+  if (transfer_log_.on())
+    arrival.works.empty() ? transfer_log_.bypassed_wait(instruction, channel)
+                          : transfer_log_.waits(instruction, channel, arrival.works.size());
   comm::wait_all(arrival.works);
   StageRunner& stage = runner(channel.to_stage);
   const Span span = received_by(channel, plan(channel.to_stage, microbatch));
@@ -355,7 +395,9 @@ void TorchStepActions::send(const Instruction& instruction, const Channel& chann
   StageRunner& stage = runner(channel.from_stage);
   OptionalTensorMetas made;
   if (agreed.announced) made = stage.made_metas(microbatch, agreed.forward, span.first, span.count);
-  const std::vector<at::Tensor> tensors = agreed.forward ? stage.give_outputs(microbatch, span.first, span.count) : stage.give_input_grads(microbatch, span.first, span.count);
+  const std::vector<at::Tensor> tensors = agreed.forward
+                                              ? stage.give_outputs(microbatch, span.first, span.count)
+                                              : stage.give_input_grads(microbatch, span.first, span.count);
   const comm::Group& group = groups_.group_of(channel);
   const int peer = groups_.global_rank(channel.to_rank);
   const std::string label = schedule::to_text(instruction.action);
@@ -366,16 +408,20 @@ void TorchStepActions::send(const Instruction& instruction, const Channel& chann
       if (meta) meta = dense_meta(*meta);
     const at::Tensor announcement = announce(made);
     if (logs) logged.push_back({LoggedTransfer::Type::Send, peer, announcement, false});
-    sends_.push_back(group.isend(announcement, peer, {.tag = groups_.announcement_tag(channel), .label = label, .timeout = {}}));
+    sends_.push_back(group.isend(announcement, peer,
+                                 {.tag = groups_.announcement_tag(channel), .label = label, .timeout = {}}));
   }
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     if (!tensors[i].defined()) continue;
     // Sent in the layout that the receiver expects, whatever the stage made.
     const TensorRecord& record = local_record(agreed.varies(i) ? *made[i] : *agreed.meta(i));
-    const bool fits = tensors[i].strides() == at::IntArrayRef(record.stride()) && tensors[i].is_contiguous() && !tensors[i].is_conj() && !tensors[i].is_neg();
-    const at::Tensor sent = fits ? tensors[i] : in_layout(tensors[i], dense_strides(record.shape(), record.stride()));
+    const bool fits = tensors[i].strides() == at::IntArrayRef(record.stride()) &&
+                      tensors[i].is_contiguous() && !tensors[i].is_conj() && !tensors[i].is_neg();
+    const at::Tensor sent =
+        fits ? tensors[i] : in_layout(tensors[i], dense_strides(record.shape(), record.stride()));
     if (logs) logged.push_back({LoggedTransfer::Type::Send, peer, sent, agreed.needs_grad(i)});
-    sends_.push_back(group.isend(memory_of(sent), peer, {.tag = groups_.tag(channel, i), .label = label, .timeout = {}}));
+    sends_.push_back(
+        group.isend(memory_of(sent), peer, {.tag = groups_.tag(channel, i), .label = label, .timeout = {}}));
   }
   if (logs) transfer_log_.batch("send", instruction, channel, logged);
 }
@@ -389,11 +435,15 @@ void TorchStepActions::pass(const Instruction& instruction, const Channel& chann
   const Agreed in = agreed_by(channel, microbatch, false);
   OptionalTensorMetas made;
   if (out.announced) made = from.made_metas(microbatch, out.forward, out.span.first, out.span.count);
-  std::vector<at::Tensor> tensors = out.forward ? from.give_outputs(microbatch, out.span.first, out.span.count) : from.give_input_grads(microbatch, out.span.first, out.span.count);
+  std::vector<at::Tensor> tensors = out.forward
+                                        ? from.give_outputs(microbatch, out.span.first, out.span.count)
+                                        : from.give_input_grads(microbatch, out.span.first, out.span.count);
   if (transfer_log_.on()) {
     std::vector<LoggedTransfer> logged;
     for (std::size_t i = 0; i < tensors.size(); ++i)
-      if (tensors[i].defined()) logged.push_back({LoggedTransfer::Type::HandOver, groups_.global_rank(channel.to_rank), tensors[i], out.needs_grad(i)});
+      if (tensors[i].defined())
+        logged.push_back({LoggedTransfer::Type::HandOver, groups_.global_rank(channel.to_rank), tensors[i],
+                          out.needs_grad(i)});
     transfer_log_.batch("pass", instruction, channel, logged);
   }
   for (std::size_t i = 0; i < made.size(); ++i)
@@ -409,14 +459,19 @@ void TorchStepActions::stage_wide(const Instruction& instruction) {
   const int stage = instruction.action.stage();
   StageRunner& of = runner(stage);
   switch (instruction.action.kind()) {
-    case ActionKind::Unshard: of.sharded().unshard(); break;
-    case ActionKind::Reshard: of.sharded().reshard(); break;
+    case ActionKind::Unshard:
+      of.sharded().unshard();
+      break;
+    case ActionKind::Reshard:
+      of.sharded().reshard();
+      break;
     case ActionKind::ReduceGrad:
       of.run_joined_weights();
       of.reduce_gradients();
       if (reduce_) reduce_(stage);
       break;
-    default: break;
+    default:
+      break;
   }
 }
 

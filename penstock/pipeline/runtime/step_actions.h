@@ -9,13 +9,13 @@
 #include <span>
 #include <vector>
 
-#include "penstock/pipeline/runtime/channel_groups.h"
-#include "penstock/pipeline/program/executor.h"
-#include "penstock/pipeline/runtime/overlap_streams.h"
+#include "penstock/pipeline/contract/stage_meta.h"
 #include "penstock/pipeline/infer/stage_plan.h"
+#include "penstock/pipeline/program/executor.h"
+#include "penstock/pipeline/runtime/channel_groups.h"
+#include "penstock/pipeline/runtime/overlap_streams.h"
 #include "penstock/pipeline/runtime/stage_runner.h"
 #include "penstock/pipeline/runtime/transfer_log.h"
-#include "penstock/pipeline/contract/stage_meta.h"
 
 namespace penstock {
 
@@ -23,11 +23,12 @@ class TorchStepActions final : public StepActions {
  public:
   // `overlaps`: the program has units of several actions. On CUDA, their forward and backward then run on two
   // streams.
-  TorchStepActions(std::vector<StageRunner>& runners, const ChannelGroups& groups, std::vector<SkipTensor> skips, bool overlaps);
+  TorchStepActions(std::vector<StageRunner>& runners, const ChannelGroups& groups,
+                   std::vector<SkipTensor> skips, bool overlaps);
 
   // Prepares the next step. `reduce` is called where the schedule completes the gradients of a stage.
-  void begin(const StepDescription& step, const std::vector<std::shared_ptr<const MicrobatchPlan>>& plans, StepContext context,
-             std::function<void(int stage)> reduce);
+  void begin(const StepDescription& step, const std::vector<std::shared_ptr<const MicrobatchPlan>>& plans,
+             StepContext context, std::function<void(int stage)> reduce);
   // Releases everything a step left, including an aborted one.
   void clear();
   // Highest number of microbatches in flight, summed over this rank's stages.
@@ -55,19 +56,21 @@ class TorchStepActions final : public StepActions {
     OptionalTensorMetas announced;    // empty if the channel is not announced
     std::vector<comm::Work> works;
     at::Tensor announcement;
-    bool started = false;             // its receives are posted
+    bool started = false;  // its receives are posted
   };
   // What a channel carries for a microbatch, according to the plan of its receiver or its sender.
   struct Agreed {
     const StagePlan* plan = nullptr;
     bool forward = true;
-    bool outputs = true;     // outputs of the stage, or their gradients; else its inputs, or their gradients
+    bool outputs = true;  // outputs of the stage, or their gradients; else its inputs, or their gradients
     Span span;
     bool announced = false;  // and not empty
     // The record of a tensor of the span; null if no gradient is sent.
     const TensorMeta* meta(std::size_t i) const;
     // Whether its shape may change each time.
-    bool varies(std::size_t i) const { return outputs ? plan->varies_output(span.first + i) : plan->varies_input(span.first + i); }
+    bool varies(std::size_t i) const {
+      return outputs ? plan->varies_output(span.first + i) : plan->varies_input(span.first + i);
+    }
     bool needs_grad(std::size_t i) const { return forward && requires_grad(*meta(i)); }
   };
 
@@ -84,9 +87,12 @@ class TorchStepActions final : public StepActions {
   template <class Body>
   void timed_piece(int member, const Body& body);
   // Returns the stream on which an action of a unit runs; for a forward, chooses it.
-  std::optional<c10::Stream> stream_for(const schedule::Action& action, const std::optional<c10::Stream>& of_backward);
-  void start_receive(Arrival& arrival, const Instruction& instruction, const Channel& channel, int microbatch);
-  void receive(Arrival& arrival, at::Tensor tensor, const Channel& channel, int tag, const std::string& label);
+  std::optional<c10::Stream> stream_for(const schedule::Action& action,
+                                        const std::optional<c10::Stream>& of_backward);
+  void start_receive(Arrival& arrival, const Instruction& instruction, const Channel& channel,
+                     int microbatch);
+  void receive(Arrival& arrival, at::Tensor tensor, const Channel& channel, int tag,
+               const std::string& label);
   void reap();
   void count_live();
 
@@ -99,8 +105,8 @@ class TorchStepActions final : public StepActions {
   std::vector<std::shared_ptr<const MicrobatchPlan>> plans_;
   StepContext context_;
   std::function<void(int)> reduce_;
-  std::map<std::pair<int, int>, Arrival> arrivals_;         // by channel and microbatch
-  std::map<int, std::deque<int>> waiting_for_sizes_;        // by channel: announced microbatches
+  std::map<std::pair<int, int>, Arrival> arrivals_;   // by channel and microbatch
+  std::map<int, std::deque<int>> waiting_for_sizes_;  // by channel: announced microbatches
   std::deque<comm::Work> sends_;
   int peak_live_ = 0;
   std::optional<OverlapStreams> streams_;

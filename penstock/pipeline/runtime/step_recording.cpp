@@ -21,12 +21,14 @@ constexpr std::size_t kMostKinds = 8;
 at::Device one_cuda_device(const std::vector<PipelineStage>& stages) {
   for (const PipelineStage& stage : stages)
     if (!stage.device().is_cuda() || stage.device() != stages.front().device())
-      throw ValueError(describe("device of " + to_text(stage) + ", for recorded steps", stage.device().str(), "one CUDA device for all stages",
+      throw ValueError(describe("device of " + to_text(stage) + ", for recorded steps", stage.device().str(),
+                                "one CUDA device for all stages",
                                 "put the stages there, or turn PipelineOptions::device_graph off"));
   return at::empty({0}, stages.front().device()).device();  // with its index
 }
 
-std::vector<at::Tensor> once(const std::vector<PipelineStage>& stages, std::vector<at::Tensor> (StageModule::*tensors)() const) {
+std::vector<at::Tensor> once(const std::vector<PipelineStage>& stages,
+                             std::vector<at::Tensor> (StageModule::*tensors)() const) {
   std::vector<at::Tensor> found;
   std::unordered_set<const c10::TensorImpl*> known;
   for (const PipelineStage& stage : stages)
@@ -35,7 +37,8 @@ std::vector<at::Tensor> once(const std::vector<PipelineStage>& stages, std::vect
   return found;
 }
 
-[[noreturn]] void refuse(const std::string& path, const std::string& actual, const char* expected, const char* remedy) {
+[[noreturn]] void refuse(const std::string& path, const std::string& actual, const char* expected,
+                         const char* remedy) {
   throw ValueError(describe(path + " of a recorded step", actual, expected, remedy));
 }
 
@@ -46,15 +49,21 @@ std::string kind_text(const FlatTree& arguments, at::Device device, double const
     const Tree& leaf = arguments.leaves[i];
     const auto path = [&] { return arguments.spec.leaf_paths("arguments")[i]; };
     if (leaf.kind() == Tree::Kind::Object)
-      refuse(path(), leaf.to_string(), "a tensor, number, text or None", "keep objects in the module, or turn PipelineOptions::device_graph off");
+      refuse(path(), leaf.to_string(), "a tensor, number, text or None",
+             "keep objects in the module, or turn PipelineOptions::device_graph off");
     if (!leaf.is_tensor()) {
       text += fmt::format(" {}", leaf.to_string());
       continue;
     }
     const at::Tensor& tensor = leaf.tensor();
-    if (tensor.device() != device) refuse(path(), "a tensor on " + tensor.device().str(), "one on the device of the stages", "move it there before the step");
-    if (tensor.requires_grad()) refuse(path(), "a tensor that requires gradients", "one that does not", "detach it, or turn PipelineOptions::device_graph off");
-    text += fmt::format(" {}[{}]/{}", static_cast<int>(tensor.scalar_type()), fmt::join(tensor.sizes(), ","), fmt::join(tensor.strides(), ","));
+    if (tensor.device() != device)
+      refuse(path(), "a tensor on " + tensor.device().str(), "one on the device of the stages",
+             "move it there before the step");
+    if (tensor.requires_grad())
+      refuse(path(), "a tensor that requires gradients", "one that does not",
+             "detach it, or turn PipelineOptions::device_graph off");
+    text += fmt::format(" {}[{}]/{}", static_cast<int>(tensor.scalar_type()), fmt::join(tensor.sizes(), ","),
+                        fmt::join(tensor.strides(), ","));
   }
   return text;
 }
@@ -62,7 +71,10 @@ std::string kind_text(const FlatTree& arguments, at::Device device, double const
 }  // namespace
 
 StepRecording::StepRecording(const std::vector<PipelineStage>& stages, Step step)
-    : device_(one_cuda_device(stages)), parameters_(once(stages, &StageModule::parameters)), buffers_(once(stages, &StageModule::buffers)), step_(std::move(step)) {}
+    : device_(one_cuda_device(stages)),
+      parameters_(once(stages, &StageModule::parameters)),
+      buffers_(once(stages, &StageModule::buffers)),
+      step_(std::move(step)) {}
 
 StepResult StepRecording::step(const Tree& args, const Tree& kwargs, const Tree& target, double constants) {
   replayed_ = false;
@@ -87,7 +99,8 @@ StepResult StepRecording::step(const Tree& args, const Tree& kwargs, const Tree&
 std::vector<std::pair<const void*, bool>> StepRecording::model_state() const {
   std::vector<std::pair<const void*, bool>> state;
   for (const auto* tensors : {&parameters_, &buffers_})
-    for (const at::Tensor& tensor : *tensors) state.emplace_back(tensor.unsafeGetTensorImpl()->data(), tensor.requires_grad());
+    for (const at::Tensor& tensor : *tensors)
+      state.emplace_back(tensor.unsafeGetTensorImpl()->data(), tensor.requires_grad());
   return state;
 }
 
@@ -101,7 +114,9 @@ StepRecording::Kind& StepRecording::kind_of(const Tree& arguments, double consta
   }
   if (at == kinds_.end()) {
     if (kinds_.size() == kMostKinds)
-      kinds_.erase(std::min_element(kinds_.begin(), kinds_.end(), [](const auto& a, const auto& b) { return a.second.last_use < b.second.last_use; }));
+      kinds_.erase(std::min_element(kinds_.begin(), kinds_.end(), [](const auto& a, const auto& b) {
+        return a.second.last_use < b.second.last_use;
+      }));
     at = kinds_.emplace(text, Kind{}).first;
     at->second.state = std::move(state);
   }
@@ -110,7 +125,8 @@ StepRecording::Kind& StepRecording::kind_of(const Tree& arguments, double consta
 }
 
 void StepRecording::record(Kind& kind, const Tree& arguments) {
-  const Tree own = map_tree_tensors(arguments, [](const at::Tensor& tensor) { return tensor.detach().clone(); });
+  const Tree own =
+      map_tree_tensors(arguments, [](const at::Tensor& tensor) { return tensor.detach().clone(); });
   kind.inputs = tensors_of(own);
   std::vector<at::Tensor> before;
   for (at::Tensor& parameter : parameters_) {
@@ -128,8 +144,9 @@ void StepRecording::record(Kind& kind, const Tree& arguments) {
     });
   } catch (const std::exception& error) {
     put_back();
-    std::throw_with_nested(StateError(describe("recording of a step", error.what(), "modules and a loss that only enqueue work on the device",
-                                               "find what reads a value back or waits, or turn PipelineOptions::device_graph off")));
+    std::throw_with_nested(StateError(describe(
+        "recording of a step", error.what(), "modules and a loss that only enqueue work on the device",
+        "find what reads a value back or waits, or turn PipelineOptions::device_graph off")));
   }
   for (const at::Tensor& parameter : parameters_) kind.gradients.push_back(parameter.grad());
   put_back();
@@ -156,10 +173,12 @@ StepResult StepRecording::replay(Kind& kind, const std::vector<at::Tensor>& inpu
   kind.graph->replay();
   if (!earlier.empty()) at::_foreach_add_(earlier, added);
   for (std::size_t i = 0; i < parameters_.size(); ++i)
-    if (kind.gradients[i].defined() && !parameters_[i].grad().defined()) parameters_[i].mutable_grad() = kind.gradients[i];
+    if (kind.gradients[i].defined() && !parameters_[i].grad().defined())
+      parameters_[i].mutable_grad() = kind.gradients[i];
   replayed_ = true;
   StepResult result;
-  if (kind.output) result.output = map_tree_tensors(*kind.output, [](const at::Tensor& tensor) { return tensor.clone(); });
+  if (kind.output)
+    result.output = map_tree_tensors(*kind.output, [](const at::Tensor& tensor) { return tensor.clone(); });
   if (kind.losses.defined()) result.losses = kind.losses.clone().unbind();
   return result;
 }

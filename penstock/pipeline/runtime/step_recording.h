@@ -20,8 +20,8 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/stage.h"
 #include "penstock/pipeline.h"
+#include "penstock/stage.h"
 #include "penstock/torch/compat/device_graph.h"
 
 namespace penstock {

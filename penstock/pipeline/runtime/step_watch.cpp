@@ -19,19 +19,21 @@ namespace {
 using namespace std::chrono_literals;
 using SteadyClock = std::chrono::steady_clock;
 
-constexpr auto kPeriod = 250ms;         // between two checks of the progress
-constexpr auto kRenewal = 1s;           // of the status of a rank that makes no progress
-constexpr auto kPollPause = 50ms;       // between two reads of a roll call
-constexpr auto kStoreSlack = 500ms;     // for the store to answer, beyond the time of a roll call
-constexpr auto kHostLingers = 500ms;    // the host of the store, for the others to post their statuses
-constexpr auto kReadingTime = 200ms;    // and to read them
-constexpr double kFreshForS = 2.0;      // a more recent status needs no renewal
+constexpr auto kPeriod = 250ms;       // between two checks of the progress
+constexpr auto kRenewal = 1s;         // of the status of a rank that makes no progress
+constexpr auto kPollPause = 50ms;     // between two reads of a roll call
+constexpr auto kStoreSlack = 500ms;   // for the store to answer, beyond the time of a roll call
+constexpr auto kHostLingers = 500ms;  // the host of the store, for the others to post their statuses
+constexpr auto kReadingTime = 200ms;  // and to read them
+constexpr double kFreshForS = 2.0;    // a more recent status needs no renewal
 constexpr int kStoreHost = 0;
 const char* const kKey = "pipeline.progress";
 
 // Used to compare clocks of different hosts, to a fraction of a second.
 std::int64_t wall_now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::system_clock::now().time_since_epoch()).count();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::system_clock::now().time_since_epoch())
+      .count();
 }
 
 // Format: the time, "now" or "last", the place.
@@ -101,7 +103,8 @@ struct StepWatch::State {
     if (!place) return;
     const double stalled_s = std::chrono::duration<double>(stalled_after).count();
     const bool stalled = place->state != RankPlace::State::Between && place->for_s >= stalled_s;
-    const bool same = posted && posted->step == place->step && posted->state == place->state && posted->instruction == place->instruction;
+    const bool same = posted && posted->step == place->step && posted->state == place->state &&
+                      posted->instruction == place->instruction;
     const auto since = SteadyClock::now() - posted_at;
     if (posted && (stalled ? same && since < kRenewal : since < stalled_after)) return;
     posted = place;
@@ -145,7 +148,8 @@ struct StepWatch::State {
 
   // Requires the lock.
   void note(const RankPlace& place, int rank) {
-    const auto at = std::find_if(places.begin(), places.end(), [&](const RankPlace& each) { return each.rank == rank; });
+    const auto at =
+        std::find_if(places.begin(), places.end(), [&](const RankPlace& each) { return each.rank == rank; });
     if (at != places.end()) *at = place;
   }
 
@@ -180,7 +184,8 @@ StepWatch::~StepWatch() {
   if (ended) {
     thread_->thread.join();
   } else {
-    thread_->thread.detach();  // blocked in a store that does not answer; from now on it touches only its own state
+    thread_->thread
+        .detach();  // blocked in a store that does not answer; from now on it touches only its own state
   }
 }
 
@@ -193,7 +198,8 @@ void StepWatch::start() {
   thread_ = std::make_unique<Thread>(Thread{std::thread([state = state_] { state->run(); })});
 }
 
-std::vector<RankPlace> StepWatch::ask(const RankPlace& own, std::optional<int> lost, bool wait_for_others, std::chrono::milliseconds limit) {
+std::vector<RankPlace> StepWatch::ask(const RankPlace& own, std::optional<int> lost, bool wait_for_others,
+                                      std::chrono::milliseconds limit) {
   State& state = *state_;
   std::unique_lock lock(state.mutex);
   state.places.clear();
@@ -212,7 +218,8 @@ std::vector<RankPlace> StepWatch::ask(const RankPlace& own, std::optional<int> l
   for (RankPlace& place : places) {
     if (place.rank == lost) place.state = RankPlace::State::Lost;
     // Only the host of an unresponsive store is to blame for it.
-    if (place.state == RankPlace::State::NoStatus && !answered && place.rank != kStoreHost) place.error = fmt::format("the store, which rank {} hosts, does not answer", kStoreHost);
+    if (place.state == RankPlace::State::NoStatus && !answered && place.rank != kStoreHost)
+      place.error = fmt::format("the store, which rank {} hosts, does not answer", kStoreHost);
   }
   return places;
 }
@@ -221,8 +228,6 @@ std::vector<RankPlace> StepWatch::roll_call(const RankPlace& own, std::optional<
   return ask(own, lost, true, kRollCallTime);
 }
 
-void StepWatch::post_last_place(const RankPlace& own) {
-  ask(own, std::nullopt, false, kHostLingers);
-}
+void StepWatch::post_last_place(const RankPlace& own) { ask(own, std::nullopt, false, kHostLingers); }
 
 }  // namespace penstock

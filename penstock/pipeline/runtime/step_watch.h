@@ -18,8 +18,8 @@
 #include <optional>
 #include <vector>
 
-#include "penstock/world.h"
 #include "penstock/pipeline/report/stall_report.h"
+#include "penstock/world.h"
 
 namespace penstock {
 
@@ -56,7 +56,8 @@ class StepWatch {
 
  private:
   struct State;
-  std::vector<RankPlace> ask(const RankPlace& own, std::optional<int> lost, bool wait_for_others, std::chrono::milliseconds limit);
+  std::vector<RankPlace> ask(const RankPlace& own, std::optional<int> lost, bool wait_for_others,
+                             std::chrono::milliseconds limit);
   std::shared_ptr<State> state_;  // shared with the thread, which may outlive the watch
   struct Thread;
   std::unique_ptr<Thread> thread_;

@@ -7,8 +7,8 @@
 #include <limits>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/comm/message/message.h"
+#include "penstock/errors.h"
 #include "penstock/pipeline/report/step_trace.h"
 
 namespace penstock {
@@ -31,7 +31,10 @@ struct RankStepTimes {
 
 std::vector<std::uint8_t> to_bytes(const TraceRequest& request) {
   comm::MessageWriter writer(kTimes, kTimesVersion);
-  writer.write(request.step).write(request.compile.has_backward).write(request.clock.offset_ns).write(request.clock.error_ns);
+  writer.write(request.step)
+      .write(request.compile.has_backward)
+      .write(request.clock.offset_ns)
+      .write(request.clock.error_ns);
   std::vector<std::int64_t> times;
   times.reserve(2 * request.times.size());
   for (const TimedInstruction& each : request.times) {
@@ -40,7 +43,8 @@ std::vector<std::uint8_t> to_bytes(const TraceRequest& request) {
   }
   std::vector<std::int64_t> pieces;
   for (std::size_t i = 0; i < request.times.size(); ++i)
-    for (const UnitPiece& piece : request.times[i].pieces) pieces.insert(pieces.end(), {static_cast<std::int64_t>(i), piece.member, piece.begin_ns, piece.end_ns});
+    for (const UnitPiece& piece : request.times[i].pieces)
+      pieces.insert(pieces.end(), {static_cast<std::int64_t>(i), piece.member, piece.begin_ns, piece.end_ns});
   writer.write(times).write(pieces);
   return writer.finish();
 }
@@ -54,7 +58,8 @@ RankStepTimes from_bytes(const std::vector<std::uint8_t>& bytes) {
   reader.expect_end();
   for (std::size_t i = 0; i + 1 < times.size(); i += 2) found.times.push_back({times[i], times[i + 1]});
   for (std::size_t i = 0; i + 3 < pieces.size(); i += 4)
-    found.times.at(static_cast<std::size_t>(pieces[i])).pieces.push_back({static_cast<int>(pieces[i + 1]), pieces[i + 2], pieces[i + 3]});
+    found.times.at(static_cast<std::size_t>(pieces[i]))
+        .pieces.push_back({static_cast<int>(pieces[i + 1]), pieces[i + 2], pieces[i + 3]});
   return found;
 }
 
@@ -67,18 +72,23 @@ at::Tensor number(std::int64_t value) {
 void send_bytes(const comm::Group& control, const std::vector<std::uint8_t>& bytes) {
   at::Tensor payload = at::empty({static_cast<std::int64_t>(bytes.size())}, at::kByte);
   std::memcpy(payload.data_ptr(), bytes.data(), bytes.size());
-  control.send(number(payload.numel()), control.rank_at(0), {.tag = kSizeTag, .label = "size of the times of a step", .timeout = {}});
+  control.send(number(payload.numel()), control.rank_at(0),
+               {.tag = kSizeTag, .label = "size of the times of a step", .timeout = {}});
   control.send(payload, control.rank_at(0), {.tag = kTimesTag, .label = "times of a step", .timeout = {}});
 }
 
 std::vector<std::uint8_t> receive_bytes(const comm::Group& control, int position) {
   at::Tensor size = number(0);
-  control.recv(size, control.rank_at(position), {.tag = kSizeTag, .label = "size of the times of a step", .timeout = {}});
+  control.recv(size, control.rank_at(position),
+               {.tag = kSizeTag, .label = "size of the times of a step", .timeout = {}});
   const std::int64_t count = *size.data_ptr<std::int64_t>();
   if (count < 0 || count > static_cast<std::int64_t>(comm::kDefaultMaxMessageBytes))
-    throw PipeliningMetadataError(describe(fmt::format("times of rank {}", position), fmt::format("{} bytes", count), fmt::format("at most {}", comm::kDefaultMaxMessageBytes), "run the same build on all ranks"));
+    throw PipeliningMetadataError(describe(
+        fmt::format("times of rank {}", position), fmt::format("{} bytes", count),
+        fmt::format("at most {}", comm::kDefaultMaxMessageBytes), "run the same build on all ranks"));
   at::Tensor payload = at::empty({count}, at::kByte);
-  control.recv(payload, control.rank_at(position), {.tag = kTimesTag, .label = "times of a step", .timeout = {}});
+  control.recv(payload, control.rank_at(position),
+               {.tag = kTimesTag, .label = "times of a step", .timeout = {}});
   const auto* data = payload.data_ptr<std::uint8_t>();
   return {data, data + count};
 }
@@ -87,7 +97,9 @@ std::vector<std::uint8_t> receive_bytes(const comm::Group& control, int position
 
 ClockOffset align_clock(const comm::Group& control) {
   if (!control) return {};
-  const auto options = [] { return comm::P2POptions{.tag = kClockTag, .label = "alignment of clocks", .timeout = {}}; };
+  const auto options = [] {
+    return comm::P2POptions{.tag = kClockTag, .label = "alignment of clocks", .timeout = {}};
+  };
   at::Tensor remote_time = number(0);
   if (control.axis_rank() == 0) {
     for (int position = 1; position < control.size(); ++position)
@@ -125,9 +137,14 @@ std::optional<StepTrace> collect_trace(const comm::Group& control, const TraceRe
       found = from_bytes(receive_bytes(control, rank));
     }
     if (found.step != request.step || found.has_backward != request.compile.has_backward)
-      throw PipeliningMetadataError(describe(fmt::format("last step of rank {}", rank), fmt::format("step {}, {}", found.step, found.has_backward ? "training" : "evaluation"),
-                                             fmt::format("step {}, {}, as on rank 0", request.step, request.compile.has_backward ? "training" : "evaluation"), "request a trace after the same step on all ranks"));
-    trace.ranks.push_back(trace_events(compile_program(request.lowered, rank, request.skips, request.compile), found.times, found.clock.offset_ns));
+      throw PipeliningMetadataError(
+          describe(fmt::format("last step of rank {}", rank),
+                   fmt::format("step {}, {}", found.step, found.has_backward ? "training" : "evaluation"),
+                   fmt::format("step {}, {}, as on rank 0", request.step,
+                               request.compile.has_backward ? "training" : "evaluation"),
+                   "request a trace after the same step on all ranks"));
+    trace.ranks.push_back(trace_events(compile_program(request.lowered, rank, request.skips, request.compile),
+                                       found.times, found.clock.offset_ns));
     trace.clock_error_ns.push_back(found.clock.error_ns);
   }
   start_at_zero(trace);

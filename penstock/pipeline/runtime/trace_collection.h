@@ -25,11 +25,11 @@ struct ClockOffset {
 ClockOffset align_clock(const comm::Group& control);
 
 struct TraceRequest {
-  const schedule::Schedule& lowered;            // as executed
+  const schedule::Schedule& lowered;  // as executed
   const std::vector<SkipConnection>& skips;
   ProgramOptions compile;
   std::uint64_t step = 0;
-  const std::vector<TimedInstruction>& times;   // of this rank
+  const std::vector<TimedInstruction>& times;  // of this rank
   ClockOffset clock;
 };
 // Collective over the group: the first rank gets the trace, the others std::nullopt. `control` may be an

@@ -13,9 +13,12 @@ namespace {
 
 std::string type_text(const LoggedTransfer& transfer) {
   switch (transfer.type) {
-    case LoggedTransfer::Type::Send: return fmt::format("send to rank {}", transfer.peer);
-    case LoggedTransfer::Type::Receive: return fmt::format("receive from rank {}", transfer.peer);
-    case LoggedTransfer::Type::HandOver: return "hand over";
+    case LoggedTransfer::Type::Send:
+      return fmt::format("send to rank {}", transfer.peer);
+    case LoggedTransfer::Type::Receive:
+      return fmt::format("receive from rank {}", transfer.peer);
+    case LoggedTransfer::Type::HandOver:
+      return "hand over";
   }
   return "?";
 }
@@ -34,10 +37,12 @@ void TransferLog::write(const std::string& line) {
   log().log(switched_on_ ? spdlog::level::info : spdlog::level::debug, "transfers {}: {}", ++calls_, line);
 }
 
-void TransferLog::batch(std::string_view what, const Instruction& instruction, const Channel& channel, const std::vector<LoggedTransfer>& transfers) {
+void TransferLog::batch(std::string_view what, const Instruction& instruction, const Channel& channel,
+                        const std::vector<LoggedTransfer>& transfers) {
   std::string list;
   for (const LoggedTransfer& transfer : transfers)
-    list += fmt::format("{}{} {} on {}, {}", list.empty() ? "" : "; ", type_text(transfer), to_string(meta_of(transfer.tensor)), transfer.tensor.device().str(),
+    list += fmt::format("{}{} {} on {}, {}", list.empty() ? "" : "; ", type_text(transfer),
+                        to_string(meta_of(transfer.tensor)), transfer.tensor.device().str(),
                         transfer.requires_grad ? "requires grad" : "no grad");
   write(fmt::format("{} {}: {}", what, place(instruction, channel), list.empty() ? "nothing" : list));
 }

@@ -1,8 +1,8 @@
 // Logs every transfer of a pipeline, if PENSTOCK_TRACE_TRANSFERS=1.
 //
-//   transfers 7: send 0SEND_F3 (activation of stage 0 to stage 1): send to rank 1 float32[2, 6] on cpu, requires grad
-//   transfers 8: post 0RECV_B2 (gradient of stage 1 to stage 0): nothing                     an empty batch
-//   transfers 9: await 0RECV_B2 (gradient of stage 1 to stage 0): no wait, nothing is on its way
+//   transfers 7: send 0SEND_F3 (activation of stage 0 to stage 1): send to rank 1 float32[2, 6] on cpu,
+//   requires grad transfers 8: post 0RECV_B2 (gradient of stage 1 to stage 0): nothing                     an
+//   empty batch transfers 9: await 0RECV_B2 (gradient of stage 1 to stage 0): no wait, nothing is on its way
 //
 // Off by default, without overhead. At debug level (PENSTOCK_LOG=debug) the same lines are logged at debug
 // level. The number counts the lines of this rank's pipeline. Thread safety: one thread.
@@ -22,7 +22,7 @@ namespace penstock {
 struct LoggedTransfer {
   enum class Type : std::uint8_t { Send, Receive, HandOver };
   Type type = Type::Send;
-  int peer = 0;                // global rank
+  int peer = 0;  // global rank
   at::Tensor tensor;
   bool requires_grad = false;  // as agreed between the stages: a transferred tensor has no graph
 };
@@ -34,7 +34,8 @@ class TransferLog {
 
   bool on() const;
   // Call only if on(). A batch without transfers is logged, too.
-  void batch(std::string_view what, const Instruction& instruction, const Channel& channel, const std::vector<LoggedTransfer>& transfers);
+  void batch(std::string_view what, const Instruction& instruction, const Channel& channel,
+             const std::vector<LoggedTransfer>& transfers);
   // Log the wait for posted receives, or that there is none because nothing was posted.
   void bypassed_wait(const Instruction& instruction, const Channel& channel);
   void waits(const Instruction& instruction, const Channel& channel, std::size_t transfers);

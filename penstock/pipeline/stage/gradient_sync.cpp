@@ -8,7 +8,9 @@ GradientSyncs gradient_syncs_of(const StageModule& module) {
   GradientSyncs found;
   for (const auto& outer : module.modules())
     for (const auto& each : outer->modules(/*include_self=*/true))
-      if (auto sync = std::dynamic_pointer_cast<GradientSync>(each); sync && std::find(found.begin(), found.end(), sync) == found.end()) found.push_back(std::move(sync));
+      if (auto sync = std::dynamic_pointer_cast<GradientSync>(each);
+          sync && std::find(found.begin(), found.end(), sync) == found.end())
+        found.push_back(std::move(sync));
   return found;
 }
 
@@ -18,7 +20,8 @@ NoGradientSync::NoGradientSync(const GradientSyncs& modules) {
 }
 
 NoGradientSync::~NoGradientSync() {
-  for (auto each = before_.rbegin(); each != before_.rend(); ++each) each->first->set_gradient_sync(each->second);
+  for (auto each = before_.rbegin(); each != before_.rend(); ++each)
+    each->first->set_gradient_sync(each->second);
 }
 
 }  // namespace penstock

@@ -14,10 +14,14 @@ std::vector<ShardState*> outermost_states(const StageModule& module) {
   std::vector<ShardState*> found;
   for (const auto& outer : module.modules())
     for (const auto& each : outer->modules(/*include_self=*/true))
-      if (ShardState* state = shard_state_of(*each); state != nullptr && std::find(found.begin(), found.end(), state) == found.end()) found.push_back(state);
+      if (ShardState* state = shard_state_of(*each);
+          state != nullptr && std::find(found.begin(), found.end(), state) == found.end())
+        found.push_back(state);
   std::vector<ShardState*> roots;
   for (ShardState* state : found)
-    if (std::none_of(found.begin(), found.end(), [&](const ShardState* other) { return other != state && other->contains(*state); })) roots.push_back(state);
+    if (std::none_of(found.begin(), found.end(),
+                     [&](const ShardState* other) { return other != state && other->contains(*state); }))
+      roots.push_back(state);
   return roots;
 }
 

@@ -9,8 +9,8 @@
 
 #include <vector>
 
-#include "penstock/stage_module.h"
 #include "penstock/shard/state/shard_state.h"
+#include "penstock/stage_module.h"
 
 namespace penstock {
 

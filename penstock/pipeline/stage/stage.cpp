@@ -3,10 +3,10 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
-#include "penstock/base/env.h"
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
+#include "penstock/base/env.h"
 #include "penstock/dtensor.h"
+#include "penstock/errors.h"
 #include "penstock/pipeline/contract/record_checks.h"
 #include "penstock/pipeline/stage/stage_state.h"
 
@@ -19,10 +19,13 @@ void harvest(MeshCache& meshes, const std::optional<std::vector<at::Tensor>>& te
 }
 
 void check_examples(int stage, const StageMeta& meta) {
-  const auto check = [&](StageSide side, const std::optional<TensorMetas>& tensors, const std::optional<OptionalTensorMetas>& gradients) {
+  const auto check = [&](StageSide side, const std::optional<TensorMetas>& tensors,
+                         const std::optional<OptionalTensorMetas>& gradients) {
     if (gradients && !tensors)
-      throw ValueError(describe(fmt::format("examples of stage {}", stage), side == StageSide::Input ? "only input_grads" : "only output_grads",
-                                "gradients together with their tensors", side == StageSide::Input ? "pass input_args too" : "pass output_args too"));
+      throw ValueError(describe(fmt::format("examples of stage {}", stage),
+                                side == StageSide::Input ? "only input_grads" : "only output_grads",
+                                "gradients together with their tensors",
+                                side == StageSide::Input ? "pass input_args too" : "pass output_args too"));
     if (tensors && gradients) check_gradient_contract(stage, side, *tensors, *gradients);
   };
   check(StageSide::Input, meta.inputs, meta.input_grads);
@@ -31,11 +34,14 @@ void check_examples(int stage, const StageMeta& meta) {
 
 }  // namespace
 
-PipelineStage::PipelineStage(StageModule module, int index, int count, at::Device device, StageOptions options) {
+PipelineStage::PipelineStage(StageModule module, int index, int count, at::Device device,
+                             StageOptions options) {
   if (count < 1 || index < 0 || index >= count)
-    throw ValueError(describe("stage index", fmt::format("{} of {}", index, count), "an index from 0 to one less than the number of stages",
+    throw ValueError(describe("stage index", fmt::format("{} of {}", index, count),
+                              "an index from 0 to one less than the number of stages",
                               "number the stages of the whole pipeline from 0, over all ranks"));
-  state_ = std::make_shared<StageState>(StageState{std::move(module), index, count, device, std::move(options), {}, {}});
+  state_ = std::make_shared<StageState>(
+      StageState{std::move(module), index, count, device, std::move(options), {}, {}});
   const StageOptions& given = state_->options;
   StageMeta& meta = state_->examples;
   meta.inputs = metas_of(given.input_args);
@@ -43,7 +49,8 @@ PipelineStage::PipelineStage(StageModule module, int index, int count, at::Devic
   meta.input_grads = optional_metas_of(given.input_grads);
   meta.output_grads = optional_metas_of(given.output_grads);
   check_examples(index, meta);
-  for (const auto* tensors : {&given.input_args, &given.output_args, &given.input_grads, &given.output_grads}) harvest(state_->meshes, *tensors);
+  for (const auto* tensors : {&given.input_args, &given.output_args, &given.input_grads, &given.output_grads})
+    harvest(state_->meshes, *tensors);
   state_->meshes.harvest(state_->module.parameters());
 }
 
@@ -62,7 +69,9 @@ bool needs_trial(const PipelineStage& stage, bool has_backward) {
   return !meta.input_grads || !meta.output_grads;
 }
 
-bool validates(const PipelineStage& stage) { return stage.options().validate.value_or(debug_level() == DebugLevel::Detail); }
+bool validates(const PipelineStage& stage) {
+  return stage.options().validate.value_or(debug_level() == DebugLevel::Detail);
+}
 
 std::string to_text(const PipelineStage& stage) {
   return fmt::format("stage {} of {}", stage.index(), stage.count());
@@ -70,8 +79,10 @@ std::string to_text(const PipelineStage& stage) {
 
 std::vector<at::Tensor> stage_outputs(const Tree& result, int stage) {
   const auto refuse = [&](const std::string& what) {
-    throw PipeliningMetadataError(describe(fmt::format("output of stage {}", stage), what, "a tensor, or a tuple or list of tensors, because it is sent to the next stage",
-                                           "return only tensors, and pass other values as keyword arguments on the rank that needs them"));
+    throw PipeliningMetadataError(describe(
+        fmt::format("output of stage {}", stage), what,
+        "a tensor, or a tuple or list of tensors, because it is sent to the next stage",
+        "return only tensors, and pass other values as keyword arguments on the rank that needs them"));
   };
   std::vector<at::Tensor> tensors;
   const auto add = [&](const Tree& entry, const std::string& place) {
@@ -91,14 +102,16 @@ at::Tensor tensor_from_local(const PipelineStage& stage, const at::Tensor& local
   const auto* record = std::get_if<DistributedRecord>(&meta);
   if (record == nullptr) return local;
   if (local.requires_grad())
-    throw PipeliningMetadataError(describe(fmt::format("a local part that arrived at stage {}", stage.index()), "it requires grad", "none: only the whole tensor does",
-                                           "report this: received buffers are never part of a graph"));
+    throw PipeliningMetadataError(describe(
+        fmt::format("a local part that arrived at stage {}", stage.index()), "it requires grad",
+        "none: only the whole tensor does", "report this: received buffers are never part of a graph"));
   const at::NoGradGuard no_grad;
   FromLocalOptions options;
   options.shape = record->global_shape();
   options.stride = record->global_stride();
   options.check = false;
-  return from_local(local, state_of(stage).meshes.get(record->mesh_key(), stage.options().find_mesh), record->placements(), options);
+  return from_local(local, state_of(stage).meshes.get(record->mesh_key(), stage.options().find_mesh),
+                    record->placements(), options);
 }
 
 }  // namespace penstock

@@ -13,12 +13,15 @@ namespace penstock {
 namespace detail {
 
 void refuse_argument_count(std::size_t given, std::size_t taken) {
-  throw ValueError(describe("arguments of a stage's forward", fmt::format("{}", given), fmt::format("at most {}", taken),
-                            "make the module take as many tensors as the previous stage returns, and other values by keyword"));
+  throw ValueError(describe(
+      "arguments of a stage's forward", fmt::format("{}", given), fmt::format("at most {}", taken),
+      "make the module take as many tensors as the previous stage returns, and other values by keyword"));
 }
 
 void refuse_kwargs(const Tree& kwargs) {
-  throw ValueError(describe("keyword arguments of a stage", fmt::format("'{}'", fmt::join(kwargs.keys(), "', '")), "none, because its forward takes none",
+  throw ValueError(describe("keyword arguments of a stage",
+                            fmt::format("'{}'", fmt::join(kwargs.keys(), "', '")),
+                            "none, because its forward takes none",
                             "add to forward a last parameter `const penstock::Tree& kwargs`"));
 }
 
@@ -46,7 +49,9 @@ std::vector<at::Tensor> each_once(const StageModule::Modules& modules, Tensors t
 }  // namespace
 
 StageModule StageModule::chain(std::vector<StageModule> blocks) {
-  if (blocks.empty()) throw ValueError(describe("a chain of blocks", "no blocks", "at least one", "pass the blocks of the stage"));
+  if (blocks.empty())
+    throw ValueError(
+        describe("a chain of blocks", "no blocks", "at least one", "pass the blocks of the stage"));
   Modules modules;
   bool takes_kwargs = false;
   for (const StageModule& block : blocks) {

@@ -58,8 +58,9 @@ void CostModel::check(int stage_count) const {
   check_entries("memory", memory.size());
   const auto check_time = [](const char* what, std::size_t stage, double value) {
     if (value >= 0 && value <= kLongestTime) return;
-    throw ValueError(describe(fmt::format("cost model: {} of stage {}", what, stage), fmt::format("{}", value),
-                              fmt::format("a number from 0 to {}", kLongestTime), "choose a longer unit of time"));
+    throw ValueError(describe(fmt::format("cost model: {} of stage {}", what, stage),
+                              fmt::format("{}", value), fmt::format("a number from 0 to {}", kLongestTime),
+                              "choose a longer unit of time"));
   };
   for (std::size_t stage = 0; stage < stages.size(); ++stage) {
     const StageCost& cost = stages[stage];
@@ -86,7 +87,8 @@ void CostModel::check(int stage_count) const {
                               "a positive number of bytes per unit of time"));
   }
   // A finite size over a tiny bandwidth may overflow to infinity.
-  for (std::size_t stage = 0; stage < stages.size(); ++stage) check_time("transfer time", stage, stages[stage].output_bytes / bandwidth);
+  for (std::size_t stage = 0; stage < stages.size(); ++stage)
+    check_time("transfer time", stage, stages[stage].output_bytes / bandwidth);
   if (!(overlap_saving >= 0 && overlap_saving <= 1)) {
     throw ValueError(
         describe("cost model: overlap_saving", fmt::format("{}", overlap_saving), "a share from 0 to 1"));
@@ -99,12 +101,15 @@ void CostModel::check(const schedule::StageMap& map, int microbatches) const {
   std::vector<double> most(static_cast<std::size_t>(map.ranks()), 0.0);
   for (int stage = 0; stage < map.stages(); ++stage) {
     const StageMemory& bytes = memory_of(stage);
-    const auto kept = static_cast<double>(std::max(bytes.activation, bytes.between_input_and_weight.value_or(0)));
+    const auto kept =
+        static_cast<double>(std::max(bytes.activation, bytes.between_input_and_weight.value_or(0)));
     double& rank = most[static_cast<std::size_t>(map.rank_of(stage))];
-    rank += static_cast<double>(bytes.parameters) + static_cast<double>(bytes.unsharded) + static_cast<double>(bytes.gradients) + kept * microbatches;
+    rank += static_cast<double>(bytes.parameters) + static_cast<double>(bytes.unsharded) +
+            static_cast<double>(bytes.gradients) + kept * microbatches;
     if (rank >= 0x1p62)
-      throw ValueError(describe(fmt::format("cost model: memory of a rank with {} microbatches", microbatches),
-                                fmt::format("up to {:.3g} bytes", rank), "less than 4 EiB", "lower the bytes of the stages"));
+      throw ValueError(describe(
+          fmt::format("cost model: memory of a rank with {} microbatches", microbatches),
+          fmt::format("up to {:.3g} bytes", rank), "less than 4 EiB", "lower the bytes of the stages"));
   }
 }
 

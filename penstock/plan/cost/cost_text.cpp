@@ -10,10 +10,10 @@
 #include <utility>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/number.h"
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"
+#include "penstock/errors.h"
 
 namespace penstock::plan {
 
@@ -110,7 +110,8 @@ void apply_cost_text(CostModel& model, std::string_view text) {
           [&model](std::string_view what, std::string_view value) {
             const std::optional<double> bytes = parse_scaled(value);
             if (!bytes || !(*bytes > 0))
-              throw ConfigError(describe(what, quote(value), "a positive number of bytes per unit of time, such as 0.5 or 4G"));
+              throw ConfigError(describe(what, quote(value),
+                                         "a positive number of bytes per unit of time, such as 0.5 or 4G"));
             model.bandwidth = *bytes;
           }},
          {"unshard", per_stage([](StageCost& cost, double value) { cost.unshard = value; })},

@@ -22,7 +22,8 @@ constexpr double kImpossible = std::numeric_limits<double>::infinity();
 void check_counts(int layers, int stages, int most) {
   if (stages < 1) throw ValueError(describe("partition: stages", fmt::format("{}", stages), "at least 1"));
   if (stages > most)
-    throw ValueError(describe("partition: stages", fmt::format("{}", stages), fmt::format("at most {} for {} layers", most, layers),
+    throw ValueError(describe("partition: stages", fmt::format("{}", stages),
+                              fmt::format("at most {} for {} layers", most, layers),
                               "use fewer stages or more layers"));
 }
 
@@ -51,7 +52,8 @@ class Splits {
  public:
   Splits(const Scaled& costs, int layers, int stages, bool empty_first, bool empty_last)
       : costs_(costs), layers_(layers), stages_(stages), empty_first_(empty_first), empty_last_(empty_last) {
-    for (int layer = 0; layer < layers; ++layer) most_of_one_ = std::max(most_of_one_, cost_between(costs_.sums, layer, layer + 1));
+    for (int layer = 0; layer < layers; ++layer)
+      most_of_one_ = std::max(most_of_one_, cost_between(costs_.sums, layer, layer + 1));
   }
 
   // The smallest limit that allows a split: bisection down to adjacent doubles, so it is exactly the cost of
@@ -87,7 +89,8 @@ class Splits {
         }
         const Begins& next = begins_[static_cast<std::size_t>(stage) + 1];
         // Longest stage first: it is replaced only by a strictly better one.
-        for (int end = std::min(next.high, farthest(stage, begin, limit)); end >= std::max(next.low, begin + shortest(stage)); --end) {
+        for (int end = std::min(next.high, farthest(stage, begin, limit));
+             end >= std::max(next.low, begin + shortest(stage)); --end) {
           const double mine = cost(stage, begin, end);
           const double whole = mine * mine + after[static_cast<std::size_t>(end - next.low)];
           if (whole < value[place]) {
@@ -101,7 +104,8 @@ class Splits {
     std::vector<LayerRange> parts;
     int begin = 0;
     for (int stage = 0; stage < stages_; ++stage) {
-      const int end = cut[static_cast<std::size_t>(stage)][static_cast<std::size_t>(begin - begins_[static_cast<std::size_t>(stage)].low)];
+      const int end = cut[static_cast<std::size_t>(stage)]
+                         [static_cast<std::size_t>(begin - begins_[static_cast<std::size_t>(stage)].low)];
       parts.push_back({begin, end});
       begin = end;
     }
@@ -114,9 +118,12 @@ class Splits {
     int low = 0, high = 0;
   };
 
-  int shortest(int stage) const { return (stage == 0 && empty_first_) || (stage == stages_ - 1 && empty_last_) ? 0 : 1; }
+  int shortest(int stage) const {
+    return (stage == 0 && empty_first_) || (stage == stages_ - 1 && empty_last_) ? 0 : 1;
+  }
   double cost(int stage, int begin, int end) const {
-    return cost_between(costs_.sums, begin, end) + ((stage == 0 ? costs_.first : 0) + (stage == stages_ - 1 ? costs_.last : 0));
+    return cost_between(costs_.sums, begin, end) +
+           ((stage == 0 ? costs_.first : 0) + (stage == stages_ - 1 ? costs_.last : 0));
   }
   // The largest end within the limit; below `begin` if there is none. Costs increase with the end.
   int farthest(int stage, int begin, double limit) const {
@@ -157,7 +164,8 @@ class Splits {
     for (int stage = last - 1; stage >= 0; --stage) {
       const Begins next = at(stage + 1);
       if (next.low > next.high) return false;
-      at(stage) = {nearest(stage, std::max(next.low, stage == 0 ? shortest(0) : 0), limit), next.high - shortest(stage)};
+      at(stage) = {nearest(stage, std::max(next.low, stage == 0 ? shortest(0) : 0), limit),
+                   next.high - shortest(stage)};
     }
     if (at(0).low > 0 || at(0).high < 0) return false;
     at(0) = {0, 0};
@@ -180,7 +188,8 @@ class Splits {
 
 void check_cost(double cost, const std::string& what) {
   if (!(cost >= 0) || std::isinf(cost))
-    throw ValueError(describe("partition: cost of " + what, fmt::format("{}", cost), "a finite number of at least 0"));
+    throw ValueError(
+        describe("partition: cost of " + what, fmt::format("{}", cost), "a finite number of at least 0"));
 }
 
 }  // namespace
@@ -203,8 +212,9 @@ std::vector<LayerRange> partition_at(int layers, const std::vector<int>& boundar
   int begin = 0;
   for (const int boundary : boundaries) {
     if (boundary <= begin || boundary >= layers)
-      throw ValueError(describe("partition: boundaries", fmt::format("{}", fmt::join(boundaries, " ")),
-                                fmt::format("increasing numbers from 1 to {}, where stages 1, 2, ... begin", layers - 1)));
+      throw ValueError(
+          describe("partition: boundaries", fmt::format("{}", fmt::join(boundaries, " ")),
+                   fmt::format("increasing numbers from 1 to {}, where stages 1, 2, ... begin", layers - 1)));
     parts.push_back({begin, boundary});
     begin = boundary;
   }
@@ -212,12 +222,14 @@ std::vector<LayerRange> partition_at(int layers, const std::vector<int>& boundar
   return parts;
 }
 
-std::vector<LayerRange> partition_by_cost(const std::vector<double>& costs, int stages, const PartitionEnds& ends) {
+std::vector<LayerRange> partition_by_cost(const std::vector<double>& costs, int stages,
+                                          const PartitionEnds& ends) {
   const int layers = static_cast<int>(costs.size());
   for (std::size_t i = 0; i < costs.size(); ++i) check_cost(costs[i], fmt::format("layer {}", i));
   check_cost(ends.first, "the first stage's own work");
   check_cost(ends.last, "the last stage's own work");
-  const bool empty_first = ends.may_be_empty && ends.first > 0 && stages > 1, empty_last = ends.may_be_empty && ends.last > 0 && stages > 1;
+  const bool empty_first = ends.may_be_empty && ends.first > 0 && stages > 1,
+             empty_last = ends.may_be_empty && ends.last > 0 && stages > 1;
   check_counts(layers, stages, layers + (empty_first ? 1 : 0) + (empty_last ? 1 : 0));
   const Scaled own = scaled(costs, ends);
   Splits splits(own, layers, stages, empty_first, empty_last);
@@ -225,11 +237,13 @@ std::vector<LayerRange> partition_by_cost(const std::vector<double>& costs, int 
   return splits.most_even(splits.least_limit() * (1 + 1e-12));
 }
 
-double heaviest(const std::vector<LayerRange>& parts, const std::vector<double>& costs, const PartitionEnds& ends) {
+double heaviest(const std::vector<LayerRange>& parts, const std::vector<double>& costs,
+                const PartitionEnds& ends) {
   double most = 0;
   for (std::size_t i = 0; i < parts.size(); ++i) {
     double cost = (i == 0 ? ends.first : 0) + (i + 1 == parts.size() ? ends.last : 0);
-    for (int layer = parts[i].begin; layer < parts[i].end; ++layer) cost += costs[static_cast<std::size_t>(layer)];
+    for (int layer = parts[i].begin; layer < parts[i].end; ++layer)
+      cost += costs[static_cast<std::size_t>(layer)];
     most = std::max(most, cost);
   }
   return most;

@@ -6,8 +6,8 @@
 
 #include "penstock/draw.h"
 #include "penstock/plan/draw/drawing.h"
-#include "penstock/simulator.h"
 #include "penstock/schedule/check/dry_run.h"
+#include "penstock/simulator.h"
 
 namespace penstock::plan {
 
@@ -87,8 +87,8 @@ std::string draw_grid(const schedule::Schedule& schedule, const GridOptions& opt
       const Slot members = row[slot];
       const std::string cell = members.empty() ? "." : to_text(members);
       if (options.colour && !members.empty()) {
-        const auto [background, foreground] = terminal_colours(
-            members[0].kind(), chunk[static_cast<std::size_t>(members[0].stage())] > 0);
+        const auto [background, foreground] =
+            terminal_colours(members[0].kind(), chunk[static_cast<std::size_t>(members[0].stage())] > 0);
         fmt::format_to(out, " \x1b[48;5;{}m\x1b[38;5;{}m{:<{}}\x1b[0m", background, foreground, cell,
                        widths[slot]);
       } else if (slot + 1 == row.size()) {

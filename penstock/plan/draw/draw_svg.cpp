@@ -203,13 +203,11 @@ class SvgWriter {
     }
     for (std::size_t i = 0; i < members.size(); ++i) {
       const Action& action = members[i];
-      const std::string name =
-          class_of(action.kind(), chunk_[static_cast<std::size_t>(action.stage())]);
+      const std::string name = class_of(action.kind(), chunk_[static_cast<std::size_t>(action.stage())]);
       const double member_top = top + static_cast<double>(i) * height;
       print("<rect class=\"{}\" x=\"{:.2f}\" y=\"{:.1f}\" width=\"{:.2f}\" height=\"{:.1f}\" rx=\"{}\"/>",
             name, x, member_top, drawn, height - (i + 1 < members.size() ? 0.6 : 0), width > 8 ? 2 : 0);
-      const std::string number =
-          action.has_microbatch() ? fmt::format("{}", *action.microbatch()) : "";
+      const std::string number = action.has_microbatch() ? fmt::format("{}", *action.microbatch()) : "";
       if (compute && drawn >= 7.2 * static_cast<double>(number.size()) + 2) {
         print("<text class=\"number{} t{}\" x=\"{:.2f}\" y=\"{:.1f}\">{}</text>",
               members.size() > 1 ? " small" : "", name, x + drawn / 2,

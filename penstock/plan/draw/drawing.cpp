@@ -1,5 +1,5 @@
-#include "penstock/draw.h"
 #include "penstock/plan/draw/drawing.h"
+#include "penstock/draw.h"
 
 #include <fmt/format.h>
 
@@ -78,7 +78,8 @@ int most_chunks(const schedule::StageMap& stages) {
 }
 
 std::string shape_words(const schedule::Schedule& schedule) {
-  return fmt::format("{}, {}, {}", count_of(schedule.ranks(), "rank"), count_of(schedule.stages().stages(), "stage"),
+  return fmt::format("{}, {}, {}", count_of(schedule.ranks(), "rank"),
+                     count_of(schedule.stages().stages(), "stage"),
                      count_of(schedule.microbatches(), "microbatch", "microbatches"));
 }
 

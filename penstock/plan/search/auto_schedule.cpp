@@ -7,21 +7,21 @@
 #include <random>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/text.h"
-#include "penstock/plan/search/critical_swaps.h"
+#include "penstock/errors.h"
 #include "penstock/lower.h"
-#include "penstock/validate.h"
+#include "penstock/plan/search/critical_swaps.h"
 #include "penstock/schedule/generate/virtual_pipeline.h"
+#include "penstock/validate.h"
 
 namespace penstock::plan {
 
 namespace {
 
-using schedule::StagePlacement;
 using schedule::Schedule;
 using schedule::ScheduleKind;
 using schedule::StageMap;
+using schedule::StagePlacement;
 
 // An order counts as faster only if the difference exceeds rounding errors.
 constexpr double kGain = 1e-9;
@@ -159,15 +159,18 @@ void check_request(const AutoRequest& request) {
   schedule::check_shape(ScheduleKind::LoopedBFS,
                         {shape.ranks, shape.stages_per_rank, shape.microbatches, std::nullopt});
   // The placement is not decided yet, so check as if one rank had all stages.
-  request.model.check(schedule::StageMap(1, std::vector<int>(static_cast<std::size_t>(shape.ranks * shape.stages_per_rank), 0), shape.microbatches), shape.microbatches);
+  request.model.check(
+      schedule::StageMap(1,
+                         std::vector<int>(static_cast<std::size_t>(shape.ranks * shape.stages_per_rank), 0),
+                         shape.microbatches),
+      shape.microbatches);
   if (request.limits.size() > 1 && request.limits.size() != static_cast<std::size_t>(shape.ranks)) {
     throw ValueError(describe("auto: memory limits", fmt::format("{}", request.limits.size()),
                               fmt::format("none, 1 or one for each of {} ranks", shape.ranks)));
   }
   if (request.trials < 1)
     throw ValueError(describe("auto: trials", fmt::format("{}", request.trials), "at least 1"));
-  if (request.placements.empty())
-    throw ValueError("auto: no placement; expected at least one of loop and v");
+  if (request.placements.empty()) throw ValueError("auto: no placement; expected at least one of loop and v");
 }
 
 [[noreturn]] void nothing_fits(const AutoRequest& request) {

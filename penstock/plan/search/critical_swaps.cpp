@@ -23,8 +23,7 @@ bool may_change_places(Slot before, Slot after) {
     for (const Action& b : after) {
       // F, I and W of one microbatch on one stage depend on each other; adjacent stages on one rank exchange
       // data.
-      if (a.microbatch() == b.microbatch() && std::abs(a.stage() - b.stage()) <= 1)
-        return false;
+      if (a.microbatch() == b.microbatch() && std::abs(a.stage() - b.stage()) <= 1) return false;
     }
   }
   return true;

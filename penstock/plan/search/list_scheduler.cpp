@@ -56,8 +56,7 @@ class ListScheduler {
                 const std::vector<RankRule>& rules)
       : map_(map), model_(model), limits_(limits), rules_(rules), result_(map) {
     std::vector<std::vector<int>> stages_of(static_cast<std::size_t>(map.ranks()));
-    for (int stage = 0; stage < map.stages(); ++stage)
-      stages_of[at(map.rank_of(stage))].push_back(stage);
+    for (int stage = 0; stage < map.stages(); ++stage) stages_of[at(map.rank_of(stage))].push_back(stage);
     place_.resize(at(map.stages()));
     left_.assign(at(map.ranks()), 0);
     link_free_.assign(2 * at(map.stages()), 0);
@@ -186,8 +185,7 @@ class ListScheduler {
       case ActionKind::BackwardInput:
         ++stage.inputs;
         ++state.open_weights;
-        if (!map_.is_first(stage.stage))
-          deliver(rank, state, stage.stage, stage.stage - 1, number, end);
+        if (!map_.is_first(stage.stage)) deliver(rank, state, stage.stage, stage.stage - 1, number, end);
         break;
       default:
         if (stage.weights == 0) state.gradients_to_come -= model_.memory_of(stage.stage).gradients;

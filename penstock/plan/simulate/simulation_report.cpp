@@ -45,9 +45,9 @@ std::string to_text(const schedule::Schedule& schedule, const Simulation& simula
     if (!slot.empty() && is_compute(slot[0].kind())) computing += step.end - step.start;
     if (step.cause.kind == Cause::Kind::Data) changes.push_back(&step);
   }
-  fmt::format_to(
-      out, "critical path: {}, {:.6g} computing and {:.6g} in transfer; changes rank {}\n",
-      count_of(simulation.critical_path.size(), "action"), computing, std::max(0.0, simulation.time - computing), count_of(changes.size(), "time"));
+  fmt::format_to(out, "critical path: {}, {:.6g} computing and {:.6g} in transfer; changes rank {}\n",
+                 count_of(simulation.critical_path.size(), "action"), computing,
+                 std::max(0.0, simulation.time - computing), count_of(changes.size(), "time"));
   const std::size_t shown = std::min(changes.size(), kWaitsShown);
   for (std::size_t i = changes.size() - shown; i < changes.size(); ++i) {
     const CriticalAction& step = *changes[i];

@@ -11,8 +11,8 @@
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/plan/cost/memory_ledger.h"
-#include "penstock/validate.h"
 #include "penstock/schedule/check/work_set.h"
+#include "penstock/validate.h"
 
 namespace penstock::plan {
 
@@ -68,8 +68,7 @@ class Simulator {
     if (options.memory_curve) result_.memory_curve.resize(ranks_.size());
     ledgers_.reserve(ranks_.size());
     std::vector<std::vector<int>> stages_of(ranks_.size());
-    for (int stage = 0; stage < map_.stages(); ++stage)
-      stages_of[at(map_.rank_of(stage))].push_back(stage);
+    for (int stage = 0; stage < map_.stages(); ++stage) stages_of[at(map_.rank_of(stage))].push_back(stage);
     for (int rank = 0; rank < map_.ranks(); ++rank) {
       ledgers_.emplace_back(model_, stages_of[at(rank)]);
       result_.slots[at(rank)].resize(schedule.row(rank).size());
@@ -270,8 +269,7 @@ class Simulator {
         border < 0 ? -1 : (is_forward ? forward_channel_ : backward_channel_)[at(border)];
     if (channel_index < 0) return false;  // nothing is transferred there: `stalled` reports it
     SimulatedChannel& channel = channels_[at(channel_index)];
-    if (sending && !(is_forward ? forwards_ : inputs_).contains(stage, *action.microbatch()))
-      return false;
+    if (sending && !(is_forward ? forwards_ : inputs_).contains(stage, *action.microbatch())) return false;
     const Place here = {rank, state.position};
     auto& own = sending ? channel.sends : channel.receives;
     const auto& other = sending ? channel.receives : channel.sends;
@@ -316,8 +314,7 @@ class Simulator {
     at_sender.end = at_receiver.end = end;
     result_.slots[at(send.at.rank)][send.at.slot] = at_sender;
     result_.slots[at(receive.at.rank)][receive.at.slot] = at_receiver;
-    (is_forward ? activations_
-                : gradients_)[key(received.stage(), *received.microbatch())] = {
+    (is_forward ? activations_ : gradients_)[key(received.stage(), *received.microbatch())] = {
         end, receive.at.rank, static_cast<std::uint32_t>(receive.at.slot)};
     if (!blocking_) return;
     for (const Place& place : {send.at, receive.at}) {

@@ -4,8 +4,8 @@
 #include <array>
 #include <vector>
 
-#include "penstock/validate.h"
 #include "penstock/schedule/check/work_set.h"
+#include "penstock/validate.h"
 
 namespace penstock::schedule {
 
@@ -67,8 +67,10 @@ class DryRunner {
       case ActionKind::Backward:
       case ActionKind::BackwardInput:
         return map_.is_last(action.stage()) || input_there(action, kReceivedGradient, kGradient, stage + 1);
-      case ActionKind::SendForward: return done(kForward, stage, action);
-      case ActionKind::SendBackward: return done(kGradient, stage, action);
+      case ActionKind::SendForward:
+        return done(kForward, stage, action);
+      case ActionKind::SendBackward:
+        return done(kGradient, stage, action);
       case ActionKind::RecvForward:
         return !map_.is_first(action.stage()) && done(kSentForward, stage - 1, action);
       case ActionKind::RecvBackward:
@@ -76,27 +78,33 @@ class DryRunner {
       case ActionKind::BackwardWeight:
       case ActionKind::Unshard:
       case ActionKind::Reshard:
-      case ActionKind::ReduceGrad: return true;
+      case ActionKind::ReduceGrad:
+        return true;
     }
     return true;
   }
 
   void record(const Action& action) {
-    const auto mark = [&](Event event) {
-      done_[event].insert(action.stage(), *action.microbatch());
-    };
+    const auto mark = [&](Event event) { done_[event].insert(action.stage(), *action.microbatch()); };
     switch (action.kind()) {
-      case ActionKind::Forward: return mark(kForward);
+      case ActionKind::Forward:
+        return mark(kForward);
       case ActionKind::Backward:
-      case ActionKind::BackwardInput: return mark(kGradient);
-      case ActionKind::SendForward: return mark(kSentForward);
-      case ActionKind::SendBackward: return mark(kSentGradient);
-      case ActionKind::RecvForward: return mark(kReceivedForward);
-      case ActionKind::RecvBackward: return mark(kReceivedGradient);
+      case ActionKind::BackwardInput:
+        return mark(kGradient);
+      case ActionKind::SendForward:
+        return mark(kSentForward);
+      case ActionKind::SendBackward:
+        return mark(kSentGradient);
+      case ActionKind::RecvForward:
+        return mark(kReceivedForward);
+      case ActionKind::RecvBackward:
+        return mark(kReceivedGradient);
       case ActionKind::BackwardWeight:
       case ActionKind::Unshard:
       case ActionKind::Reshard:
-      case ActionKind::ReduceGrad: return;
+      case ActionKind::ReduceGrad:
+        return;
     }
   }
 

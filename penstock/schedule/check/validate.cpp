@@ -169,11 +169,17 @@ class RowChecks {
         needs(gradient_done(stage, action), "the B or I of the same microbatch");
         crosses(place, action, !map_.is_first(action.stage()), stage - 1);
         return;
-      case ActionKind::RecvForward: crosses(place, action, !map_.is_first(action.stage()), stage - 1); return;
-      case ActionKind::RecvBackward: crosses(place, action, !map_.is_last(action.stage()), stage + 1); return;
+      case ActionKind::RecvForward:
+        crosses(place, action, !map_.is_first(action.stage()), stage - 1);
+        return;
+      case ActionKind::RecvBackward:
+        crosses(place, action, !map_.is_last(action.stage()), stage + 1);
+        return;
       case ActionKind::Unshard:
       case ActionKind::Reshard:
-      case ActionKind::ReduceGrad: stage_wide(place, action); return;
+      case ActionKind::ReduceGrad:
+        stage_wide(place, action);
+        return;
     }
   }
 
@@ -233,9 +239,7 @@ class RowChecks {
     }
   }
 
-  StageAccount& account(const Action& action) {
-    return stages_[static_cast<std::size_t>(action.stage())];
-  }
+  StageAccount& account(const Action& action) { return stages_[static_cast<std::size_t>(action.stage())]; }
 
   void record(const Place& place, const Action& action) {
     if (is_stage_wide(action.kind())) return;
@@ -269,10 +273,8 @@ class RowChecks {
                });
     if (options_.as_pytorch) return;
     if (lowered_) {
-      const bool next_elsewhere =
-          !map_.is_last(stage) && map_.rank_of(stage + 1) != map_.rank_of(stage);
-      const bool previous_elsewhere =
-          !map_.is_first(stage) && map_.rank_of(stage - 1) != map_.rank_of(stage);
+      const bool next_elsewhere = !map_.is_last(stage) && map_.rank_of(stage + 1) != map_.rank_of(stage);
+      const bool previous_elsewhere = !map_.is_first(stage) && map_.rank_of(stage - 1) != map_.rank_of(stage);
       const auto expect_transfer = [&](bool crosses, ActionKind kind) {
         if (!crosses) return;
         expect_all(stage, chain, to_text(kind), count(kind),

@@ -8,9 +8,9 @@
 #include <optional>
 #include <tuple>
 
+#include "penstock/base/describe.h"
 #include "penstock/schedule/check/validate_parts.h"
 #include "penstock/schedule/check/work_set.h"
-#include "penstock/base/describe.h"
 
 namespace penstock::schedule {
 
@@ -23,11 +23,16 @@ Action counterpart(const Action& transfer) {
   const std::int32_t stage = transfer.stage();
   const int microbatch = *transfer.microbatch();
   switch (transfer.kind()) {
-    case ActionKind::SendForward: return Action(ActionKind::RecvForward, stage + 1, microbatch);
-    case ActionKind::RecvForward: return Action(ActionKind::SendForward, stage - 1, microbatch);
-    case ActionKind::SendBackward: return Action(ActionKind::RecvBackward, stage - 1, microbatch);
-    case ActionKind::RecvBackward: return Action(ActionKind::SendBackward, stage + 1, microbatch);
-    default: break;
+    case ActionKind::SendForward:
+      return Action(ActionKind::RecvForward, stage + 1, microbatch);
+    case ActionKind::RecvForward:
+      return Action(ActionKind::SendForward, stage - 1, microbatch);
+    case ActionKind::SendBackward:
+      return Action(ActionKind::RecvBackward, stage - 1, microbatch);
+    case ActionKind::RecvBackward:
+      return Action(ActionKind::SendBackward, stage + 1, microbatch);
+    default:
+      break;
   }
   PENSTOCK_INVARIANT(false, "only transfers have a counterpart");
 }
@@ -94,11 +99,16 @@ class ProgressCheck {
   ChannelState& channel_of(const Action& transfer) {
     const auto stage = static_cast<std::size_t>(transfer.stage());
     switch (transfer.kind()) {
-      case ActionKind::SendForward: return channels_[static_cast<std::size_t>(forward_channel_[stage])];
-      case ActionKind::RecvForward: return channels_[static_cast<std::size_t>(forward_channel_[stage - 1])];
-      case ActionKind::SendBackward: return channels_[static_cast<std::size_t>(backward_channel_[stage - 1])];
-      case ActionKind::RecvBackward: return channels_[static_cast<std::size_t>(backward_channel_[stage])];
-      default: break;
+      case ActionKind::SendForward:
+        return channels_[static_cast<std::size_t>(forward_channel_[stage])];
+      case ActionKind::RecvForward:
+        return channels_[static_cast<std::size_t>(forward_channel_[stage - 1])];
+      case ActionKind::SendBackward:
+        return channels_[static_cast<std::size_t>(backward_channel_[stage - 1])];
+      case ActionKind::RecvBackward:
+        return channels_[static_cast<std::size_t>(backward_channel_[stage])];
+      default:
+        break;
     }
     PENSTOCK_INVARIANT(false, "only transfers use a communicator");
   }
@@ -278,8 +288,8 @@ class ProgressCheck {
     const Row& row = schedule_.row(rank);
     for (std::size_t slot = position_[index(rank)]; slot < row.size(); ++slot) {
       for (const Action& action : row[slot]) {
-        const bool same_work = action.kind() == need.kind() ||
-                               (produces_input_gradient(need.kind()) && produces_input_gradient(action.kind()));
+        const bool same_work = action.kind() == need.kind() || (produces_input_gradient(need.kind()) &&
+                                                                produces_input_gradient(action.kind()));
         if (same_work && action.stage() == need.stage() && action.microbatch() == need.microbatch())
           return {rank, slot};
       }

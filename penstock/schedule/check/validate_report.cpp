@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <map>
 
-#include "penstock/schedule/check/validate_parts.h"
 #include "penstock/base/describe.h"
+#include "penstock/schedule/check/validate_parts.h"
 
 namespace penstock::schedule {
 
@@ -14,23 +14,30 @@ namespace {
 constexpr std::size_t kContext = 2;  // slots shown on both sides of a mark
 constexpr std::size_t kRanksShown = 32;
 
-std::string error_text(const Report& report) {
-  return "schedule cannot be executed: " + report.text();
-}
+std::string error_text(const Report& report) { return "schedule cannot be executed: " + report.text(); }
 
 }  // namespace
 
 std::string_view to_text(ViolationKind kind) {
   switch (kind) {
-    case ViolationKind::Extent: return "extent";
-    case ViolationKind::Malformed: return "malformed";
-    case ViolationKind::WrongRank: return "wrong rank";
-    case ViolationKind::Duplicate: return "duplicate";
-    case ViolationKind::Order: return "order";
-    case ViolationKind::Missing: return "missing";
-    case ViolationKind::TransferOrder: return "transfer order";
-    case ViolationKind::Sharding: return "sharding";
-    case ViolationKind::Deadlock: return "deadlock";
+    case ViolationKind::Extent:
+      return "extent";
+    case ViolationKind::Malformed:
+      return "malformed";
+    case ViolationKind::WrongRank:
+      return "wrong rank";
+    case ViolationKind::Duplicate:
+      return "duplicate";
+    case ViolationKind::Order:
+      return "order";
+    case ViolationKind::Missing:
+      return "missing";
+    case ViolationKind::TransferOrder:
+      return "transfer order";
+    case ViolationKind::Sharding:
+      return "sharding";
+    case ViolationKind::Deadlock:
+      return "deadlock";
   }
   PENSTOCK_INVARIANT(false, "every kind of violation has a text");
 }

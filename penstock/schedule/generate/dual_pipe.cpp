@@ -4,8 +4,8 @@
 // same distance from their nearer end do the same.
 #include <algorithm>
 
-#include "penstock/schedule/generate/dual_pipe_row.h"
 #include "penstock/generators.h"
+#include "penstock/schedule/generate/dual_pipe_row.h"
 
 namespace penstock::schedule {
 

@@ -1,7 +1,7 @@
 // DualPipeV: DualPipe folded into a V. Two chunks per rank; forwards of one chunk overlap backwards of the
 // other.
-#include "penstock/schedule/generate/dual_pipe_row.h"
 #include "penstock/generators.h"
+#include "penstock/schedule/generate/dual_pipe_row.h"
 
 namespace penstock::schedule {
 

@@ -3,8 +3,8 @@
 #include <fmt/format.h>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/text.h"
+#include "penstock/errors.h"
 #include "penstock/schedule/generate/shape_check.h"
 
 namespace penstock::schedule {
@@ -37,11 +37,13 @@ bool in_reference(ScheduleKind kind) {
     case ScheduleKind::LoopedBFS:
     case ScheduleKind::InterleavedZeroBubble:
     case ScheduleKind::ZBVZeroBubble:
-    case ScheduleKind::DualPipeV: return true;
+    case ScheduleKind::DualPipeV:
+      return true;
     case ScheduleKind::ZB2P:
     case ScheduleKind::VHalf:
     case ScheduleKind::VMin:
-    case ScheduleKind::DualPipe: return false;
+    case ScheduleKind::DualPipe:
+      return false;
   }
   PENSTOCK_INVARIANT(false, "every schedule kind is known");
 }
@@ -50,17 +52,28 @@ bool in_reference(ScheduleKind kind) {
 
 Schedule generate(ScheduleKind kind, const PipelineShape& shape) {
   switch (kind) {
-    case ScheduleKind::GPipe: return gpipe(shape);
-    case ScheduleKind::OneFOneB: return one_f_one_b(shape);
-    case ScheduleKind::Interleaved1F1B: return interleaved_1f1b(shape);
-    case ScheduleKind::LoopedBFS: return looped_bfs(shape);
-    case ScheduleKind::InterleavedZeroBubble: return interleaved_zero_bubble(shape);
-    case ScheduleKind::ZBVZeroBubble: return zbv_zero_bubble(shape);
-    case ScheduleKind::DualPipeV: return dual_pipe_v(shape);
-    case ScheduleKind::ZB2P: return zb2p(shape);
-    case ScheduleKind::VHalf: return v_half(shape);
-    case ScheduleKind::VMin: return v_min(shape);
-    case ScheduleKind::DualPipe: return dual_pipe(shape);
+    case ScheduleKind::GPipe:
+      return gpipe(shape);
+    case ScheduleKind::OneFOneB:
+      return one_f_one_b(shape);
+    case ScheduleKind::Interleaved1F1B:
+      return interleaved_1f1b(shape);
+    case ScheduleKind::LoopedBFS:
+      return looped_bfs(shape);
+    case ScheduleKind::InterleavedZeroBubble:
+      return interleaved_zero_bubble(shape);
+    case ScheduleKind::ZBVZeroBubble:
+      return zbv_zero_bubble(shape);
+    case ScheduleKind::DualPipeV:
+      return dual_pipe_v(shape);
+    case ScheduleKind::ZB2P:
+      return zb2p(shape);
+    case ScheduleKind::VHalf:
+      return v_half(shape);
+    case ScheduleKind::VMin:
+      return v_min(shape);
+    case ScheduleKind::DualPipe:
+      return dual_pipe(shape);
   }
   PENSTOCK_INVARIANT(false, "every schedule kind has a generator");
 }
@@ -78,8 +91,12 @@ void check_shape(ScheduleKind kind, const PipelineShape& shape) {
       check_microbatches_at_least(kind, shape, shape.ranks, "one per stage, to fill the pipeline");
       return;
     case ScheduleKind::Interleaved1F1B:
-    case ScheduleKind::InterleavedZeroBubble: (void)checked_group_size(kind, shape); return;
-    case ScheduleKind::LoopedBFS: refuse_group_size(kind, shape); return;
+    case ScheduleKind::InterleavedZeroBubble:
+      (void)checked_group_size(kind, shape);
+      return;
+    case ScheduleKind::LoopedBFS:
+      refuse_group_size(kind, shape);
+      return;
     case ScheduleKind::ZB2P:
       refuse_group_size(kind, shape);
       check_stages_per_rank(kind, shape, 1, "it has no chunks");
@@ -121,12 +138,15 @@ StagePlacement placement_of(ScheduleKind kind) {
     case ScheduleKind::Interleaved1F1B:
     case ScheduleKind::LoopedBFS:
     case ScheduleKind::InterleavedZeroBubble:
-    case ScheduleKind::ZB2P: return StagePlacement::Loop;
+    case ScheduleKind::ZB2P:
+      return StagePlacement::Loop;
     case ScheduleKind::ZBVZeroBubble:
     case ScheduleKind::DualPipeV:
     case ScheduleKind::VHalf:
-    case ScheduleKind::VMin: return StagePlacement::V;
-    case ScheduleKind::DualPipe: return StagePlacement::Bidirectional;
+    case ScheduleKind::VMin:
+      return StagePlacement::V;
+    case ScheduleKind::DualPipe:
+      return StagePlacement::Bidirectional;
   }
   PENSTOCK_INVARIANT(false, "every schedule kind has a placement");
 }
@@ -135,22 +155,23 @@ std::optional<int> required_stages_per_rank(ScheduleKind kind) {
   switch (kind) {
     case ScheduleKind::GPipe:
     case ScheduleKind::OneFOneB:
-    case ScheduleKind::ZB2P: return 1;
+    case ScheduleKind::ZB2P:
+      return 1;
     case ScheduleKind::Interleaved1F1B:
     case ScheduleKind::LoopedBFS:
-    case ScheduleKind::InterleavedZeroBubble: return std::nullopt;
+    case ScheduleKind::InterleavedZeroBubble:
+      return std::nullopt;
     case ScheduleKind::ZBVZeroBubble:
     case ScheduleKind::DualPipeV:
     case ScheduleKind::VHalf:
     case ScheduleKind::VMin:
-    case ScheduleKind::DualPipe: return 2;
+    case ScheduleKind::DualPipe:
+      return 2;
   }
   PENSTOCK_INVARIANT(false, "every schedule kind is known");
 }
 
-int default_stages_per_rank(ScheduleKind kind) {
-  return required_stages_per_rank(kind).value_or(2);
-}
+int default_stages_per_rank(ScheduleKind kind) { return required_stages_per_rank(kind).value_or(2); }
 
 const std::vector<ScheduleKind>& all_schedule_kinds() {
   static const std::vector<ScheduleKind> kinds = {ScheduleKind::GPipe,
@@ -169,17 +190,28 @@ const std::vector<ScheduleKind>& all_schedule_kinds() {
 
 std::string_view to_text(ScheduleKind kind) {
   switch (kind) {
-    case ScheduleKind::GPipe: return "GPipe";
-    case ScheduleKind::OneFOneB: return "1F1B";
-    case ScheduleKind::Interleaved1F1B: return "Interleaved1F1B";
-    case ScheduleKind::LoopedBFS: return "LoopedBFS";
-    case ScheduleKind::InterleavedZeroBubble: return "InterleavedZeroBubble";
-    case ScheduleKind::ZBVZeroBubble: return "ZBVZeroBubble";
-    case ScheduleKind::DualPipeV: return "DualPipeV";
-    case ScheduleKind::ZB2P: return "ZB2P";
-    case ScheduleKind::VHalf: return "VHalf";
-    case ScheduleKind::VMin: return "VMin";
-    case ScheduleKind::DualPipe: return "DualPipe";
+    case ScheduleKind::GPipe:
+      return "GPipe";
+    case ScheduleKind::OneFOneB:
+      return "1F1B";
+    case ScheduleKind::Interleaved1F1B:
+      return "Interleaved1F1B";
+    case ScheduleKind::LoopedBFS:
+      return "LoopedBFS";
+    case ScheduleKind::InterleavedZeroBubble:
+      return "InterleavedZeroBubble";
+    case ScheduleKind::ZBVZeroBubble:
+      return "ZBVZeroBubble";
+    case ScheduleKind::DualPipeV:
+      return "DualPipeV";
+    case ScheduleKind::ZB2P:
+      return "ZB2P";
+    case ScheduleKind::VHalf:
+      return "VHalf";
+    case ScheduleKind::VMin:
+      return "VMin";
+    case ScheduleKind::DualPipe:
+      return "DualPipe";
   }
   PENSTOCK_INVARIANT(false, "every schedule kind has a name");
 }
@@ -189,7 +221,8 @@ ScheduleName resolve_schedule_name(std::string_view name) {
   std::vector<std::string> names;
   for (const ScheduleKind kind : all_schedule_kinds()) {
     names.emplace_back(to_text(kind));
-    if (plain_name(names.back()) == lower) return {names.back(), kind, in_reference(kind) && to_lower(names.back()) == to_lower(name)};
+    if (plain_name(names.back()) == lower)
+      return {names.back(), kind, in_reference(kind) && to_lower(names.back()) == to_lower(name)};
   }
   for (const OtherName& other : kOtherNames) {
     if (plain_name(other.name) != lower) continue;

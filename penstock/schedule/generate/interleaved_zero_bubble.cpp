@@ -85,8 +85,8 @@ Schedule delay_forwards(const Schedule& tight) {
 Schedule interleaved_zero_bubble(const PipelineShape& shape) {
   check_shape(ScheduleKind::InterleavedZeroBubble, shape);
   const int group = checked_group_size(ScheduleKind::InterleavedZeroBubble, shape);
-  Schedule tight(
-      StageMap::make(StagePlacement::Loop, shape.ranks, shape.ranks * shape.stages_per_rank, shape.microbatches));
+  Schedule tight(StageMap::make(StagePlacement::Loop, shape.ranks, shape.ranks * shape.stages_per_rank,
+                                shape.microbatches));
   for (int rank = 0; rank < shape.ranks; ++rank) tight.row(rank) = split_backward_row(shape, rank, group);
   return delay_forwards(tight);
 }

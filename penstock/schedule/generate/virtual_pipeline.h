@@ -27,9 +27,7 @@ std::vector<TableEntry> virtual_pipeline_table(int microbatches, int chunks,
                                                std::optional<int> ranks = std::nullopt,
                                                std::optional<int> group_size = std::nullopt);
 // Backward runs the same table with the chunks reversed.
-constexpr int backward_chunk(int chunk, int chunks) {
-  return chunks - 1 - chunk;
-}
+constexpr int backward_chunk(int chunk, int chunks) { return chunks - 1 - chunk; }
 
 struct WarmUp {
   int total;      // M*V

@@ -32,17 +32,28 @@ void Action::out_of_range(int stage, int microbatch) {
 
 std::string_view to_text(ActionKind kind) {
   switch (kind) {
-    case ActionKind::Forward: return "F";
-    case ActionKind::Backward: return "B";
-    case ActionKind::BackwardInput: return "I";
-    case ActionKind::BackwardWeight: return "W";
-    case ActionKind::SendForward: return "SEND_F";
-    case ActionKind::RecvForward: return "RECV_F";
-    case ActionKind::SendBackward: return "SEND_B";
-    case ActionKind::RecvBackward: return "RECV_B";
-    case ActionKind::Unshard: return "UNSHARD";
-    case ActionKind::Reshard: return "RESHARD";
-    case ActionKind::ReduceGrad: return "REDUCE_GRAD";
+    case ActionKind::Forward:
+      return "F";
+    case ActionKind::Backward:
+      return "B";
+    case ActionKind::BackwardInput:
+      return "I";
+    case ActionKind::BackwardWeight:
+      return "W";
+    case ActionKind::SendForward:
+      return "SEND_F";
+    case ActionKind::RecvForward:
+      return "RECV_F";
+    case ActionKind::SendBackward:
+      return "SEND_B";
+    case ActionKind::RecvBackward:
+      return "RECV_B";
+    case ActionKind::Unshard:
+      return "UNSHARD";
+    case ActionKind::Reshard:
+      return "RESHARD";
+    case ActionKind::ReduceGrad:
+      return "REDUCE_GRAD";
   }
   PENSTOCK_INVARIANT(false, "every action kind has a text");
 }
@@ -61,9 +72,7 @@ void append_text(std::string& out, std::span<const Action> slot) {
   out += ")OVERLAP_F_B";
 }
 
-std::string to_text(const Action& action) {
-  return to_text(std::span(&action, 1));
-}
+std::string to_text(const Action& action) { return to_text(std::span(&action, 1)); }
 
 std::string to_text(std::span<const Action> slot) {
   std::string out;
@@ -71,8 +80,6 @@ std::string to_text(std::span<const Action> slot) {
   return out;
 }
 
-std::ostream& operator<<(std::ostream& out, const Action& action) {
-  return out << to_text(action);
-}
+std::ostream& operator<<(std::ostream& out, const Action& action) { return out << to_text(action); }
 
 }  // namespace penstock::schedule

@@ -26,9 +26,7 @@ Schedule filtered(const Schedule& schedule, Keep keep) {
 
 }  // namespace
 
-void Row::push_idle(std::size_t slots) {
-  cells_.insert(cells_.end(), slots, Action(Action::kIdleTag, 0));
-}
+void Row::push_idle(std::size_t slots) { cells_.insert(cells_.end(), slots, Action(Action::kIdleTag, 0)); }
 
 void Row::push_idle_or_overlap(Slot slot) {
   if (slot.empty()) {

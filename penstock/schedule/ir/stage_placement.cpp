@@ -5,8 +5,8 @@
 #include <algorithm>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/text.h"
+#include "penstock/errors.h"
 
 namespace penstock::schedule {
 
@@ -29,9 +29,12 @@ StagePlacement parse_stage_placement(std::string_view name) {
 
 std::string_view to_text(StagePlacement placement) {
   switch (placement) {
-    case StagePlacement::Loop: return "loop";
-    case StagePlacement::V: return "v";
-    case StagePlacement::Bidirectional: return "bidirectional";
+    case StagePlacement::Loop:
+      return "loop";
+    case StagePlacement::V:
+      return "v";
+    case StagePlacement::Bidirectional:
+      return "bidirectional";
   }
   PENSTOCK_INVARIANT(false, "every placement has a text");
 }
@@ -58,7 +61,8 @@ std::vector<int> stage_to_rank(StagePlacement placement, int ranks, int stages, 
   return map;
 }
 
-std::vector<std::vector<int>> rank_to_stages(StagePlacement placement, int ranks, int stages, PartialLeg partial) {
+std::vector<std::vector<int>> rank_to_stages(StagePlacement placement, int ranks, int stages,
+                                             PartialLeg partial) {
   const std::vector<int> map = stage_to_rank(placement, ranks, stages, partial);
   std::vector<std::vector<int>> result(static_cast<std::size_t>(ranks));
   for (int stage = 0; stage < stages; ++stage) {

@@ -6,9 +6,9 @@
 #include <array>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/number.h"
 #include "penstock/base/quote.h"
+#include "penstock/errors.h"
 
 namespace penstock::schedule {
 
@@ -16,12 +16,8 @@ namespace {
 
 constexpr std::string_view kOverlapSuffix = ")OVERLAP_F_B";
 
-bool is_blank(char c) {
-  return c == ' ' || c == '\t' || c == '\r';
-}
-bool is_digit(char c) {
-  return c >= '0' && c <= '9';
-}
+bool is_blank(char c) { return c == ' ' || c == '\t' || c == '\r'; }
+bool is_digit(char c) { return c >= '0' && c <= '9'; }
 
 // Parses one text and tracks line and column for messages.
 class Reader {
@@ -164,8 +160,7 @@ std::vector<Action> parse_cell(std::string_view text, const TextLimits& limits) 
 Action parse_action(std::string_view text, const TextLimits& limits) {
   const std::vector<Action> members = parse_cell(text, limits);
   if (members.size() != 1) {
-    throw ConfigError(
-        describe("action text", quote(text), "exactly one action, for example 2F0"));
+    throw ConfigError(describe("action text", quote(text), "exactly one action, for example 2F0"));
   }
   return members[0];
 }
@@ -233,9 +228,7 @@ std::string to_csv(const std::vector<Row>& rows) {
   return out;
 }
 
-std::string to_csv(const Schedule& schedule) {
-  return to_csv(schedule.rows());
-}
+std::string to_csv(const Schedule& schedule) { return to_csv(schedule.rows()); }
 
 Schedule schedule_from_rows(std::vector<Row> rows, std::optional<StagePlacement> placement) {
   if (rows.empty()) throw ConfigError(describe("schedule text", "no lines", "one line per rank"));
@@ -284,7 +277,8 @@ Schedule schedule_from_rows(std::vector<Row> rows, std::optional<StagePlacement>
   return Schedule(StageMap(ranks, std::move(map), microbatches), std::move(rows));
 }
 
-Schedule parse_schedule(std::string_view csv, std::optional<StagePlacement> placement, const TextLimits& limits) {
+Schedule parse_schedule(std::string_view csv, std::optional<StagePlacement> placement,
+                        const TextLimits& limits) {
   return schedule_from_rows(parse_rows(csv, limits), placement);
 }
 

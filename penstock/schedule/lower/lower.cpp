@@ -9,8 +9,8 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/validate.h"
 #include "penstock/schedule/check/work_set.h"
+#include "penstock/validate.h"
 
 namespace penstock::schedule {
 
@@ -27,10 +27,8 @@ struct Peers {
     for (int stage = 0; stage < map.stages(); ++stage) {
       const auto s = static_cast<std::size_t>(stage);
       const int here = map.rank_of(stage);
-      if (!map.is_last(stage) && map.rank_of(stage + 1) != here)
-        forward[s] = map.rank_of(stage + 1);
-      if (!map.is_first(stage) && map.rank_of(stage - 1) != here)
-        backward[s] = map.rank_of(stage - 1);
+      if (!map.is_last(stage) && map.rank_of(stage + 1) != here) forward[s] = map.rank_of(stage + 1);
+      if (!map.is_first(stage) && map.rank_of(stage - 1) != here) backward[s] = map.rank_of(stage - 1);
     }
   }
 
@@ -162,7 +160,8 @@ class TransferInserter {
     if (slot.empty()) return true;
     result_.row(rank).push_slot(slot);
     for (const Action& action : slot) {
-      if (action.kind() == ActionKind::Forward || produces_input_gradient(action.kind())) complete(rank, action);
+      if (action.kind() == ActionKind::Forward || produces_input_gradient(action.kind()))
+        complete(rank, action);
     }
     return true;
   }
@@ -352,17 +351,16 @@ std::optional<Place> first_lowered_action(const Schedule& schedule) {
 
 }  // namespace
 
-bool is_compute_only(const Schedule& schedule) {
-  return !first_lowered_action(schedule);
-}
+bool is_compute_only(const Schedule& schedule) { return !first_lowered_action(schedule); }
 
 Schedule lower(const Schedule& schedule, const LowerOptions& options) {
   if (const auto place = first_lowered_action(schedule)) {
-    throw ValueError(describe("schedule to lower",
-                              fmt::format("{} on rank {}, slot {}", to_text(place->action), place->rank, place->slot),
-                              "compute actions alone (F, B, I, W)",
-                              "remove sends, receives, UNSHARD, RESHARD and REDUCE_GRAD, which lowering "
-                              "adds, or use the schedule without lowering it"));
+    throw ValueError(
+        describe("schedule to lower",
+                 fmt::format("{} on rank {}, slot {}", to_text(place->action), place->rank, place->slot),
+                 "compute actions alone (F, B, I, W)",
+                 "remove sends, receives, UNSHARD, RESHARD and REDUCE_GRAD, which lowering "
+                 "adds, or use the schedule without lowering it"));
   }
   Schedule prepared(schedule.stages());
   for (int rank = 0; rank < schedule.ranks(); ++rank) {

@@ -160,8 +160,8 @@ class Lookahead {
 
   void insert(std::size_t slot, std::size_t stage) {
     const Slot members = row_[slot];
-    const auto found = std::ranges::find_if(
-        members, [&](const Action& a) { return a.stage() == uses_[stage].stage; });
+    const auto found =
+        std::ranges::find_if(members, [&](const Action& a) { return a.stage() == uses_[stage].stage; });
     const Upcoming entry = {slot, static_cast<std::size_t>(found - members.begin()), stage};
     const auto before = [](const Upcoming& a, const Upcoming& b) {
       return a.slot != b.slot ? a.slot < b.slot : a.member < b.member;

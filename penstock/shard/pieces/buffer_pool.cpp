@@ -65,9 +65,11 @@ at::DataPtr BufferPool::memory(std::int64_t count, at::Device device) const {
 at::Tensor BufferPool::bytes(std::int64_t count, at::Device device) const {
   if (!device.is_cpu()) return at::empty({count}, at::TensorOptions(at::kByte).device(device));
   at::DataPtr data = memory(count, device);
-  c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), static_cast<std::size_t>(count), std::move(data), nullptr,
-                                                             /*resizable=*/false));
-  return at::empty({0}, at::TensorOptions(at::kByte).device(device)).set_(std::move(storage), 0, {count}, {1});
+  c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), static_cast<std::size_t>(count), std::move(data), nullptr,
+      /*resizable=*/false));
+  return at::empty({0}, at::TensorOptions(at::kByte).device(device))
+      .set_(std::move(storage), 0, {count}, {1});
 }
 
 at::Tensor BufferPool::empty(at::IntArrayRef shape, at::ScalarType dtype, at::Device device) const {

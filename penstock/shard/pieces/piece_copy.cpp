@@ -11,7 +11,8 @@ namespace penstock {
 namespace {
 
 bool plain_bytes(const at::Tensor& rows, const ShardLayout& layout, const at::Tensor& whole) {
-  return layout.outer() == 1 && rows.scalar_type() == whole.scalar_type() && rows.device().is_cpu() && whole.device().is_cpu() && whole.is_contiguous();
+  return layout.outer() == 1 && rows.scalar_type() == whole.scalar_type() && rows.device().is_cpu() &&
+         whole.device().is_cpu() && whole.is_contiguous();
 }
 
 // The full pieces, which come first: [pieces, outer, chunk * inner] of both sides.
@@ -20,10 +21,13 @@ struct FullPieces {
   int count;
 };
 
-FullPieces full_pieces(const at::Tensor& rows, std::int64_t offset, const ShardLayout& layout, const at::Tensor& whole) {
+FullPieces full_pieces(const at::Tensor& rows, std::int64_t offset, const ShardLayout& layout,
+                       const at::Tensor& whole) {
   const std::int64_t chunk = layout.chunk(), block = chunk * layout.inner();
-  const int count = chunk == 0 ? 0 : static_cast<int>((layout.numel() / (layout.outer() * layout.inner())) / chunk);
-  const at::Tensor in_rows = rows.as_strided({count, layout.outer(), block}, {rows.stride(0), block, 1}, rows.storage_offset() + offset);
+  const int count =
+      chunk == 0 ? 0 : static_cast<int>((layout.numel() / (layout.outer() * layout.inner())) / chunk);
+  const at::Tensor in_rows = rows.as_strided({count, layout.outer(), block}, {rows.stride(0), block, 1},
+                                             rows.storage_offset() + offset);
   const at::Tensor cut = whole.contiguous().view({layout.outer(), -1}).narrow(1, 0, count * block);
   return {in_rows, cut.view({layout.outer(), count, block}).transpose(0, 1), count};
 }
@@ -35,10 +39,12 @@ at::Tensor place_of(const at::Tensor& rows, std::int64_t offset, const ShardLayo
 }  // namespace
 
 at::Tensor piece_of(const at::Tensor& whole, const ShardLayout& layout, int rank) {
-  return layout.shape().empty() ? whole : whole.narrow(layout.dim(), layout.offset(rank), layout.length(rank));
+  return layout.shape().empty() ? whole
+                                : whole.narrow(layout.dim(), layout.offset(rank), layout.length(rank));
 }
 
-void join_pieces(const at::Tensor& rows, std::int64_t offset, const ShardLayout& layout, const at::Tensor& whole) {
+void join_pieces(const at::Tensor& rows, std::int64_t offset, const ShardLayout& layout,
+                 const at::Tensor& whole) {
   if (layout.numel() == 0) return;
   if (plain_bytes(rows, layout, whole)) {
     const std::size_t item = whole.element_size();
@@ -54,10 +60,12 @@ void join_pieces(const at::Tensor& rows, std::int64_t offset, const ShardLayout&
   PENSTOCK_INVARIANT(whole.is_contiguous(), "pieces must be joined in a dense tensor");
   const FullPieces full = full_pieces(rows, offset, layout, whole);
   if (full.count > 0) full.in_whole.copy_(full.in_rows);
-  if (full.count < layout.ranks() && layout.length(full.count) > 0) piece_of(whole, layout, full.count).copy_(place_of(rows, offset, layout, full.count));
+  if (full.count < layout.ranks() && layout.length(full.count) > 0)
+    piece_of(whole, layout, full.count).copy_(place_of(rows, offset, layout, full.count));
 }
 
-void split_pieces(const at::Tensor& whole, const ShardLayout& layout, const at::Tensor& rows, std::int64_t offset) {
+void split_pieces(const at::Tensor& whole, const ShardLayout& layout, const at::Tensor& rows,
+                  std::int64_t offset) {
   if (layout.padded_numel() == 0) return;
   const std::int64_t padded = layout.padded_numel();
   if (plain_bytes(rows, layout, whole)) {
@@ -81,12 +89,15 @@ void split_pieces(const at::Tensor& whole, const ShardLayout& layout, const at::
   }
 }
 
-at::Tensor typed_part(const at::Tensor& bytes, std::int64_t byte_offset, at::ScalarType dtype, at::IntArrayRef shape) {
+at::Tensor typed_part(const at::Tensor& bytes, std::int64_t byte_offset, at::ScalarType dtype,
+                      at::IntArrayRef shape) {
   const auto item = static_cast<std::int64_t>(c10::elementSize(dtype));
-  PENSTOCK_INVARIANT((bytes.storage_offset() + byte_offset) % item == 0, "a part of a buffer must begin at a multiple of its item size");
+  PENSTOCK_INVARIANT((bytes.storage_offset() + byte_offset) % item == 0,
+                     "a part of a buffer must begin at a multiple of its item size");
   at::Tensor part = at::empty({0}, bytes.options().dtype(dtype));
   std::vector<std::int64_t> stride(shape.size(), 1);
-  for (std::size_t i = shape.size(); i-- > 1;) stride[i - 1] = stride[i] * std::max<std::int64_t>(shape[i], 1);
+  for (std::size_t i = shape.size(); i-- > 1;)
+    stride[i - 1] = stride[i] * std::max<std::int64_t>(shape[i], 1);
   return part.set_(bytes.storage(), (bytes.storage_offset() + byte_offset) / item, shape, stride);
 }
 

@@ -17,13 +17,16 @@
 namespace penstock {
 
 // `whole`: of the layout's shape, dense. `rows`: contiguous.
-void join_pieces(const at::Tensor& rows, std::int64_t offset, const ShardLayout& layout, const at::Tensor& whole);
-void split_pieces(const at::Tensor& whole, const ShardLayout& layout, const at::Tensor& rows, std::int64_t offset);
+void join_pieces(const at::Tensor& rows, std::int64_t offset, const ShardLayout& layout,
+                 const at::Tensor& whole);
+void split_pieces(const at::Tensor& whole, const ShardLayout& layout, const at::Tensor& rows,
+                  std::int64_t offset);
 
 // Returns one rank's piece as a view.
 at::Tensor piece_of(const at::Tensor& whole, const ShardLayout& layout, int rank);
 
 // `bytes` is a contiguous byte tensor. Returns a tensor of another dtype over a part of it.
-at::Tensor typed_part(const at::Tensor& bytes, std::int64_t byte_offset, at::ScalarType dtype, at::IntArrayRef shape);
+at::Tensor typed_part(const at::Tensor& bytes, std::int64_t byte_offset, at::ScalarType dtype,
+                      at::IntArrayRef shape);
 
 }  // namespace penstock

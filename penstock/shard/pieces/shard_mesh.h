@@ -15,11 +15,11 @@
 #include <string>
 #include <vector>
 
-#include "penstock/world.h"
 #include "penstock/dtensor/tensor/spec.h"
 #include "penstock/placement.h"
-#include "penstock/shard_options.h"
 #include "penstock/shard/layout/shard_layout.h"
+#include "penstock/shard_options.h"
+#include "penstock/world.h"
 
 namespace penstock {
 
@@ -37,7 +37,10 @@ class ShardMesh {
   const std::vector<int>& replicate_axes() const { return replicate_axes_; }  // of mesh()
 
   // Whether both have the same axes on the same ranks.
-  bool same_as(const ShardMesh& other) const { return mesh_ == other.mesh_ && shard_axes_ == other.shard_axes_ && replicate_axes_ == other.replicate_axes_; }
+  bool same_as(const ShardMesh& other) const {
+    return mesh_ == other.mesh_ && shard_axes_ == other.shard_axes_ &&
+           replicate_axes_ == other.replicate_axes_;
+  }
 
   int shard_ranks() const { return shard_ranks_; }
   int shard_rank() const { return shard_rank_; }  // of this rank
@@ -66,16 +69,17 @@ class ShardMesh {
 
 // The layout of one parameter before and after sharding.
 struct ParameterPlacement {
-  SpecPtr sharded;                            // of the whole tensor, dtype of the parameter
-  comm::MeshGroups mesh;                      // of `sharded`
+  SpecPtr sharded;        // of the whole tensor, dtype of the parameter
+  comm::MeshGroups mesh;  // of `sharded`
   // Null unless the parameter was already distributed (tensor or expert parallel).
   SpecPtr original;
   std::optional<comm::MeshGroups> original_mesh;
-  std::vector<int> data_axes;                 // axes of the original mesh that are data-parallel (SPMD)
-  ShardLayout layout;                         // of the local data
+  std::vector<int> data_axes;  // axes of the original mesh that are data-parallel (SPMD)
+  ShardLayout layout;          // of the local data
 };
 
 // Throws ValueError for a dim or a mesh that does not fit; the message uses `name`, the parameter's name.
-ParameterPlacement place_parameter(const std::string& name, const at::Tensor& parameter, const ShardMesh& mesh, const Shard& shard);
+ParameterPlacement place_parameter(const std::string& name, const at::Tensor& parameter,
+                                   const ShardMesh& mesh, const Shard& shard);
 
 }  // namespace penstock

@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/errors.h"
 #include "penstock/dtensor.h"
+#include "penstock/errors.h"
 #include "penstock/shard/state/shard_context.h"
 #include "penstock/shard/state/shard_state.h"
 #include "penstock/torch/dispatch/gradient_sink.h"
@@ -68,8 +68,10 @@ struct UnshardedScope::Impl {
   std::vector<ShardGroup*> groups;
 };
 
-UnshardedScope::UnshardedScope(const torch::nn::Module& module) : impl_(std::make_unique<Impl>(Impl{find_shard_state(module), {}})) {
-  if (!impl_->state) throw StateError("UnshardedScope: the module was not passed to fully_shard; pass the one that was");
+UnshardedScope::UnshardedScope(const torch::nn::Module& module)
+    : impl_(std::make_unique<Impl>(Impl{find_shard_state(module), {}})) {
+  if (!impl_->state)
+    throw StateError("UnshardedScope: the module was not passed to fully_shard; pass the one that was");
   for (ShardGroup* group : all_groups(*impl_->state)) {
     if (group->in_trial()) continue;
     group->context();

@@ -7,8 +7,8 @@
 #include <algorithm>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
+#include "penstock/errors.h"
 #include "penstock/shard/state/group_internal.h"
 #include "penstock/shard/state/registry.h"
 #include "penstock/shard/state/shard_info.h"
@@ -17,13 +17,17 @@
 
 namespace penstock {
 
-std::shared_ptr<ShardState> fully_shard(torch::nn::Module& module, const comm::MeshGroups& mesh, const ShardOptions& options) {
+std::shared_ptr<ShardState> fully_shard(torch::nn::Module& module, const comm::MeshGroups& mesh,
+                                        const ShardOptions& options) {
   return make_shard_state(module, ShardMesh(mesh, options), options);
 }
 
-std::shared_ptr<ShardState> replicate(torch::nn::Module& module, const comm::MeshGroups& mesh, const ShardOptions& options) {
+std::shared_ptr<ShardState> replicate(torch::nn::Module& module, const comm::MeshGroups& mesh,
+                                      const ShardOptions& options) {
   if (!options.shard_axes.empty() || options.shard_placement)
-    throw ValueError("replicate: shard_axes and shard_placement are set, but replicate does not shard parameters; call fully_shard, or leave them out");
+    throw ValueError(
+        "replicate: shard_axes and shard_placement are set, but replicate does not shard parameters; call "
+        "fully_shard, or leave them out");
   return make_shard_state(module, ShardMesh::replicating(mesh), options);
 }
 
@@ -59,7 +63,9 @@ void adopt_new_objects(const torch::nn::Module& module) {
     for (std::size_t i = 0; i < group->parameters().size(); ++i) {
       const ShardedParameter& p = group->parameters()[i];
       const at::Tensor* now = table.find(p.name);
-      if (now && now->defined() && now->unsafeGetTensorImpl() != p.handle._unsafe_get_target() && !shard_of(*now)) group->adopt_object(i, *now);
+      if (now && now->defined() && now->unsafeGetTensorImpl() != p.handle._unsafe_get_target() &&
+          !shard_of(*now))
+        group->adopt_object(i, *now);
     }
 }
 
@@ -74,19 +80,26 @@ void reset_sharded_parameters(torch::nn::Module& module) {
 
 void load_whole(const at::Tensor& parameter, const at::Tensor& whole) {
   const auto info = shard_of(parameter);
-  if (!info) throw TypeError(describe("load_whole", "a tensor that is not a sharded parameter", "a parameter of a module passed to fully_shard"));
+  if (!info)
+    throw TypeError(describe("load_whole", "a tensor that is not a sharded parameter",
+                             "a parameter of a module passed to fully_shard"));
   if (whole.sizes() != parameter.sizes())
-    throw ValueError(describe(fmt::format("load_whole into {}", info->parameter().to_string()), fmt::format("[{}]", fmt::join(whole.sizes(), ", ")), fmt::format("[{}]", fmt::join(parameter.sizes(), ", "))));
+    throw ValueError(describe(fmt::format("load_whole into {}", info->parameter().to_string()),
+                              fmt::format("[{}]", fmt::join(whole.sizes(), ", ")),
+                              fmt::format("[{}]", fmt::join(parameter.sizes(), ", "))));
   ensure_sharded(parameter);
   const NoAnyHookGuard no_hook;
   const at::NoGradGuard no_grad;
-  detail::copy_part(whole, *info->parameter().placement.sharded, detail::dtensor_payload(info->parameter().sharded)->local());
+  detail::copy_part(whole, *info->parameter().placement.sharded,
+                    detail::dtensor_payload(info->parameter().sharded)->local());
 }
 
-void materialize_shards(torch::nn::Module& module, const ShardInitializer& fill, std::optional<at::Device> device) {
+void materialize_shards(torch::nn::Module& module, const ShardInitializer& fill,
+                        std::optional<at::Device> device) {
   std::vector<ShardGroup*> done;
   for (const at::Tensor& parameter : module.parameters())
-    if (const auto info = shard_of(parameter); info && std::find(done.begin(), done.end(), info->group) == done.end()) {
+    if (const auto info = shard_of(parameter);
+        info && std::find(done.begin(), done.end(), info->group) == done.end()) {
       done.push_back(info->group);
       info->group->materialize(fill, device.value_or(info->group->device()));
     }

@@ -7,10 +7,10 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/shard/state/group_internal.h"
-#include "penstock/shard/state/shard_group.h"
 #include "penstock/shard/pieces/piece_copy.h"
+#include "penstock/shard/state/group_internal.h"
 #include "penstock/shard/state/shard_context.h"
+#include "penstock/shard/state/shard_group.h"
 #include "penstock/shard/state/timed_part.h"
 #include "penstock/torch/compat/streams.h"
 #include "penstock/torch/dispatch/switch_data.h"
@@ -24,7 +24,10 @@ ShardTimes* ShardGroup::times() const { return context_ ? &context_->times : nul
 
 void ShardGroup::check_materialized() const {
   if (!materialized_)
-    throw StateError(fmt::format("the parameters of '{}' are fake and have no memory; call materialize_shards() before the first forward", name_));
+    throw StateError(
+        fmt::format("the parameters of '{}' are fake and have no memory; call materialize_shards() before "
+                    "the first forward",
+                    name_));
 }
 
 void ShardGroup::before_shards_change() {
@@ -39,7 +42,8 @@ void ShardGroup::before_shards_change() {
 
 void ShardGroup::fill_row(const at::Tensor& row) {
   if (flat_.device() != row.device()) reads_ = current_stream(row.device());
-  const at::Tensor source = flat_.device() == row.device() ? flat_ : flat_.to(row.device(), /*non_blocking=*/true);
+  const at::Tensor source =
+      flat_.device() == row.device() ? flat_ : flat_.to(row.device(), /*non_blocking=*/true);
   const ShardedParameter& first = parameters_.front();
   const bool uniform = std::all_of(parameters_.begin(), parameters_.end(), [&](const ShardedParameter& p) {
     return !p.extension && p.dtype == first.dtype && p.compute_dtype == first.compute_dtype;
@@ -75,7 +79,8 @@ void ShardGroup::unshard() {
     gather.sent = slice_;
     gather.received = pool_.bytes(whole_bytes_, device_);
     const TimedPart timed(times(), &ShardTimes::gather);
-    gather.work = mesh_.block_group(ranks).all_gather(gather.received, gather.sent, {.label = fmt::format("gather {} again", name_)});
+    gather.work = mesh_.block_group(ranks).all_gather(gather.received, gather.sent,
+                                                      {.label = fmt::format("gather {} again", name_)});
   } else if (!whole_is_flat_) {
     if (row_is_flat_) {
       gather.sent = flat_.narrow(0, 0, row_bytes_);
@@ -87,9 +92,11 @@ void ShardGroup::unshard() {
     if (mesh_.shard_ranks() == 1) {
       gather.received = gather.sent.view({1, row_bytes_});
     } else {
-      gather.received = pool_.bytes(row_bytes_ * mesh_.shard_ranks(), device_).view({mesh_.shard_ranks(), row_bytes_});
+      gather.received =
+          pool_.bytes(row_bytes_ * mesh_.shard_ranks(), device_).view({mesh_.shard_ranks(), row_bytes_});
       const TimedPart timed(times(), &ShardTimes::gather);
-      gather.work = mesh_.gather_group().all_gather(gather.received.view({-1}), gather.sent, {.label = fmt::format("gather {}", name_)});
+      gather.work = mesh_.gather_group().all_gather(gather.received.view({-1}), gather.sent,
+                                                    {.label = fmt::format("gather {}", name_)});
     }
   }
   gather_ = std::move(gather);
@@ -99,7 +106,8 @@ void ShardGroup::allocate_whole() {
   if (whole_is_flat_) {
     // Not owned: the flat buffer lives as long as its users.
     auto* keep = new at::Tensor(flat_);
-    whole_->set_data_ptr(at::DataPtr(flat_.data_ptr(), keep, [](void* tensor) { delete static_cast<at::Tensor*>(tensor); }, device_));
+    whole_->set_data_ptr(at::DataPtr(
+        flat_.data_ptr(), keep, [](void* tensor) { delete static_cast<at::Tensor*>(tensor); }, device_));
   } else {
     whole_->set_data_ptr(pool_.memory(whole_bytes_, device_));
   }
@@ -116,7 +124,8 @@ void ShardGroup::copy_out(const at::Tensor& received) {
   for (const ShardedParameter& p : parameters_) {
     if (!p.extension) {
       const std::int64_t item = item_size(p.compute_dtype);
-      if (!typed.defined() || typed.scalar_type() != p.compute_dtype) typed = typed_part(received, 0, p.compute_dtype, {received.size(0), row_bytes_ / item});
+      if (!typed.defined() || typed.scalar_type() != p.compute_dtype)
+        typed = typed_part(received, 0, p.compute_dtype, {received.size(0), row_bytes_ / item});
       join_pieces(typed, p.row_byte / item, p.layout(), p.whole);
       continue;
     }
@@ -124,7 +133,8 @@ void ShardGroup::copy_out(const at::Tensor& received) {
       p.whole.copy_(received.narrow(1, p.row_byte, p.row_bytes));
       continue;
     }
-    const at::Tensor rows = pool_.empty({received.size(0), p.layout().padded_numel()}, p.compute_dtype, device_);
+    const at::Tensor rows =
+        pool_.empty({received.size(0), p.layout().padded_numel()}, p.compute_dtype, device_);
     for (std::int64_t rank = 0; rank < received.size(0); ++rank)
       p.extension->decode(received.select(0, rank).narrow(0, p.row_byte, p.row_bytes), rows.select(0, rank));
     join_pieces(rows, 0, p.layout(), p.whole);
@@ -159,14 +169,17 @@ void ShardGroup::wait_for_unshard() {
     whole_->set_nbytes(static_cast<std::size_t>(whole_bytes_));
     at::DataPtr memory = pool_.memory(whole_bytes_, device_);
     whole_->set_data_ptr(std::move(memory));
-    at::empty({0}, at::TensorOptions(at::kByte).device(device_)).set_(c10::Storage(whole_), 0, {whole_bytes_}, {1}).copy_(gather.received.view({-1}));
+    at::empty({0}, at::TensorOptions(at::kByte).device(device_))
+        .set_(c10::Storage(whole_), 0, {whole_bytes_}, {1})
+        .copy_(gather.received.view({-1}));
   } else {
     const TimedPart timed(times(), &ShardTimes::copy);
     allocate_whole();
     if (!whole_is_flat_) copy_out(gather.received);
   }
   // At this point the group exists twice, as received and as used.
-  if (context_) context_->note_peak(gather.received.defined() ? static_cast<std::int64_t>(gather.received.nbytes()) : 0);
+  if (context_)
+    context_->note_peak(gather.received.defined() ? static_cast<std::int64_t>(gather.received.nbytes()) : 0);
   slice_.reset();
   switch_all(true);
   state_ = ShardGroupState::Unsharded;
@@ -174,7 +187,8 @@ void ShardGroup::wait_for_unshard() {
 
 void ShardGroup::switch_all(bool to_unsharded) {
   for (const ShardedParameter& p : parameters_)
-    if (const at::Tensor parameter = p.parameter(); parameter.defined()) switch_data(parameter, to_unsharded ? p.unsharded : p.sharded);
+    if (const at::Tensor parameter = p.parameter(); parameter.defined())
+      switch_data(parameter, to_unsharded ? p.unsharded : p.sharded);
 }
 
 void ShardGroup::reshard() {
@@ -189,7 +203,8 @@ void ShardGroup::reshard() {
   if (state_ == ShardGroupState::ShardedPostForward) slice_.reset();
   if (state_ == ShardGroupState::Unsharded) {
     if (writable_)
-      throw StateError(fmt::format("reshard of '{}': its gathered parameters are being written; end the UnshardedScope first", name_));
+      throw StateError(fmt::format(
+          "reshard of '{}': its gathered parameters are being written; end the UnshardedScope first", name_));
     const NoHooksOrGradScope quiet;
     switch_all(false);
     free_whole();
@@ -209,7 +224,8 @@ void ShardGroup::reshard_after_forward() {
   const int ranks = std::get<ReshardTo>(reshard_after_forward_).ranks;
   const std::int64_t bytes = whole_bytes_ / ranks;
   slice_ = pool_.bytes(bytes, device_);
-  const at::Tensor all = at::empty({0}, at::TensorOptions(at::kByte).device(device_)).set_(c10::Storage(whole_), 0, {whole_bytes_}, {1});
+  const at::Tensor all = at::empty({0}, at::TensorOptions(at::kByte).device(device_))
+                             .set_(c10::Storage(whole_), 0, {whole_bytes_}, {1});
   slice_.copy_(all.narrow(0, bytes * (mesh_.shard_rank() % ranks), bytes));
   switch_all(false);
   free_whole();
@@ -225,13 +241,17 @@ bool ShardGroup::reshards_after_forward() const {
 void ShardGroup::set_reshard_after_forward(ReshardAfterForward value) {
   if (const auto* to = std::get_if<ReshardTo>(&value)) {
     if (to->ranks < 1 || mesh_.shard_ranks() % to->ranks != 0)
-      throw ValueError(describe(fmt::format("reshard_after_forward of '{}'", name_), fmt::format("{} ranks", to->ranks),
-                                fmt::format("a divisor of the {} ranks of the shard axis", mesh_.shard_ranks())));
-    if (to->ranks == 1) value = false;                     // every rank keeps everything
-    else if (to->ranks == mesh_.shard_ranks()) value = true;  // the shards themselves
+      throw ValueError(
+          describe(fmt::format("reshard_after_forward of '{}'", name_), fmt::format("{} ranks", to->ranks),
+                   fmt::format("a divisor of the {} ranks of the shard axis", mesh_.shard_ranks())));
+    if (to->ranks == 1)
+      value = false;  // every rank keeps everything
+    else if (to->ranks == mesh_.shard_ranks())
+      value = true;  // the shards themselves
   }
   if (whole_ && std::holds_alternative<ReshardTo>(value))
-    throw StateError(fmt::format("reshard_after_forward of '{}': a smaller mesh can only be chosen in ShardOptions", name_));
+    throw StateError(fmt::format(
+        "reshard_after_forward of '{}': a smaller mesh can only be chosen in ShardOptions", name_));
   reshard_after_forward_ = value;
   reshard_is_default_ = false;
 }

@@ -7,11 +7,11 @@
 #include <utility>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/dtensor.h"
+#include "penstock/errors.h"
 #include "penstock/shard/state/group_internal.h"
-#include "penstock/shard/state/shard_group.h"
 #include "penstock/shard/state/shard_context.h"
+#include "penstock/shard/state/shard_group.h"
 
 namespace penstock {
 
@@ -22,17 +22,22 @@ at::Tensor ShardGroup::local_gradient(const ShardedParameter& p, const at::Tenso
   const at::Tensor detached = gradient.detach();
   if (!p.placement.original) {
     if (is_dtensor(detached))
-      throw TypeError(describe(fmt::format("the gradient of parameter '{}'", p.name), describe_dtensor(detached), "a plain tensor, like the parameter",
-                               "distribute the parameter (distribute_parameter) before fully_shard, or pass plain inputs"));
+      throw TypeError(describe(
+          fmt::format("the gradient of parameter '{}'", p.name), describe_dtensor(detached),
+          "a plain tensor, like the parameter",
+          "distribute the parameter (distribute_parameter) before fully_shard, or pass plain inputs"));
     return detached;
   }
   if (!is_dtensor(detached))
-    throw TypeError(describe(fmt::format("the gradient of the distributed parameter '{}'", p.name), "a plain tensor", "a distributed one"));
+    throw TypeError(describe(fmt::format("the gradient of the distributed parameter '{}'", p.name),
+                             "a plain tensor", "a distributed one"));
   Placements wanted = p.placement.original->placements();
   const Placements& has = placements_of(detached);
   if (!(mesh_of(detached) == *p.placement.original_mesh))
-    throw ValueError(describe(fmt::format("the gradient of the distributed parameter '{}'", p.name), describe_dtensor(detached),
-                              fmt::format("one on {}, like the parameter", p.placement.original_mesh->mesh().to_string()), "redistribute or rebuild it on the mesh of the parameter"));
+    throw ValueError(describe(
+        fmt::format("the gradient of the distributed parameter '{}'", p.name), describe_dtensor(detached),
+        fmt::format("one on {}, like the parameter", p.placement.original_mesh->mesh().to_string()),
+        "redistribute or rebuild it on the mesh of the parameter"));
   // Along each data-parallel axis a gradient is either one term of a sum over the ranks of that axis, which
   // the reduction adds up, or the whole gradient on every rank (at the latest after the redistribution). The
   // reduction averages over all these ranks regardless of the axis. That is correct for whole gradients;
@@ -85,7 +90,8 @@ void ShardGroup::post_backward() {
     if (!own.defined()) continue;
     if (p.placement.original) {
       const detail::DTensorPayload* payload = detail::dtensor_payload(own);
-      const bool reduced = payload && payload->spec->mesh_id() == p.placement.sharded->mesh_id() && payload->spec->placements() == p.placement.sharded->placements();
+      const bool reduced = payload && payload->spec->mesh_id() == p.placement.sharded->mesh_id() &&
+                           payload->spec->placements() == p.placement.sharded->placements();
       if (reduced || !payload || payload->spec->mesh_id() != p.placement.original->mesh_id()) continue;
       const at::Tensor local = local_gradient(p, own);
       p.gradient = p.gradient.defined() ? p.gradient + local : local;
@@ -93,7 +99,9 @@ void ShardGroup::post_backward() {
       own.reset();
     } else if (!is_dtensor(own)) {
       if (own.sizes() != c10::IntArrayRef(p.layout().shape()))
-        throw ValueError(describe(fmt::format("grad() of parameter '{}'", p.name), fmt::format("[{}]", fmt::join(own.sizes(), ", ")), fmt::format("[{}]", fmt::join(p.layout().shape(), ", "))));
+        throw ValueError(describe(fmt::format("grad() of parameter '{}'", p.name),
+                                  fmt::format("[{}]", fmt::join(own.sizes(), ", ")),
+                                  fmt::format("[{}]", fmt::join(p.layout().shape(), ", "))));
       p.gradient = p.gradient.defined() ? p.gradient + own : own;
       p.gradient_owned = false;
       own.reset();
@@ -108,7 +116,8 @@ void ShardGroup::post_backward() {
   // Kept whole, in the dtype used for sums.
   if (const auto dtype = options_.mixed_precision.reduce_dtype)
     for (ShardedParameter& p : parameters_)
-      if (p.gradient.defined() && p.gradient.scalar_type() != *dtype && at::isFloatingType(p.gradient.scalar_type())) {
+      if (p.gradient.defined() && p.gradient.scalar_type() != *dtype &&
+          at::isFloatingType(p.gradient.scalar_type())) {
         p.gradient = p.gradient.to(*dtype);
         p.gradient_owned = true;
       }
@@ -123,7 +132,8 @@ void ShardGroup::discard_gradients() {
 }
 
 bool ShardGroup::has_unprocessed_gradients() const {
-  return std::any_of(parameters_.begin(), parameters_.end(), [](const ShardedParameter& p) { return p.arrived; });
+  return std::any_of(parameters_.begin(), parameters_.end(),
+                     [](const ShardedParameter& p) { return p.arrived; });
 }
 
 bool ShardGroup::has_trainable() const {

@@ -19,7 +19,9 @@ struct NoHooksOrGradScope {
   at::NoGradGuard no_grad;
 };
 
-inline std::int64_t item_size(at::ScalarType dtype) { return static_cast<std::int64_t>(c10::elementSize(dtype)); }
+inline std::int64_t item_size(at::ScalarType dtype) {
+  return static_cast<std::int64_t>(c10::elementSize(dtype));
+}
 
 // This rank's part of a distributed tensor; a plain tensor is returned unchanged.
 inline at::Tensor local_of(const at::Tensor& tensor) {

@@ -7,9 +7,9 @@
 #include <algorithm>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
+#include "penstock/errors.h"
 #include "penstock/shard/pieces/piece_copy.h"
 #include "penstock/shard/state/shard_context.h"
 #include "penstock/shard/state/timed_part.h"
@@ -18,7 +18,9 @@
 namespace penstock {
 
 GroupReduction::GroupReduction(ShardGroup& group)
-    : group_(&group), op_(group.gradient_divide_factor ? comm::ReduceOp::Sum : comm::ReduceOp::Avg), all_reduce_(group.flags.all_reduce) {
+    : group_(&group),
+      op_(group.gradient_divide_factor ? comm::ReduceOp::Sum : comm::ReduceOp::Avg),
+      all_reduce_(group.flags.all_reduce) {
   stream_ = group.context().reduce_stream(group.device());
   auto& parameters = group.mutable_parameters();
   const auto wanted = group.options().mixed_precision.reduce_dtype;
@@ -28,7 +30,8 @@ GroupReduction::GroupReduction(ShardGroup& group)
     if (!parameter.defined() || !parameter.requires_grad()) continue;
     // The same on every rank, with or without a gradient.
     const at::ScalarType dtype = wanted.value_or(p.compute_dtype);
-    auto bucket = std::find_if(buckets_.begin(), buckets_.end(), [&](const Bucket& b) { return b.dtype == dtype; });
+    auto bucket =
+        std::find_if(buckets_.begin(), buckets_.end(), [&](const Bucket& b) { return b.dtype == dtype; });
     if (bucket == buckets_.end()) {
       buckets_.emplace_back();
       bucket = buckets_.end() - 1;
@@ -46,14 +49,16 @@ void GroupReduction::start(Bucket& bucket) {
   const ShardMesh& mesh = group_->mesh();
   const auto marks = static_cast<std::int64_t>(bucket.parameters.size());
   std::optional<TimedPart> timed(std::in_place, group_->times(), &ShardTimes::copy);
-  bucket.rows = group_->pool().empty({mesh.shard_ranks(), bucket.width + marks}, bucket.dtype, group_->device());
+  bucket.rows =
+      group_->pool().empty({mesh.shard_ranks(), bucket.width + marks}, bucket.dtype, group_->device());
   for (std::size_t k = 0; k < bucket.parameters.size(); ++k) {
     ShardedParameter& p = parameters[bucket.parameters[k]];
     at::Tensor gradient = std::move(p.gradient);
     p.gradient.reset();
     // These were scaled so that their average is the gradient of the whole batch (local_gradient); here the
     // sum must be.
-    if (gradient.defined() && group_->gradient_divide_factor && !p.placement.data_axes.empty()) gradient = gradient / static_cast<double>(mesh.shard_ranks() * mesh.replicas());
+    if (gradient.defined() && group_->gradient_divide_factor && !p.placement.data_axes.empty())
+      gradient = gradient / static_cast<double>(mesh.shard_ranks() * mesh.replicas());
     p.gradient_owned = false;
     bucket.present.push_back(gradient.defined());
     if (gradient.defined())
@@ -74,7 +79,8 @@ void GroupReduction::start(Bucket& bucket) {
   }
   timed.emplace(group_->times(), &ShardTimes::reduce);
   bucket.reduced = group_->pool().empty({bucket.width + marks}, bucket.dtype, group_->device());
-  bucket.work = mesh.reduce_group().reduce_scatter(bucket.reduced, bucket.rows.view({-1}), op_, {.label = fmt::format("reduce {}", group_->name())});
+  bucket.work = mesh.reduce_group().reduce_scatter(bucket.reduced, bucket.rows.view({-1}), op_,
+                                                   {.label = fmt::format("reduce {}", group_->name())});
 }
 
 void GroupReduction::wait_for_shards() {
@@ -103,7 +109,8 @@ void GroupReduction::wait_for_shards() {
     return;
   }
   for (Bucket& bucket : buckets_)
-    bucket.work = mesh.replicate_group().all_reduce(bucket.reduced, op_, {.label = fmt::format("reduce {} over replicas", group_->name())});
+    bucket.work = mesh.replicate_group().all_reduce(
+        bucket.reduced, op_, {.label = fmt::format("reduce {} over replicas", group_->name())});
 }
 
 void GroupReduction::finish() {
@@ -130,7 +137,8 @@ void GroupReduction::finish() {
 }
 
 void GroupReduction::divide(Bucket& bucket) const {
-  if (group_->gradient_divide_factor) bucket.reduced.narrow(0, 0, bucket.width).div_(*group_->gradient_divide_factor);
+  if (group_->gradient_divide_factor)
+    bucket.reduced.narrow(0, 0, bucket.width).div_(*group_->gradient_divide_factor);
 }
 
 void GroupReduction::start_copy(Bucket& bucket) {
@@ -140,7 +148,9 @@ void GroupReduction::start_copy(Bucket& bucket) {
   order_after(*copies_, main);
   {
     const c10::StreamGuard guard(*copies_);
-    bucket.reduced = at::empty(source.sizes(), at::TensorOptions(source.scalar_type()).pinned_memory(group_->options().offload.pin_memory));
+    bucket.reduced = at::empty(
+        source.sizes(),
+        at::TensorOptions(source.scalar_type()).pinned_memory(group_->options().offload.pin_memory));
     bucket.reduced.copy_(source, /*non_blocking=*/true);
   }
   source.record_stream(*copies_);
@@ -163,7 +173,9 @@ void GroupReduction::write(const Bucket& bucket) const {
   // device.
   at::Tensor marks;
   if (std::find(bucket.present.begin(), bucket.present.end(), false) != bucket.present.end())
-    marks = bucket.reduced.narrow(0, bucket.width, static_cast<std::int64_t>(bucket.parameters.size())).to(at::kCPU, at::kFloat).contiguous();
+    marks = bucket.reduced.narrow(0, bucket.width, static_cast<std::int64_t>(bucket.parameters.size()))
+                .to(at::kCPU, at::kFloat)
+                .contiguous();
   at::ScalarType cast_to = bucket.dtype;
   at::Tensor cast = values;
   for (std::size_t k = 0; k < bucket.parameters.size(); ++k) {
@@ -177,7 +189,8 @@ void GroupReduction::write(const Bucket& bucket) const {
       cast.copy_(values);
     }
     if (stream_ && !cast.device().is_cpu()) cast.record_stream(*computing_);  // which will read the gradient
-    const at::Tensor local = cast.narrow(0, bucket.offsets[k], p.layout().piece_numel(rank)).view(p.layout().piece_shape(rank));
+    const at::Tensor local =
+        cast.narrow(0, bucket.offsets[k], p.layout().piece_numel(rank)).view(p.layout().piece_shape(rank));
     at::Tensor& grad = parameter.mutable_grad();
     if (!grad.defined()) {
       grad = detail::make_dtensor(local, p.placement.sharded, p.placement.mesh);
@@ -185,8 +198,9 @@ void GroupReduction::write(const Bucket& bucket) const {
     }
     const detail::DTensorPayload* before = detail::dtensor_payload(grad);
     if (!before || before->spec != p.placement.sharded)
-      throw StateError(describe(fmt::format("the existing gradient of parameter '{}'", p.name), before ? describe_dtensor(grad) : "a plain tensor", "a gradient sharded like the parameter",
-                                "call zero_grad() before backward"));
+      throw StateError(describe(fmt::format("the existing gradient of parameter '{}'", p.name),
+                                before ? describe_dtensor(grad) : "a plain tensor",
+                                "a gradient sharded like the parameter", "call zero_grad() before backward"));
     before->local().add_(local);
   }
 }

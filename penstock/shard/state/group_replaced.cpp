@@ -11,16 +11,16 @@
 #include <utility>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/dtensor.h"
+#include "penstock/errors.h"
+#include "penstock/fake.h"
 #include "penstock/mesh/local_shard.h"
-#include "penstock/shard/state/group_internal.h"
-#include "penstock/shard/state/shard_group.h"
 #include "penstock/shard/pieces/piece_copy.h"
+#include "penstock/shard/state/group_internal.h"
 #include "penstock/shard/state/registry.h"
+#include "penstock/shard/state/shard_group.h"
 #include "penstock/torch/compat/cpu_bfloat16.h"
 #include "penstock/torch/compat/dtype.h"
-#include "penstock/fake.h"
 #include "penstock/torch/dispatch/switch_data.h"
 
 namespace penstock {
@@ -28,7 +28,8 @@ namespace penstock {
 using detail::NoHooksOrGradScope;
 
 void detail::copy_part(const at::Tensor& whole, const DTensorSpec& spec, const at::Tensor& local) {
-  for (const ShardBox& box : local_boxes(spec.shape(), spec.mesh_shape(), spec.coordinate(), spec.placements())) {
+  for (const ShardBox& box :
+       local_boxes(spec.shape(), spec.mesh_shape(), spec.coordinate(), spec.placements())) {
     at::Tensor from = whole, to = local;
     for (std::size_t d = 0; d < box.shape.size(); ++d) {
       from = from.narrow(static_cast<std::int64_t>(d), box.offset[d], box.shape[d]);
@@ -54,7 +55,8 @@ SpecPtr with_dtype(const SpecPtr& spec, at::ScalarType dtype) {
 
 void ShardGroup::note_replaced(std::size_t slot, const at::Tensor& data) {
   ShardedParameter& p = parameters_[slot];
-  const bool is_cast = p.cast && p.cast->result._unsafe_get_target() == data.unsafeGetTensorImpl() && !data.is_inference() && p.cast->version == data._version();
+  const bool is_cast = p.cast && p.cast->result._unsafe_get_target() == data.unsafeGetTensorImpl() &&
+                       !data.is_inference() && p.cast->version == data._version();
   p.recast = is_cast ? std::optional(p.cast->dtype) : std::nullopt;
   p.cast.reset();
   if (p.replaced) return;
@@ -67,7 +69,8 @@ void ShardGroup::note_cast(std::size_t slot, const at::Tensor& result, std::opti
   // If exact, a gathered parameter has exactly the values of its shard.
   const bool exact = p.dtype == p.compute_dtype && !p.extension;
   if (exact || result.is_inference() || result.device() != device_) return;
-  p.cast = ShardedParameter::Cast{c10::weak_intrusive_ptr<c10::TensorImpl>(result.getIntrusivePtr()), static_cast<std::uint32_t>(result._version()), dtype.value_or(p.dtype)};
+  p.cast = ShardedParameter::Cast{c10::weak_intrusive_ptr<c10::TensorImpl>(result.getIntrusivePtr()),
+                                  static_cast<std::uint32_t>(result._version()), dtype.value_or(p.dtype)};
 }
 
 at::Tensor ShardGroup::own_shard(const ShardedParameter& p) const {
@@ -79,37 +82,53 @@ bool ShardGroup::holds_own_data(const ShardedParameter& p, const at::Tensor& ten
   // A gathered parameter that stays encoded, or a handle of it: uses the same rows.
   if (p.keeps_encoded && is_wrapper(tensor) && !is_dtensor(tensor) && !is_fake(tensor)) {
     const auto parts = payload_of(tensor)->inner_tensors();
-    return !parts.empty() && parts.front().second.storage().unsafeGetStorageImpl() == whole_.get() && parts.front().second.storage_offset() == p.whole.storage_offset();
+    return !parts.empty() && parts.front().second.storage().unsafeGetStorageImpl() == whole_.get() &&
+           parts.front().second.storage_offset() == p.whole.storage_offset();
   }
   const at::Tensor local = detail::local_of(tensor);
   if (is_wrapper(local)) return false;
   const c10::StorageImpl* memory = local.storage().unsafeGetStorageImpl();
   const detail::DTensorPayload* payload = detail::dtensor_payload(tensor);
-  if (memory == flat_.storage().unsafeGetStorageImpl()) return payload && payload->spec == p.placement.sharded && local.data_ptr() == p.padded.data_ptr();
-  return memory == whole_.get() && local.storage_offset() == p.whole.storage_offset() && local.sizes() == p.whole.sizes() && local.strides() == p.whole.strides();
+  if (memory == flat_.storage().unsafeGetStorageImpl())
+    return payload && payload->spec == p.placement.sharded && local.data_ptr() == p.padded.data_ptr();
+  return memory == whole_.get() && local.storage_offset() == p.whole.storage_offset() &&
+         local.sizes() == p.whole.sizes() && local.strides() == p.whole.strides();
 }
 
 void ShardGroup::check_replacement(const ShardedParameter& p, const at::Tensor& tensor) const {
-  const std::string what = fmt::format("parameter '{}', whose data was replaced (set_data, Module::to) after fully_shard", p.name);
+  const std::string what =
+      fmt::format("parameter '{}', whose data was replaced (set_data, Module::to) after fully_shard", p.name);
   const detail::DTensorPayload* payload = detail::dtensor_payload(tensor);
   const at::Tensor local = detail::local_of(tensor);
   if (is_wrapper(local) || local.layout() != at::kStrided)
-    throw ValueError(describe(what, "a tensor without plain values in memory", "a dense one", "load values with load_whole() or write them inside an UnshardedScope"));
+    throw ValueError(describe(what, "a tensor without plain values in memory", "a dense one",
+                              "load values with load_whole() or write them inside an UnshardedScope"));
   if (tensor.sizes() != p.sharded.sizes())
-    throw ValueError(describe(what, fmt::format("shape [{}]", fmt::join(tensor.sizes(), ", ")), fmt::format("[{}], that of the whole parameter", fmt::join(p.sharded.sizes(), ", ")),
-                              "pass the whole value, or a distributed tensor placed like the shard"));
+    throw ValueError(
+        describe(what, fmt::format("shape [{}]", fmt::join(tensor.sizes(), ", ")),
+                 fmt::format("[{}], that of the whole parameter", fmt::join(p.sharded.sizes(), ", ")),
+                 "pass the whole value, or a distributed tensor placed like the shard"));
   if (local.device() != device_ && local.device() != flat_.device())
-    throw ValueError(describe(what, fmt::format("data on {}", local.device().str()), fmt::format("on {}", device_.str()), "move the module before fully_shard"));
-  if (payload && !lies_as(*payload, *p.placement.sharded) && !(p.placement.original && lies_as(*payload, *p.placement.original)))
-    throw ValueError(describe(what, describe_dtensor(tensor), p.to_string() + ", like the shard", "distribute the value with the same placements on the same mesh, or pass it whole"));
+    throw ValueError(describe(what, fmt::format("data on {}", local.device().str()),
+                              fmt::format("on {}", device_.str()), "move the module before fully_shard"));
+  if (payload && !lies_as(*payload, *p.placement.sharded) &&
+      !(p.placement.original && lies_as(*payload, *p.placement.original)))
+    throw ValueError(
+        describe(what, describe_dtensor(tensor), p.to_string() + ", like the shard",
+                 "distribute the value with the same placements on the same mesh, or pass it whole"));
   if (local.storage().unsafeGetStorageImpl() == whole_.get() && state_ != ShardGroupState::Unsharded)
-    throw ValueError(describe(what, "a view of gathered memory that was freed", "a tensor with its own memory", "clone() it"));
+    throw ValueError(describe(what, "a view of gathered memory that was freed",
+                              "a tensor with its own memory", "clone() it"));
   if (writable_ && p.keeps_encoded)
-    throw StateError(describe(what, "it is gathered in encoded form inside an UnshardedScope", "a parameter that may be written there", "call load_whole() outside the scope"));
+    throw StateError(describe(what, "it is gathered in encoded form inside an UnshardedScope",
+                              "a parameter that may be written there",
+                              "call load_whole() outside the scope"));
   if (tensor.scalar_type() == p.dtype || (writable_ && tensor.scalar_type() == p.compute_dtype)) return;
   if (writable_ || !partial_reductions.empty())
-    throw StateError(describe(what, dtype_name(tensor.scalar_type()), fmt::format("{} here", dtype_name(p.dtype)),
-                              writable_ ? "change the dtype outside an UnshardedScope" : "first reduce the accumulated gradients (set_requires_all_reduce)"));
+    throw StateError(
+        describe(what, dtype_name(tensor.scalar_type()), fmt::format("{} here", dtype_name(p.dtype)),
+                 writable_ ? "change the dtype outside an UnshardedScope"
+                           : "first reduce the accumulated gradients (set_requires_all_reduce)"));
 }
 
 void ShardGroup::adopt_replaced() {
@@ -126,7 +145,8 @@ void ShardGroup::adopt_replaced() {
     if (!parameter.defined()) continue;
     if (p.recast) {
       if (writable_)
-        throw StateError(describe(fmt::format("parameter '{}' was cast (Module::to)", p.name), "inside an UnshardedScope", "outside an UnshardedScope"));
+        throw StateError(describe(fmt::format("parameter '{}' was cast (Module::to)", p.name),
+                                  "inside an UnshardedScope", "outside an UnshardedScope"));
       values.push_back({&p, parameter, at::Tensor()});
       continue;
     }
@@ -166,13 +186,16 @@ void ShardGroup::adopt_replaced() {
   before_shards_change();
   std::vector<std::pair<ShardedParameter*, at::ScalarType>> dtypes;
   for (const Value& v : values)
-    if (const at::ScalarType dtype = v.p->recast ? *v.p->recast : v.value.scalar_type(); dtype != v.p->dtype) dtypes.emplace_back(v.p, dtype);
+    if (const at::ScalarType dtype = v.p->recast ? *v.p->recast : v.value.scalar_type(); dtype != v.p->dtype)
+      dtypes.emplace_back(v.p, dtype);
   if (!dtypes.empty()) change_dtypes(dtypes);
   for (const Value& v : values) {
     const detail::DTensorPayload* payload = v.value.defined() ? detail::dtensor_payload(v.value) : nullptr;
     const at::Tensor mine = own_shard(*v.p);
     if (payload)
-      mine.copy_(lies_as(*payload, *v.p->placement.sharded) ? payload->local() : piece_of(payload->local(), v.p->layout(), rank));
+      mine.copy_(lies_as(*payload, *v.p->placement.sharded)
+                     ? payload->local()
+                     : piece_of(payload->local(), v.p->layout(), rank));
     else if (!v.p->recast)
       detail::copy_part(v.value, *v.p->placement.sharded, mine);
     v.p->recast.reset();
@@ -208,9 +231,11 @@ void ShardGroup::change_dtypes(const std::vector<std::pair<ShardedParameter*, at
   // Gradients are cast as well, so that the next reduction can be added to them.
   for (const auto& [p, dtype] : dtypes) {
     const at::Tensor parameter = p->parameter();
-    const detail::DTensorPayload* gradient = parameter.grad().defined() ? detail::dtensor_payload(parameter.grad()) : nullptr;
+    const detail::DTensorPayload* gradient =
+        parameter.grad().defined() ? detail::dtensor_payload(parameter.grad()) : nullptr;
     if (gradient && lies_as(*gradient, *p->placement.sharded))
-      parameter.mutable_grad() = detail::make_dtensor(gradient->local().to(dtype), p->placement.sharded, p->placement.mesh);
+      parameter.mutable_grad() =
+          detail::make_dtensor(gradient->local().to(dtype), p->placement.sharded, p->placement.mesh);
   }
 }
 

@@ -3,10 +3,10 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/shard/state/group_internal.h"
-#include "penstock/shard/state/shard_group.h"
-#include "penstock/shard/state/registry.h"
 #include "penstock/fake.h"
+#include "penstock/shard/state/group_internal.h"
+#include "penstock/shard/state/registry.h"
+#include "penstock/shard/state/shard_group.h"
 #include "penstock/torch/dispatch/switch_data.h"
 
 namespace penstock {
@@ -17,7 +17,8 @@ namespace {
 
 at::Tensor tensor_for_trial(const ShardedParameter& p, at::Device device, bool fake) {
   const at::TensorOptions options = at::TensorOptions(p.compute_dtype).device(device);
-  const at::Tensor whole = fake ? make_fake(p.layout().shape(), options) : at::zeros(p.layout().shape(), options);
+  const at::Tensor whole =
+      fake ? make_fake(p.layout().shape(), options) : at::zeros(p.layout().shape(), options);
   mark_for_any_hook(whole);
   if (!p.placement.original) return whole;
   const detail::DTensorPayload& like = *detail::dtensor_payload(p.unsharded);
@@ -61,7 +62,9 @@ void ShardGroup::end_trial() {
     const ShardedParameter& p = parameters_[i];
     const at::Tensor parameter = p.parameter();
     if (!parameter.defined()) continue;
-    switch_data(parameter, !trials_.empty() ? trials_.back()[i] : state_ == ShardGroupState::Unsharded ? p.unsharded : p.sharded);
+    switch_data(parameter, !trials_.empty()                       ? trials_.back()[i]
+                           : state_ == ShardGroupState::Unsharded ? p.unsharded
+                                                                  : p.sharded);
   }
   if (!trials_.empty()) return;
   for (const void* memory : trial_memory_) detail::unregister_member(memory);

@@ -7,8 +7,8 @@
 #include <unordered_map>
 
 #include "penstock/dtensor/tensor/dtensor_payload.h"
-#include "penstock/torch/dispatch/any_operator_hook.h"
 #include "penstock/fake.h"
+#include "penstock/torch/dispatch/any_operator_hook.h"
 
 namespace penstock::detail {
 namespace {
@@ -52,7 +52,9 @@ void register_derived(const at::Tensor& tensor, ShardGroup& group) {
   mark_for_any_hook(tensor);
   const std::unique_lock lock(table().mutex);
   auto& derived = table().derived;
-  if (table().members.contains(memory.unsafeGetStorageImpl()) || derived.contains(memory.unsafeGetStorageImpl())) return;
+  if (table().members.contains(memory.unsafeGetStorageImpl()) ||
+      derived.contains(memory.unsafeGetStorageImpl()))
+    return;
   if (derived.size() >= table().next_sweep) {
     std::erase_if(derived, [](const auto& entry) { return entry.second.memory.expired(); });
     table().next_sweep = std::max<std::size_t>(64, 2 * derived.size());
@@ -81,7 +83,8 @@ Membership find_member(const at::Tensor& tensor) {
     if (const auto parts = wrapped->inner_tensors(); !parts.empty()) part = parts.front().second;
   const std::shared_lock lock(table().mutex);
   const auto& members = table().members;
-  if (const auto found = members.find(tensor.unsafeGetTensorImpl()); found != members.end()) return found->second;
+  if (const auto found = members.find(tensor.unsafeGetTensorImpl()); found != members.end())
+    return found->second;
   const at::Tensor& local = payload ? payload->local() : part.defined() ? part : tensor;
   if (!local.has_storage()) return {};
   const void* memory = local.storage().unsafeGetStorageImpl();

@@ -16,7 +16,8 @@ namespace detail {
 
 // Values of Membership::parameter for tensors that are not parameters.
 constexpr int kSharesGroupMemory = -1;  // shares memory with parameters of the group
-constexpr int kDerived = -2;       // a distributed tensor computed from shards, without gradients: W + B A of an evaluation
+constexpr int kDerived =
+    -2;  // a distributed tensor computed from shards, without gradients: W + B A of an evaluation
 // Shares memory that the group used before the dtype of its parameters changed.
 constexpr int kStale = -3;
 

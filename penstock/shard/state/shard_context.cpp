@@ -9,9 +9,9 @@
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/shard/state/shard_state.h"
+#include "penstock/torch/compat/streams.h"
 #include "penstock/torch/dispatch/any_operator_hook.h"
 #include "penstock/torch/dispatch/operator_hook.h"
-#include "penstock/torch/compat/streams.h"
 
 namespace penstock {
 namespace {
@@ -25,8 +25,12 @@ void check_equal(const comm::Group& group, std::uint64_t fingerprint, const std:
   const auto* values = all.data_ptr<std::int64_t>();
   for (int i = 1; i < group.size(); ++i)
     if (values[i] != values[0])
-      throw ValueError(describe(fmt::format("fully_shard of '{}': names, shapes, dtypes, placements and requires_grad of the parameters on rank {}", name, group.rank_at(i)),
-                                "different ones", fmt::format("those of rank {}", group.rank_at(0)), "build the same module and call fully_shard with the same options on all ranks"));
+      throw ValueError(
+          describe(fmt::format("fully_shard of '{}': names, shapes, dtypes, placements and requires_grad of "
+                               "the parameters on rank {}",
+                               name, group.rank_at(i)),
+                   "different ones", fmt::format("those of rank {}", group.rank_at(0)),
+                   "build the same module and call fully_shard with the same options on all ranks"));
 }
 
 }  // namespace
@@ -59,8 +63,10 @@ void ShardContext::agree() const {
     const std::uint64_t id = group->mesh().mesh().id();
     if (std::find(seen.begin(), seen.end(), id) != seen.end()) continue;
     seen.push_back(id);
-    if (group->mesh().shard_ranks() > 1) check_equal(group->mesh().gather_group(), by_mesh.at(id).second, group->name());
-    if (group->mesh().replicas() > 1) check_equal(group->mesh().replicate_group(), by_mesh.at(id).second, group->name());
+    if (group->mesh().shard_ranks() > 1)
+      check_equal(group->mesh().gather_group(), by_mesh.at(id).second, group->name());
+    if (group->mesh().replicas() > 1)
+      check_equal(group->mesh().replicate_group(), by_mesh.at(id).second, group->name());
   }
 }
 
@@ -78,7 +84,8 @@ void ShardContext::note_peak(std::int64_t more) {
 }
 
 bool ShardContext::prefetch_chosen(const ShardGroup& group, const std::vector<Prefetch>& chosen) {
-  const auto found = std::find_if(chosen.begin(), chosen.end(), [&](const Prefetch& entry) { return entry.group == &group; });
+  const auto found = std::find_if(chosen.begin(), chosen.end(),
+                                  [&](const Prefetch& entry) { return entry.group == &group; });
   if (found == chosen.end()) return false;
   for (ShardGroup* next : found->next) next->unshard();
   return true;
@@ -93,7 +100,8 @@ void ShardContext::begin_forward() {
 
 ShardGroup* ShardContext::group_after(const ShardGroup& group) const {
   for (const std::vector<ShardGroup*>* order : {&last_order_, &order_})
-    if (const auto found = std::find(order->begin(), order->end(), &group); found != order->end()) return found + 1 == order->end() ? nullptr : *(found + 1);
+    if (const auto found = std::find(order->begin(), order->end(), &group); found != order->end())
+      return found + 1 == order->end() ? nullptr : *(found + 1);
   return nullptr;
 }
 
@@ -107,7 +115,8 @@ void ShardContext::use_in_forward(ShardGroup& group) {
   if (std::find(order_.begin(), order_.end(), &group) == order_.end()) order_.push_back(&group);
   // Other open groups are finished, except those of modules that contain this one.
   std::erase_if(open_, [&](ShardGroup* other) {
-    if (other == &group || other->owner() == group.owner() || other->owner()->contains(*group.owner())) return false;
+    if (other == &group || other->owner() == group.owner() || other->owner()->contains(*group.owner()))
+      return false;
     if (other->reshards_after_forward()) other->reshard_after_forward();
     return true;
   });
@@ -126,12 +135,16 @@ void ShardContext::use_in_backward(ShardGroup& group) {
   note_backward();
   if (current_ == &group && group.state() == ShardGroupState::Unsharded) return;
   // Groups before it in the order are gathered first, whether needed here or not.
-  const auto here = std::find(to_gather_.begin() + static_cast<std::ptrdiff_t>(gathered_), to_gather_.end(), &group);
+  const auto here =
+      std::find(to_gather_.begin() + static_cast<std::ptrdiff_t>(gathered_), to_gather_.end(), &group);
   if (here != to_gather_.end())
-    for (const auto end = static_cast<std::size_t>(here - to_gather_.begin()) + 1; gathered_ < end; ++gathered_) to_gather_[gathered_]->unshard();
+    for (const auto end = static_cast<std::size_t>(here - to_gather_.begin()) + 1; gathered_ < end;
+         ++gathered_)
+      to_gather_[gathered_]->unshard();
   group.wait_for_unshard();
   current_ = &group;
-  if (!prefetch_chosen(group, backward_prefetch_) && prefetch && gathered_ < to_gather_.size()) to_gather_[gathered_++]->unshard();
+  if (!prefetch_chosen(group, backward_prefetch_) && prefetch && gathered_ < to_gather_.size())
+    to_gather_[gathered_++]->unshard();
   note_peak();
 }
 
@@ -163,7 +176,8 @@ void ShardContext::note_backward() {
 }
 
 std::size_t ShardContext::position_of(const ShardGroup& group) const {
-  const auto position = static_cast<std::size_t>(std::find(groups_.begin(), groups_.end(), &group) - groups_.begin());
+  const auto position =
+      static_cast<std::size_t>(std::find(groups_.begin(), groups_.end(), &group) - groups_.begin());
   PENSTOCK_INVARIANT(position < groups_.size(), "the group must belong to this context");
   return position;
 }
@@ -232,7 +246,8 @@ void ShardContext::final_callback() {
       ready_[position_of(*group)] = false;
       start_reduction(*group);
     }
-  const bool wait = groups_.empty() || std::all_of(groups_.begin(), groups_.end(), [](const ShardGroup* group) { return group->flags.last; });
+  const bool wait = groups_.empty() || std::all_of(groups_.begin(), groups_.end(),
+                                                   [](const ShardGroup* group) { return group->flags.last; });
   if (wait) {
     finish(replicating_);
     finish(scattering_);

@@ -89,19 +89,19 @@ class ShardContext : public std::enable_shared_from_this<ShardContext> {
   void plan_reductions();
   void start_anew();
 
-  std::vector<ShardGroup*> groups_;  // in registration order of their modules, outermost first
-  std::vector<ShardGroup*> order_;   // of first use, since the forward after the last backward began
+  std::vector<ShardGroup*> groups_;      // in registration order of their modules, outermost first
+  std::vector<ShardGroup*> order_;       // of first use, since the forward after the last backward began
   std::vector<ShardGroup*> last_order_;  // the same for the forwards before that backward
   bool backward_ended_ = false;          // and no forward has begun since
-  std::vector<ShardGroup*> open_;    // gathered by the current forward
+  std::vector<ShardGroup*> open_;        // gathered by the current forward
   ShardGroup* current_ = nullptr;
   std::vector<Prefetch> forward_prefetch_, backward_prefetch_;
   bool callback_queued_ = false;
   std::vector<ShardGroup*> to_gather_;  // by the current backward, in this order
-  std::size_t gathered_ = 0;             // how many of them were started
-  std::vector<bool> ready_, settled_;    // by position in groups_
+  std::size_t gathered_ = 0;            // how many of them were started
+  std::vector<bool> ready_, settled_;   // by position in groups_
   std::vector<ShardGroup*> to_reduce_;  // in this order
-  std::size_t reduced_ = 0;              // how many of them were started
+  std::size_t reduced_ = 0;             // how many of them were started
   std::unique_ptr<GroupReduction> scattering_, replicating_;
   std::vector<std::unique_ptr<GroupReduction>> copying_;  // gradients being copied to the CPU
   std::int64_t peak_ = 0;

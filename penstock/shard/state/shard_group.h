@@ -38,9 +38,9 @@
 #include "penstock/fully_shard.h"
 #include "penstock/group.h"
 #include "penstock/random.h"
-#include "penstock/shard_options.h"
 #include "penstock/shard/pieces/buffer_pool.h"
 #include "penstock/shard/pieces/shard_mesh.h"
+#include "penstock/shard_options.h"
 #include "penstock/torch/dispatch/gradient_sink.h"
 
 namespace penstock {
@@ -52,42 +52,42 @@ std::string_view to_text(ShardGroupState state);
 
 // One parameter of a group. The tensors here are templates that share memory with the parameter.
 struct ShardedParameter {
-  std::string name;                   // in the module that was sharded
-  std::string path;                   // in the outermost sharded module that contains it
+  std::string name;  // in the module that was sharded
+  std::string path;  // in the outermost sharded module that contains it
   c10::weak_intrusive_ptr<c10::TensorImpl> handle;
   ParameterPlacement placement;
-  at::ScalarType dtype;               // of the shard
-  at::ScalarType compute_dtype;       // of the gathered parameter
+  at::ScalarType dtype;          // of the shard
+  at::ScalarType compute_dtype;  // of the gathered parameter
   std::shared_ptr<const AllGatherExtension> extension;
-  bool keeps_encoded = false;         // stays in the encoding of the extension when gathered
+  bool keeps_encoded = false;  // stays in the encoding of the extension when gathered
 
-  std::int64_t shard_byte = 0;        // offset of its padded shard in the flat buffer
+  std::int64_t shard_byte = 0;               // offset of its padded shard in the flat buffer
   std::int64_t row_byte = 0, row_bytes = 0;  // its part of what a rank sends
-  std::int64_t whole_byte = 0;        // offset in the gathered storage
+  std::int64_t whole_byte = 0;               // offset in the gathered storage
 
-  at::Tensor padded;                  // [padded_numel], a view of the flat buffer
-  at::Tensor sharded;                 // distributed
+  at::Tensor padded;   // [padded_numel], a view of the flat buffer
+  at::Tensor sharded;  // distributed
   // Plain, over the gathered storage; for a kept encoding: [ranks, row_bytes] bytes.
   at::Tensor whole;
   // `whole`, or distributed like the original parameter, or what the extension makes of the bytes.
   at::Tensor unsharded;
 
-  at::Tensor gradient;                // whole, accumulated since the last reduction
-  bool gradient_owned = false;        // allocated here, so it may be accumulated into in place
-  bool arrived = false;               // in the current backward
-  bool replaced = false;              // set_data gave the parameter other data, which is not adopted yet
+  at::Tensor gradient;          // whole, accumulated since the last reduction
+  bool gradient_owned = false;  // allocated here, so it may be accumulated into in place
+  bool arrived = false;         // in the current backward
+  bool replaced = false;        // set_data gave the parameter other data, which is not adopted yet
   // The gathered parameter cast by `to`, if that rounds differently than a cast of the shard: Module::to is
   // about to set it as the parameter's data.
   struct Cast {
     c10::weak_intrusive_ptr<c10::TensorImpl> result;
-    std::uint32_t version;            // of the result: a later write means that it holds other values
-    at::ScalarType dtype;             // requested; the shard's if none was
+    std::uint32_t version;  // of the result: a later write means that it holds other values
+    at::ScalarType dtype;   // requested; the shard's if none was
   };
   std::optional<Cast> cast;
   // The replacement is such a cast: the shard takes this dtype and keeps its values.
   std::optional<at::ScalarType> recast;
 
-  at::Tensor parameter() const;       // undefined if the module no longer exists
+  at::Tensor parameter() const;  // undefined if the module no longer exists
   const ShardLayout& layout() const { return placement.layout; }
   // "'blocks.0.weight' float32[12, 5] as [S(0)]", with the whole size, for errors.
   std::string to_string() const;
@@ -101,17 +101,18 @@ struct ShardGroupParameter {
 
 // What backward does with gradients; all on by default.
 struct BackwardFlags {
-  bool reduce = true;                 // otherwise gradients stay whole and are accumulated
+  bool reduce = true;  // otherwise gradients stay whole and are accumulated
   // Over replicas (HSDP); otherwise the reduced shards are accumulated on this rank.
   bool all_reduce = true;
-  bool reshard = true;                // after backward
-  bool last = true;                   // wait for reductions at the end of backward
+  bool reshard = true;  // after backward
+  bool last = true;     // wait for reductions at the end of backward
 };
 
 class ShardGroup final : public GradientSink {
  public:
   // Shards the parameters in place. Fake ones get their layout and wait for materialize().
-  ShardGroup(std::string name, ShardMesh mesh, ShardOptions options, std::vector<ShardGroupParameter> parameters);
+  ShardGroup(std::string name, ShardMesh mesh, ShardOptions options,
+             std::vector<ShardGroupParameter> parameters);
   ~ShardGroup() override;
   ShardGroup(const ShardGroup&) = delete;
   ShardGroup& operator=(const ShardGroup&) = delete;
@@ -213,7 +214,7 @@ class ShardGroup final : public GradientSink {
   std::vector<ShardedParameter>& mutable_parameters() { return parameters_; }
   bool has_trainable() const;
   bool recorded() const { return recorded_; }  // since the last backward ended
-  bool has_unprocessed_gradients() const;  // gradients that post_backward has not processed
+  bool has_unprocessed_gradients() const;      // gradients that post_backward has not processed
   // Whether the behaviour after forward was not chosen explicitly; it then depends on the position of the
   // module.
   bool reshard_is_default() const { return reshard_is_default_; }
@@ -255,21 +256,21 @@ class ShardGroup final : public GradientSink {
   ShardGroupState state_ = ShardGroupState::Sharded;
   at::Device device_ = at::kCPU;
 
-  at::Tensor flat_;                     // bytes: every padded shard, by item size
+  at::Tensor flat_;  // bytes: every padded shard, by item size
   std::int64_t flat_bytes_ = 0, row_bytes_ = 0, whole_bytes_ = 0;
-  bool row_is_flat_ = false;            // what is sent is the flat buffer itself
-  bool whole_is_flat_ = false;          // one shard, no cast: the gathered storage is the flat buffer's memory
+  bool row_is_flat_ = false;    // what is sent is the flat buffer itself
+  bool whole_is_flat_ = false;  // one shard, no cast: the gathered storage is the flat buffer's memory
   c10::intrusive_ptr<c10::StorageImpl> whole_;
-  at::Tensor slice_;                    // of the gathered bytes, in ShardedPostForward
+  at::Tensor slice_;  // of the gathered bytes, in ShardedPostForward
   std::optional<Gather> gather_;
   // The parameters during trials, one list for each trial that has begun.
   std::vector<std::vector<at::Tensor>> trials_;
   std::vector<const void*> trial_memory_;  // registered as this group's until the last trial ends
   // Gathered storages of earlier dtypes, which autograd graphs may still refer to.
   std::vector<c10::intrusive_ptr<c10::StorageImpl>> retired_;
-  std::optional<c10::Stream> reads_;    // on which shards may still be read from CPU memory
+  std::optional<c10::Stream> reads_;  // on which shards may still be read from CPU memory
   bool writable_ = false;
-  bool replaced_ = false;               // whether some parameter is replaced
+  bool replaced_ = false;  // whether some parameter is replaced
   bool held_ = false;
   bool recorded_ = false;
   bool materialized_ = true;

@@ -97,13 +97,17 @@ std::shared_ptr<ShardState> find_replaced_shard_state(const torch::nn::Module& m
   const auto table = module.named_parameters(/*recurse=*/true);
   for (const ShardGroup* group : own_groups(*state))
     for (const ShardedParameter& p : group->parameters())
-      if (const at::Tensor* now = table.find(p.name); !now || now->sizes() != c10::IntArrayRef(p.placement.sharded->shape())) return nullptr;
+      if (const at::Tensor* now = table.find(p.name);
+          !now || now->sizes() != c10::IntArrayRef(p.placement.sharded->shape()))
+        return nullptr;
   return state;
 }
 
-std::shared_ptr<ShardState> make_shard_state(torch::nn::Module& module, const ShardMesh& mesh, const ShardOptions& options) {
+std::shared_ptr<ShardState> make_shard_state(torch::nn::Module& module, const ShardMesh& mesh,
+                                             const ShardOptions& options) {
   install_trigger();
-  if (find_shard_state(module)) throw StateError(fmt::format("fully_shard: module '{}' is already sharded", module.name()));
+  if (find_shard_state(module))
+    throw StateError(fmt::format("fully_shard: module '{}' is already sharded", module.name()));
   std::unordered_set<const void*> ignored, seen;
   for (const at::Tensor& tensor : options.ignored) ignored.insert(tensor.unsafeGetTensorImpl());
   const std::shared_ptr<ShardState> state = ShardStateAccess::make();
@@ -115,7 +119,8 @@ std::shared_ptr<ShardState> make_shard_state(torch::nn::Module& module, const Sh
   impl.subtree.push_back(state.get());
   std::vector<std::shared_ptr<ShardState>> inside;
   for (const auto& child : module.named_modules(/*name_prefix=*/"", /*include_self=*/false))
-    if (auto known = find_shard_state(*child.value()); known && std::find(inside.begin(), inside.end(), known) == inside.end()) {
+    if (auto known = find_shard_state(*child.value());
+        known && std::find(inside.begin(), inside.end(), known) == inside.end()) {
       inside.push_back(known);
       impl.subtree.push_back(known.get());
       for (ShardGroup* group : own_groups(*known))
@@ -129,7 +134,8 @@ std::shared_ptr<ShardState> make_shard_state(torch::nn::Module& module, const Sh
     if (ignored.contains(parameter.unsafeGetTensorImpl())) continue;
     const detail::Membership member = detail::find_parameter(parameter);
     if (!member.group) {
-      const ShardChoice choice = options.shard_placement ? options.shard_placement(item.key(), parameter) : ShardChoice();
+      const ShardChoice choice =
+          options.shard_placement ? options.shard_placement(item.key(), parameter) : ShardChoice();
       part_of(parts, choice).parameters.push_back({item.key(), parameter, choice.shard});
       all.push_back(parameter);
       continue;
@@ -137,15 +143,19 @@ std::shared_ptr<ShardState> make_shard_state(torch::nn::Module& module, const Sh
     all.push_back(parameter);
     // A tied parameter may belong to a sharded module elsewhere; a parameter taken by an outer module cannot
     // be taken back.
-    if (const ShardState* owner = member.group->owner(); owner && ShardStateAccess::of(*owner).holds_module(module))
-      throw StateError(fmt::format("fully_shard: parameter '{}' of module '{}' belongs to an enclosing module that is already sharded; shard inner modules before outer ones",
-                                   item.key(), module.name()));
+    if (const ShardState* owner = member.group->owner();
+        owner && ShardStateAccess::of(*owner).holds_module(module))
+      throw StateError(
+          fmt::format("fully_shard: parameter '{}' of module '{}' belongs to an enclosing module that is "
+                      "already sharded; shard inner modules before outer ones",
+                      item.key(), module.name()));
   }
   for (Part& part : parts) {
     if (part.parameters.empty()) continue;
     std::string name = impl.name;
     if (&part != &parts.front()) name += fmt::format(" on {}", part.mesh.mesh().mesh().to_string());
-    impl.groups.push_back(std::make_unique<ShardGroup>(std::move(name), std::move(part.mesh), options, std::move(part.parameters)));
+    impl.groups.push_back(std::make_unique<ShardGroup>(std::move(name), std::move(part.mesh), options,
+                                                       std::move(part.parameters)));
     impl.groups.back()->set_owner(state.get());
   }
   for (const auto& known : inside) {
@@ -163,7 +173,8 @@ std::shared_ptr<ShardState> make_shard_state(torch::nn::Module& module, const Sh
 ShardState::ShardState(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 ShardState::~ShardState() {
-  for (ShardState* outer = impl_->parent; outer; outer = outer->impl_->parent) std::erase(outer->impl_->subtree, this);
+  for (ShardState* outer = impl_->parent; outer; outer = outer->impl_->parent)
+    std::erase(outer->impl_->subtree, this);
   for (ShardState* inner : impl_->subtree)
     if (inner != this && inner->impl_->parent == this) inner->impl_->parent = impl_->parent;
   for (const auto& group : impl_->groups) ShardContext::forget(*group);
@@ -252,7 +263,8 @@ void ShardState::set_is_last_backward(bool value) {
   for_groups(*this, true, [&](ShardGroup& group) { group.flags.last = value; });
 }
 void ShardState::set_gradient_divide_factor(double factor, bool recurse) {
-  if (!(factor > 0)) throw ValueError(describe("set_gradient_divide_factor", fmt::format("{}", factor), "a number above 0"));
+  if (!(factor > 0))
+    throw ValueError(describe("set_gradient_divide_factor", fmt::format("{}", factor), "a number above 0"));
   for_groups(*this, recurse, [&](ShardGroup& group) { group.gradient_divide_factor = factor; });
 }
 
@@ -268,12 +280,15 @@ void ShardState::final_callback() {
 
 namespace {
 
-std::vector<ShardGroup*> prefetched(const ShardState& self, ShardState& root, const std::vector<ShardState*>& states, const char* function) {
-  if (!first_group(self)) throw StateError(fmt::format("{}: the module has no parameters of its own to gather", function));
+std::vector<ShardGroup*> prefetched(const ShardState& self, ShardState& root,
+                                    const std::vector<ShardState*>& states, const char* function) {
+  if (!first_group(self))
+    throw StateError(fmt::format("{}: the module has no parameters of its own to gather", function));
   std::vector<ShardGroup*> groups;
   for (ShardState* state : states) {
     if (!state || &state->root() != &root)
-      throw ValueError(describe(function, state ? "a module under another root" : "a null state", "sharded modules under the same outermost module"));
+      throw ValueError(describe(function, state ? "a module under another root" : "a null state",
+                                "sharded modules under the same outermost module"));
     for (ShardGroup* group : own_groups(*state)) groups.push_back(group);
   }
   return groups;

@@ -1,4 +1,5 @@
-// What Penstock itself needs of a ShardState (fully_shard.h): its groups of parameters, and how it is made and found.
+// What Penstock itself needs of a ShardState (fully_shard.h): its groups of parameters, and how it is made
+// and found.
 #pragma once
 
 #include <torch/nn/module.h>

@@ -10,7 +10,7 @@ namespace penstock {
 // Adds the time until its destruction to a part; does nothing if `times` is null.
 class TimedPart {
  public:
-  TimedPart(ShardTimes* times, std::chrono::nanoseconds ShardTimes::* part)
+  TimedPart(ShardTimes* times, std::chrono::nanoseconds ShardTimes::*part)
       : part_(times ? &(times->*part) : nullptr), begin_(std::chrono::steady_clock::now()) {}
   ~TimedPart() {
     if (part_) *part_ += std::chrono::steady_clock::now() - begin_;

@@ -10,15 +10,15 @@
 #include <string_view>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
-#include "penstock/shard/state/shard_group.h"
+#include "penstock/errors.h"
+#include "penstock/operator_traits.h"
 #include "penstock/shard/state/registry.h"
 #include "penstock/shard/state/shard_context.h"
+#include "penstock/shard/state/shard_group.h"
 #include "penstock/torch/dispatch/any_operator_hook.h"
 #include "penstock/torch/dispatch/gradient_sink.h"
-#include "penstock/operator_traits.h"
 
 namespace penstock {
 namespace {
@@ -33,10 +33,26 @@ using Uses = c10::SmallVector<Use, 4>;
 
 // These only query a tensor, create another handle of it, or create another tensor with its layout, such as
 // optimizer state.
-constexpr std::array<std::string_view, 20> kHandleOperators{
-    "aten::detach",       "aten::detach_",      "aten::alias",     "aten::requires_grad_", "aten::retain_grad", "aten::retains_grad", "aten::is_leaf",
-    "aten::output_nr",    "aten::_version",     "aten::set_data",  "aten::data",           "aten::size.int",    "aten::stride.int",   "aten::is_same_size",
-    "aten::empty_like",   "aten::zeros_like",   "aten::ones_like", "aten::full_like",      "aten::is_floating_point", "aten::is_complex"};
+constexpr std::array<std::string_view, 20> kHandleOperators{"aten::detach",
+                                                            "aten::detach_",
+                                                            "aten::alias",
+                                                            "aten::requires_grad_",
+                                                            "aten::retain_grad",
+                                                            "aten::retains_grad",
+                                                            "aten::is_leaf",
+                                                            "aten::output_nr",
+                                                            "aten::_version",
+                                                            "aten::set_data",
+                                                            "aten::data",
+                                                            "aten::size.int",
+                                                            "aten::stride.int",
+                                                            "aten::is_same_size",
+                                                            "aten::empty_like",
+                                                            "aten::zeros_like",
+                                                            "aten::ones_like",
+                                                            "aten::full_like",
+                                                            "aten::is_floating_point",
+                                                            "aten::is_complex"};
 
 // The check that set_data, which is not an operator, makes before it replaces the data of its first argument
 // by that of the second.
@@ -52,14 +68,20 @@ Role role_of(const c10::OperatorHandle& op, const OperatorTraits& traits) {
   const std::size_t index = operator_index(op);
   if (index >= known.size()) known.resize(index + 64, Role::Unknown);
   if (known[index] == Role::Unknown) {
-    const bool handles = std::find(kHandleOperators.begin(), kHandleOperators.end(), traits.name) != kHandleOperators.end();
-    known[index] = traits.name == kBeforeSetData ? Role::Replaces : traits.name == kSet ? Role::Sets : handles ? Role::Handles : traits.name.starts_with("aten::to.") ? Role::Casts : Role::Computes;
+    const bool handles =
+        std::find(kHandleOperators.begin(), kHandleOperators.end(), traits.name) != kHandleOperators.end();
+    known[index] = traits.name == kBeforeSetData          ? Role::Replaces
+                   : traits.name == kSet                  ? Role::Sets
+                   : handles                              ? Role::Handles
+                   : traits.name.starts_with("aten::to.") ? Role::Casts
+                                                          : Role::Computes;
   }
   return known[index];
 }
 
 // The dtype requested by one of the `to` operators.
-std::optional<at::ScalarType> requested_dtype(const c10::OperatorHandle& op, const Stack& stack, std::size_t base) {
+std::optional<at::ScalarType> requested_dtype(const c10::OperatorHandle& op, const Stack& stack,
+                                              std::size_t base) {
   const auto& arguments = op.schema().arguments();
   for (std::size_t i = 0; i < arguments.size(); ++i) {
     const c10::IValue& value = stack[base + i];
@@ -82,7 +104,8 @@ void adopt_replacements(const OperatorTraits& traits, const Stack& stack, std::s
     if (traits.arguments[i].kind != ArgumentTraits::Kind::Other)
       for_each_tensor(stack[base + i], [&](const at::Tensor& tensor) {
         const detail::Membership member = detail::find_parameter(tensor);
-        if (member.group && member.group->is_replaced(static_cast<std::size_t>(member.parameter))) member.group->adopt_replaced();
+        if (member.group && member.group->is_replaced(static_cast<std::size_t>(member.parameter)))
+          member.group->adopt_replaced();
       });
 }
 
@@ -93,15 +116,21 @@ bool is_activation(const at::Tensor& tensor, const Uses& uses) {
   if (!payload) return true;
   return std::none_of(uses.begin(), uses.end(), [&](const Use& use) {
     const detail::DTensorPayload* shard = detail::dtensor_payload(use.tensor);
-    return shard && shard->spec->mesh_id() == payload->spec->mesh_id() && shard->spec->placements() == payload->spec->placements() && use.tensor.sizes() == tensor.sizes();
+    return shard && shard->spec->mesh_id() == payload->spec->mesh_id() &&
+           shard->spec->placements() == payload->spec->placements() && use.tensor.sizes() == tensor.sizes();
   });
 }
 
 [[noreturn]] void refuse_write(const Use& use, const OperatorTraits& traits) {
   const ShardGroup& group = *use.member.group;
-  const std::string name = use.member.parameter >= 0 ? group.parameters()[static_cast<std::size_t>(use.member.parameter)].to_string() : fmt::format("a part of '{}'", group.name());
-  throw StateError(describe(fmt::format("{}: it writes {}", traits.name, name), "a gathered parameter, whose shards would not change", "a sharded one",
-                            "call ensure_sharded(parameters) before an optimizer steps, or write inside an UnshardedScope"));
+  const std::string name =
+      use.member.parameter >= 0
+          ? group.parameters()[static_cast<std::size_t>(use.member.parameter)].to_string()
+          : fmt::format("a part of '{}'", group.name());
+  throw StateError(describe(
+      fmt::format("{}: it writes {}", traits.name, name),
+      "a gathered parameter, whose shards would not change", "a sharded one",
+      "call ensure_sharded(parameters) before an optimizer steps, or write inside an UnshardedScope"));
 }
 
 // For a detached handle of a shard that takes part in computation: the same handle of the gathered parameter.
@@ -111,26 +140,36 @@ at::Tensor gathered_handle(const Use& use) {
   const bool trial = use.member.group->in_trial();
   for (const ShardedParameter& p : use.member.group->parameters()) {
     const detail::DTensorPayload* shard = detail::dtensor_payload(p.sharded);
-    if (payload->spec != shard->spec || is_wrapper(payload->local()) || payload->local().data_ptr() != shard->local().data_ptr()) continue;
+    if (payload->spec != shard->spec || is_wrapper(payload->local()) ||
+        payload->local().data_ptr() != shard->local().data_ptr())
+      continue;
     return trial ? p.parameter().detach() : p.unsharded.detach();
   }
   if (trial) return use.tensor;
   // Not a handle of a shard but a tensor-parallel view of the gathered parameter.
-  if (payload->local().storage().unsafeGetStorageImpl() == use.member.group->parameters().front().whole.storage().unsafeGetStorageImpl()) return use.tensor;
-  throw StateError(describe("an operator takes an activation and a view of a sharded parameter", describe_dtensor(use.tensor), "the parameter itself, or a view of the gathered one",
-                            "create the view in the forward that uses it"));
+  if (payload->local().storage().unsafeGetStorageImpl() ==
+      use.member.group->parameters().front().whole.storage().unsafeGetStorageImpl())
+    return use.tensor;
+  throw StateError(describe(
+      "an operator takes an activation and a view of a sharded parameter", describe_dtensor(use.tensor),
+      "the parameter itself, or a view of the gathered one", "create the view in the forward that uses it"));
 }
 
 [[noreturn]] void refuse_stale(const Use& use, const OperatorTraits& traits) {
-  throw StateError(describe(fmt::format("{}: it uses a tensor saved from a gathered parameter of '{}'", traits.name, use.member.group->name()), "the dtype of the parameters has changed since",
-                            "the dtype of the forward that saved it", "run backward before Module::to or set_data change the dtype of sharded parameters"));
+  throw StateError(
+      describe(fmt::format("{}: it uses a tensor saved from a gathered parameter of '{}'", traits.name,
+                           use.member.group->name()),
+               "the dtype of the parameters has changed since", "the dtype of the forward that saved it",
+               "run backward before Module::to or set_data change the dtype of sharded parameters"));
 }
 
 // Whether a tensor cannot be combined with results derived from shards.
 bool cannot_combine(const at::Tensor& tensor, const Uses& derived) {
   if (tensor.dim() == 0) return false;
   const detail::DTensorPayload* payload = detail::dtensor_payload(tensor);
-  return !payload || std::any_of(derived.begin(), derived.end(), [&](const Use& use) { return detail::dtensor_payload(use.tensor)->spec->mesh_id() != payload->spec->mesh_id(); });
+  return !payload || std::any_of(derived.begin(), derived.end(), [&](const Use& use) {
+    return detail::dtensor_payload(use.tensor)->spec->mesh_id() != payload->spec->mesh_id();
+  });
 }
 
 // A result derived from shards, as the same computation on gathered parameters would have produced it.
@@ -150,15 +189,20 @@ at::Tensor gathered_result(const Use& use) {
     const auto first = static_cast<std::ptrdiff_t>(use.member.group->mesh().mesh().shape().size());
     std::fill(wanted.begin(), wanted.begin() + first, Placement(Replicate{}));
     const at::Tensor whole = redistribute(use.tensor, wanted);
-    return from_local(to_local(whole), *placed.original_mesh, Placements(wanted.begin() + first, wanted.end()), {.shape = whole.sizes().vec(), .stride = whole.strides().vec(), .check = false});
+    return from_local(to_local(whole), *placed.original_mesh,
+                      Placements(wanted.begin() + first, wanted.end()),
+                      {.shape = whole.sizes().vec(), .stride = whole.strides().vec(), .check = false});
   }
-  throw StateError(describe("an operator takes an activation and a tensor computed from shards", describe_dtensor(use.tensor), fmt::format("a tensor on the mesh of a parameter of '{}'", use.member.group->name()),
-                            "compute it inside a forward that records gradients, or in an UnshardedScope"));
+  throw StateError(describe(
+      "an operator takes an activation and a tensor computed from shards", describe_dtensor(use.tensor),
+      fmt::format("a tensor on the mesh of a parameter of '{}'", use.member.group->name()),
+      "compute it inside a forward that records gradients, or in an UnshardedScope"));
 }
 
 // Returns false, with the stack unchanged, for an operator that distributed tensors do not support. An
 // operator that writes must not fall back to gathered parameters, because its writes would be lost.
-bool runs_on_shards(const c10::OperatorHandle& op, const OperatorTraits& traits, Stack* stack, std::size_t base) {
+bool runs_on_shards(const c10::OperatorHandle& op, const OperatorTraits& traits, Stack* stack,
+                    std::size_t base) {
   if (traits.mutates) {
     op.callBoxed(stack);
     return true;
@@ -169,7 +213,8 @@ bool runs_on_shards(const c10::OperatorHandle& op, const OperatorTraits& traits,
     return true;
   } catch (const NotImplemented&) {
     stack->resize(base);
-    stack->insert(stack->end(), std::make_move_iterator(arguments.begin()), std::make_move_iterator(arguments.end()));
+    stack->insert(stack->end(), std::make_move_iterator(arguments.begin()),
+                  std::make_move_iterator(arguments.end()));
     return false;
   }
 }
@@ -184,7 +229,8 @@ void on_operator(const c10::OperatorHandle& op, Stack* stack) {
   else if (detail::replacements_pending())
     adopt_replacements(traits, *stack, base);
   if (role == Role::Sets)
-    if (const at::Tensor self = (*stack)[base].toTensor(); const ShardGroup* group = detail::find_parameter(self).group)
+    if (const at::Tensor self = (*stack)[base].toTensor();
+        const ShardGroup* group = detail::find_parameter(self).group)
       if (group->materialized()) {
         // The memory of a parameter belongs to its group: as with set_data, the next use adopts the values.
         const at::Tensor source = (*stack)[base + 1].toTensor();
@@ -212,9 +258,12 @@ void on_operator(const c10::OperatorHandle& op, Stack* stack) {
   const bool recording = at::GradMode::is_enabled();
   bool compute = !uses.empty() && (backward || recording || traits.pure_view);
   // If only some of several groups are gathered: whole tensors and shards cannot be mixed.
-  const auto gathered = [](const Use& use) { return use.member.group->state() == ShardGroupState::Unsharded; };
+  const auto gathered = [](const Use& use) {
+    return use.member.group->state() == ShardGroupState::Unsharded;
+  };
   const bool some_gathered = std::any_of(uses.begin(), uses.end(), gathered);
-  compute = compute || (some_gathered && !(derived.empty() && std::all_of(uses.begin(), uses.end(), gathered)));
+  compute =
+      compute || (some_gathered && !(derived.empty() && std::all_of(uses.begin(), uses.end(), gathered)));
   if (!compute)
     for (std::size_t i = 0; i < traits.arguments.size() && !compute; ++i)
       if (traits.arguments[i].kind != ArgumentTraits::Kind::Other)
@@ -225,7 +274,8 @@ void on_operator(const c10::OperatorHandle& op, Stack* stack) {
   if (!compute) {
     for (const Use& use : uses) {
       if (!use.written) continue;
-      if (use.member.group->state() == ShardGroupState::Unsharded && !use.member.group->writable()) refuse_write(use, traits);
+      if (use.member.group->state() == ShardGroupState::Unsharded && !use.member.group->writable())
+        refuse_write(use, traits);
       use.member.group->before_shards_change();
     }
     if (runs_on_shards(op, traits, stack, base)) {
@@ -233,7 +283,9 @@ void on_operator(const c10::OperatorHandle& op, Stack* stack) {
       // it whole.
       if (!traits.mutates && !some_gathered)
         for (std::size_t i = stack->size() - traits.returns.size(); i < stack->size(); ++i)
-          for_each_tensor((*stack)[i], [&](const at::Tensor& tensor) { detail::register_derived(tensor, *(uses.empty() ? derived : uses)[0].member.group); });
+          for_each_tensor((*stack)[i], [&](const at::Tensor& tensor) {
+            detail::register_derived(tensor, *(uses.empty() ? derived : uses)[0].member.group);
+          });
       return;
     }
   }
@@ -243,7 +295,8 @@ void on_operator(const c10::OperatorHandle& op, Stack* stack) {
     if (use.written && !use.member.group->writable()) refuse_write(use, traits);
   }
   bool handles = !derived.empty();
-  for (const Use& use : uses) handles = handles || (use.member.parameter < 0 && detail::dtensor_payload(use.tensor));
+  for (const Use& use : uses)
+    handles = handles || (use.member.parameter < 0 && detail::dtensor_payload(use.tensor));
   if (handles)
     map_arguments(op, stack, [&](const at::Tensor& tensor) {
       for (const Use& use : uses)
@@ -253,13 +306,15 @@ void on_operator(const c10::OperatorHandle& op, Stack* stack) {
       return tensor;
     });
 
-  const MixedPrecision& precision = (uses.empty() ? derived : uses)[0].member.group->options().mixed_precision;
+  const MixedPrecision& precision =
+      (uses.empty() ? derived : uses)[0].member.group->options().mixed_precision;
   if (!backward && precision.param_dtype && precision.cast_forward_inputs) {
     for (std::size_t i = 0; i < traits.arguments.size(); ++i) {
       if (traits.arguments[i].kind == ArgumentTraits::Kind::Other || traits.arguments[i].written) continue;
       c10::IValue& value = (*stack)[base + i];
       value = map_tensors(value, [&](const at::Tensor& tensor) {
-        const bool cast = tensor.dim() > 0 && at::isFloatingType(tensor.scalar_type()) && tensor.scalar_type() != *precision.param_dtype && !is_marked_for_any_hook(tensor);
+        const bool cast = tensor.dim() > 0 && at::isFloatingType(tensor.scalar_type()) &&
+                          tensor.scalar_type() != *precision.param_dtype && !is_marked_for_any_hook(tensor);
         return cast ? tensor.to(*precision.param_dtype) : tensor;
       });
     }
@@ -269,15 +324,18 @@ void on_operator(const c10::OperatorHandle& op, Stack* stack) {
   // the graph already holds its parameters.
   c10::SmallVector<AccumulatorPtr, 4> accumulators;
   for (const Use& use : uses)
-    if (use.member.parameter >= 0 && use.tensor.requires_grad() && !use.member.group->in_trial() && (recording || awaits_gradient(use.tensor))) {
+    if (use.member.parameter >= 0 && use.tensor.requires_grad() && !use.member.group->in_trial() &&
+        (recording || awaits_gradient(use.tensor))) {
       const auto slot = static_cast<std::size_t>(use.member.parameter);
       use.member.group->note_use();
       accumulators.push_back(send_gradient_to(use.tensor, *use.member.group, slot));
     }
-  const std::optional<at::ScalarType> cast_to = role == Role::Casts ? requested_dtype(op, *stack, base) : std::nullopt;
+  const std::optional<at::ScalarType> cast_to =
+      role == Role::Casts ? requested_dtype(op, *stack, base) : std::nullopt;
   op.callBoxed(stack);
   if (role == Role::Casts && uses.size() == 1 && uses[0].member.parameter >= 0)
-    uses[0].member.group->note_cast(static_cast<std::size_t>(uses[0].member.parameter), stack->back().toTensor(), cast_to);
+    uses[0].member.group->note_cast(static_cast<std::size_t>(uses[0].member.parameter),
+                                    stack->back().toTensor(), cast_to);
 }
 
 }  // namespace

@@ -27,7 +27,9 @@ void ensure_cpu_bfloat16() {
     }).join();
     if (works) return;
     at::globalContext().setUserEnabledMkldnn(false);
-    warn_once("torch", "this LibTorch has no oneDNN kernels for bfloat16 on this processor; oneDNN is switched off for the process");
+    warn_once("torch",
+              "this LibTorch has no oneDNN kernels for bfloat16 on this processor; oneDNN is switched off "
+              "for the process");
   });
 #endif
 }

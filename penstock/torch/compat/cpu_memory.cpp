@@ -19,7 +19,8 @@ struct CpuCounts {
   void add(std::int64_t bytes) {
     allocations.fetch_add(1, std::memory_order_relaxed);
     const std::int64_t now = live.fetch_add(bytes, std::memory_order_relaxed) + bytes;
-    for (std::int64_t highest = peak.load(std::memory_order_relaxed); highest < now && !peak.compare_exchange_weak(highest, now, std::memory_order_relaxed);) {
+    for (std::int64_t highest = peak.load(std::memory_order_relaxed);
+         highest < now && !peak.compare_exchange_weak(highest, now, std::memory_order_relaxed);) {
     }
   }
 };
@@ -49,7 +50,9 @@ class CountingAllocator final : public at::Allocator {
  public:
 #if PENSTOCK_TORCH_AT_LEAST(2, 4)
   at::DataPtr allocate(std::size_t bytes) override { return counted(bytes); }
-  void copy_data(void* to, const void* from, std::size_t bytes) const override { below->copy_data(to, from, bytes); }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override {
+    below->copy_data(to, from, bytes);
+  }
 #else
   at::DataPtr allocate(std::size_t bytes) const override { return counted(bytes); }
 #endif
@@ -77,8 +80,13 @@ void count_cpu_memory() {
   });
 }
 
-CpuMemory cpu_memory() { return {cpu_counts.live.load(std::memory_order_relaxed), cpu_counts.peak.load(std::memory_order_relaxed), cpu_counts.allocations.load(std::memory_order_relaxed)}; }
+CpuMemory cpu_memory() {
+  return {cpu_counts.live.load(std::memory_order_relaxed), cpu_counts.peak.load(std::memory_order_relaxed),
+          cpu_counts.allocations.load(std::memory_order_relaxed)};
+}
 
-void reset_cpu_peak() { cpu_counts.peak.store(cpu_counts.live.load(std::memory_order_relaxed), std::memory_order_relaxed); }
+void reset_cpu_peak() {
+  cpu_counts.peak.store(cpu_counts.live.load(std::memory_order_relaxed), std::memory_order_relaxed);
+}
 
 }  // namespace penstock

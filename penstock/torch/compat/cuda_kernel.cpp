@@ -10,8 +10,8 @@
 #include <algorithm>
 #include <filesystem>
 
-#include "penstock/base/env.h"
 #include "penstock/base/describe.h"
+#include "penstock/base/env.h"
 #include "penstock/errors.h"
 
 namespace penstock {
@@ -27,7 +27,8 @@ using Context = struct ContextTag*;
 
 struct Nvrtc {
   const char* (*error_text)(int);
-  int (*create)(Program*, const char* text, const char* name, int headers, const char* const* texts, const char* const* names);
+  int (*create)(Program*, const char* text, const char* name, int headers, const char* const* texts,
+                const char* const* names);
   int (*destroy)(Program*);
   int (*compile)(Program, int options, const char* const*);
   int (*log_size)(Program, std::size_t*);
@@ -45,13 +46,16 @@ struct Driver {
   int (*current_context)(Context*);
   int (*load)(Module*, const void* image);
   int (*function)(Function*, Module, const char* name);
-  int (*launch)(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, cudaStream_t, void**, void**);
+  int (*launch)(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, cudaStream_t,
+                void**, void**);
 };
 
 // Returns the folder of LibTorch's CUDA library.
 std::filesystem::path torch_folder() {
   Dl_info info{};
-  if (dladdr(reinterpret_cast<void*>(&at::cuda::getCurrentDeviceProperties), &info) == 0 || info.dli_fname == nullptr) return {};
+  if (dladdr(reinterpret_cast<void*>(&at::cuda::getCurrentDeviceProperties), &info) == 0 ||
+      info.dli_fname == nullptr)
+    return {};
   return std::filesystem::path(info.dli_fname).parent_path();
 }
 
@@ -70,7 +74,9 @@ void* load_first(const char* what, const std::vector<std::string>& files, const 
 template <class Pointer>
 void resolve(void* library, const char* name, Pointer& pointer) {
   pointer = reinterpret_cast<Pointer>(dlsym(library, name));
-  if (pointer == nullptr) throw ConfigError(describe("CUDA library", fmt::format("no function {}", name), "CUDA 11.2 or later", "install a newer CUDA"));
+  if (pointer == nullptr)
+    throw ConfigError(describe("CUDA library", fmt::format("no function {}", name), "CUDA 11.2 or later",
+                               "install a newer CUDA"));
 }
 
 std::vector<std::string> nvrtc_files() {
@@ -84,15 +90,17 @@ std::vector<std::string> nvrtc_files() {
       // LibTorch's own stub links against the NVRTC that LibTorch was built with; symbols are found through
       // it.
       (torch / "libcaffe2_nvrtc.so").string(),
-      (torch / ".." / ".." / "nvidia" / ("cu" + major) / "lib" / name).string(),      // Python packages from CUDA 13 on
-      (torch / ".." / ".." / "nvidia" / "cuda_nvrtc" / "lib" / name).string(),        // and before
+      (torch / ".." / ".." / "nvidia" / ("cu" + major) / "lib" / name)
+          .string(),  // Python packages from CUDA 13 on
+      (torch / ".." / ".." / "nvidia" / "cuda_nvrtc" / "lib" / name).string(),  // and before
       "/usr/local/cuda/lib64/" + name,
   };
 }
 
 const Nvrtc& nvrtc() {
   static const Nvrtc functions = [] {
-    void* library = load_first("NVRTC, which compiles CUDA kernels,", nvrtc_files(), "install it or set PENSTOCK_NVRTC to the path of libnvrtc");
+    void* library = load_first("NVRTC, which compiles CUDA kernels,", nvrtc_files(),
+                               "install it or set PENSTOCK_NVRTC to the path of libnvrtc");
     Nvrtc f{};
     resolve(library, "nvrtcGetErrorString", f.error_text);
     resolve(library, "nvrtcCreateProgram", f.create);
@@ -126,14 +134,16 @@ const Driver& driver() {
 }
 
 void check_nvrtc(int result, const char* call, const std::string& kernel) {
-  if (result != 0) throw StateError(fmt::format("CUDA kernel {}: {} failed: {}", kernel, call, nvrtc().error_text(result)));
+  if (result != 0)
+    throw StateError(fmt::format("CUDA kernel {}: {} failed: {}", kernel, call, nvrtc().error_text(result)));
 }
 
 void check_driver(int result, const char* call, const std::string& kernel, int device) {
   if (result == 0) return;
   const char* text = nullptr;
   if (driver().error_text(result, &text) != 0 || text == nullptr) text = "unknown error";
-  throw StateError(fmt::format("CUDA kernel {} on device {}: {} failed: {} (error {})", kernel, device, call, text, result));
+  throw StateError(fmt::format("CUDA kernel {} on device {}: {} failed: {} (error {})", kernel, device, call,
+                               text, result));
 }
 
 class ProgramHolder {
@@ -144,7 +154,8 @@ class ProgramHolder {
       names.push_back(name.c_str());
       texts.push_back(content.c_str());
     }
-    check_nvrtc(nvrtc().create(&program_, text.text.c_str(), (text.name + ".cu").c_str(), static_cast<int>(names.size()), texts.data(), names.data()),
+    check_nvrtc(nvrtc().create(&program_, text.text.c_str(), (text.name + ".cu").c_str(),
+                               static_cast<int>(names.size()), texts.data(), names.data()),
                 "nvrtcCreateProgram", text.name);
   }
   ~ProgramHolder() { nvrtc().destroy(&program_); }
@@ -156,7 +167,8 @@ class ProgramHolder {
   Program program_ = nullptr;
 };
 
-std::string read(int (*size_of)(Program, std::size_t*), int (*read_into)(Program, char*), Program program, const char* call, const std::string& kernel) {
+std::string read(int (*size_of)(Program, std::size_t*), int (*read_into)(Program, char*), Program program,
+                 const char* call, const std::string& kernel) {
   std::size_t size = 0;
   check_nvrtc(size_of(program, &size), call, kernel);
   std::string bytes(size, '\0');
@@ -174,8 +186,10 @@ std::string architecture_for(int capability, const std::string& kernel, bool& ma
   for (const int one : known)
     if (one <= capability) best = std::max(best, one);
   if (best == 0)
-    throw ConfigError(describe(fmt::format("CUDA kernel {}: compute capability of the device", kernel), fmt::format("{}.{}", capability / 10, capability % 10),
-                               fmt::format("one of {}", fmt::join(known, ", ")), "use a CUDA version that supports the device"));
+    throw ConfigError(describe(fmt::format("CUDA kernel {}: compute capability of the device", kernel),
+                               fmt::format("{}.{}", capability / 10, capability % 10),
+                               fmt::format("one of {}", fmt::join(known, ", ")),
+                               "use a CUDA version that supports the device"));
   machine_code = best == capability;
   return fmt::format("--gpu-architecture={}_{}", machine_code ? "sm" : "compute", best);
 }
@@ -184,17 +198,24 @@ std::string architecture_for(int capability, const std::string& kernel, bool& ma
 
 std::string compile_cuda(const CudaSource& text, int capability) {
   bool machine_code = false;
-  std::vector<std::string> options = {architecture_for(capability, text.name, machine_code), "--std=c++17", "--fmad=false", "--ftz=false",
-                                      "--prec-div=true", "--prec-sqrt=true"};
-  for (const auto& [name, value] : text.macros) options.push_back(fmt::format("--define-macro={}={}", name, value));
+  std::vector<std::string> options = {architecture_for(capability, text.name, machine_code),
+                                      "--std=c++17",
+                                      "--fmad=false",
+                                      "--ftz=false",
+                                      "--prec-div=true",
+                                      "--prec-sqrt=true"};
+  for (const auto& [name, value] : text.macros)
+    options.push_back(fmt::format("--define-macro={}={}", name, value));
   std::vector<const char*> pointers;
   for (const auto& option : options) pointers.push_back(option.c_str());
 
   const ProgramHolder program(text);
   const int result = nvrtc().compile(program.get(), static_cast<int>(pointers.size()), pointers.data());
   if (result != 0)
-    throw StateError(fmt::format("CUDA kernel {} cannot be compiled: {}; options {}; log:\n{}", text.name, nvrtc().error_text(result), fmt::join(options, " "),
-                                 read(nvrtc().log_size, nvrtc().log, program.get(), "nvrtcGetProgramLog", text.name).c_str()));
+    throw StateError(fmt::format(
+        "CUDA kernel {} cannot be compiled: {}; options {}; log:\n{}", text.name, nvrtc().error_text(result),
+        fmt::join(options, " "),
+        read(nvrtc().log_size, nvrtc().log, program.get(), "nvrtcGetProgramLog", text.name).c_str()));
   return machine_code ? read(nvrtc().cubin_size, nvrtc().cubin, program.get(), "nvrtcGetCUBIN", text.name)
                       : read(nvrtc().ptx_size, nvrtc().ptx, program.get(), "nvrtcGetPTX", text.name);
 }
@@ -209,7 +230,8 @@ void* CudaKernel::function_for(int device) {
   Module module = nullptr;
   check_driver(driver().load(&module, image->second.data()), "cuModuleLoadData", text_.name, device);
   Function function = nullptr;
-  check_driver(driver().function(&function, module, text_.name.c_str()), "cuModuleGetFunction", text_.name, device);
+  check_driver(driver().function(&function, module, text_.name.c_str()), "cuModuleGetFunction", text_.name,
+               device);
   functions_.emplace(device, function);
   return function;
 }
@@ -224,9 +246,12 @@ void CudaKernel::launch_pointers(int device, unsigned blocks, unsigned threads, 
   if (context == nullptr) C10_CUDA_CHECK(cudaFree(nullptr));
   const auto function = static_cast<Function>(function_for(device));
   const auto stream = c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device));
-  check_driver(driver().launch(function, blocks, 1, 1, threads, 1, 1, 0, stream.stream(), arguments, nullptr), "cuLaunchKernel", text_.name, device);
+  check_driver(driver().launch(function, blocks, 1, 1, threads, 1, 1, 0, stream.stream(), arguments, nullptr),
+               "cuLaunchKernel", text_.name, device);
 }
 
-int multiprocessors(int device) { return at::cuda::getDeviceProperties(static_cast<c10::DeviceIndex>(device))->multiProcessorCount; }
+int multiprocessors(int device) {
+  return at::cuda::getDeviceProperties(static_cast<c10::DeviceIndex>(device))->multiProcessorCount;
+}
 
 }  // namespace penstock

@@ -16,7 +16,8 @@ namespace penstock {
 struct DeviceGraph::Impl {
   // LibTorch cannot record on the default stream. A stream of the pool could be handed to other users too,
   // whose work would be recorded.
-  explicit Impl(c10::Device device) : device(device), stream(c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device.index())) {}
+  explicit Impl(c10::Device device)
+      : device(device), stream(c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device.index())) {}
 
   c10::Device device;
   c10::cuda::CUDAStream stream;
@@ -26,14 +27,17 @@ struct DeviceGraph::Impl {
 namespace {
 
 c10::Device cuda_device(c10::Device device) {
-  if (!device.is_cuda()) throw ValueError(describe("device of a CUDA graph", device.str(), "a CUDA device", "run without a CUDA graph on this device"));
+  if (!device.is_cuda())
+    throw ValueError(describe("device of a CUDA graph", device.str(), "a CUDA device",
+                              "run without a CUDA graph on this device"));
   return {c10::kCUDA, device.has_index() ? device.index() : c10::cuda::current_device()};
 }
 
 // If the device has aborted a recording, LibTorch does not finish ending it: the allocator keeps a pool for
 // it, and the random number generator still considers itself inside the recording and fails forever. This
 // resets both.
-void finish_abandoned(c10::Device device, at::cuda::MempoolId_t pool, std::uint64_t seed, std::uint64_t offset) {
+void finish_abandoned(c10::Device device, at::cuda::MempoolId_t pool, std::uint64_t seed,
+                      std::uint64_t offset) {
   try {
     c10::cuda::CUDACachingAllocator::endAllocateToPool(device.index(), pool);
   } catch (const c10::Error&) {
@@ -87,7 +91,9 @@ void DeviceGraph::record(const std::function<void()>& work) {
     finish_abandoned(impl_->device, pool, seed, offset);
     impl_->graph.reset();
     if (!failed)
-      throw StateError(describe("recording a CUDA graph on " + impl_->device.str(), error.what_without_backtrace(), "kernel launches only: no value read back, no wait, no stream left open",
+      throw StateError(describe("recording a CUDA graph on " + impl_->device.str(),
+                                error.what_without_backtrace(),
+                                "kernel launches only: no value read back, no wait, no stream left open",
                                 "find what waits for the device, or run without a CUDA graph"));
   }
   if (!failed) return;
@@ -96,7 +102,9 @@ void DeviceGraph::record(const std::function<void()>& work) {
 }
 
 void DeviceGraph::replay() {
-  if (!impl_->graph) throw StateError(describe("replay of a CUDA graph", "nothing is recorded", "a recorded graph", "call record first"));
+  if (!impl_->graph)
+    throw StateError(
+        describe("replay of a CUDA graph", "nothing is recorded", "a recorded graph", "call record first"));
   impl_->graph->replay();
 }
 

@@ -11,11 +11,15 @@ constexpr std::size_t kAll = 0;  // the first of the counted block kinds is the 
 }  // namespace
 
 std::int64_t live_device_bytes(c10::Device device) {
-  return device.is_cuda() ? c10::cuda::CUDACachingAllocator::getDeviceStats(device.index()).allocated_bytes[kAll].current : 0;
+  return device.is_cuda()
+             ? c10::cuda::CUDACachingAllocator::getDeviceStats(device.index()).allocated_bytes[kAll].current
+             : 0;
 }
 
 std::int64_t peak_device_bytes(c10::Device device) {
-  return device.is_cuda() ? c10::cuda::CUDACachingAllocator::getDeviceStats(device.index()).allocated_bytes[kAll].peak : 0;
+  return device.is_cuda()
+             ? c10::cuda::CUDACachingAllocator::getDeviceStats(device.index()).allocated_bytes[kAll].peak
+             : 0;
 }
 
 void reset_peak_device_bytes(c10::Device device) {

@@ -14,14 +14,14 @@ constexpr DtypeEntry everywhere(std::uint8_t number, std::string_view name, Scal
 }
 
 // For a type added after the oldest supported LibTorch: defined only if this version's enumeration has it.
-#define PENSTOCK_SINCE(release, number, name, type)                                \
-  DtypeEntry {                                                                     \
-    number, name, release, []<class Types>(Types) -> std::optional<ScalarType> {   \
-      if constexpr (requires { Types::type; })                                     \
-        return Types::type;                                                        \
-      else                                                                         \
-        return std::nullopt;                                                       \
-    }(ScalarType{})                                                                \
+#define PENSTOCK_SINCE(release, number, name, type)                              \
+  DtypeEntry {                                                                   \
+    number, name, release, []<class Types>(Types) -> std::optional<ScalarType> { \
+      if constexpr (requires { Types::type; })                                   \
+        return Types::type;                                                      \
+      else                                                                       \
+        return std::nullopt;                                                     \
+    }(ScalarType{})                                                              \
   }
 
 // The numbers are part of the wire format: append new ones, never change or reuse one.
@@ -74,9 +74,7 @@ constexpr auto kTable = std::to_array<DtypeEntry>({
 
 }  // namespace
 
-std::span<const DtypeEntry> dtype_table() {
-  return kTable;
-}
+std::span<const DtypeEntry> dtype_table() { return kTable; }
 
 const DtypeEntry* find_dtype(std::uint8_t number) {
   // Numbers start at 1 and have no gaps.

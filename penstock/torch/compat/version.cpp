@@ -14,10 +14,12 @@ std::string torch_version() { return TORCH_VERSION; }
 std::string blas_description() {
   // OpenBLAS and MKL report their names; the reference BLAS does not and can only be recognized by its file
   // name.
-  if (auto* config = reinterpret_cast<char* (*)()>(dlsym(RTLD_DEFAULT, "openblas_get_config"))) return config();
+  if (auto* config = reinterpret_cast<char* (*)()>(dlsym(RTLD_DEFAULT, "openblas_get_config")))
+    return config();
   std::istringstream lines(at::show_config());
   for (std::string line; std::getline(lines, line);)
-    if (line.find("Math Kernel Library") != std::string::npos) return line.substr(line.find_first_not_of(" -"));
+    if (line.find("Math Kernel Library") != std::string::npos)
+      return line.substr(line.find_first_not_of(" -"));
   std::ifstream maps("/proc/self/maps");
   std::set<std::string> files;
   for (std::string line; std::getline(maps, line);)

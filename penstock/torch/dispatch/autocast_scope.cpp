@@ -16,19 +16,30 @@ namespace {
 bool is_enabled(at::DeviceType device) { return at::autocast::is_autocast_enabled(device); }
 void set_enabled(at::DeviceType device, bool enabled) { at::autocast::set_autocast_enabled(device, enabled); }
 at::ScalarType dtype_of(at::DeviceType device) { return at::autocast::get_autocast_dtype(device); }
-void set_dtype(at::DeviceType device, at::ScalarType dtype) { at::autocast::set_autocast_dtype(device, dtype); }
-#else
-bool is_enabled(at::DeviceType device) { return device == at::kCUDA ? at::autocast::is_enabled() : at::autocast::is_cpu_enabled(); }
-void set_enabled(at::DeviceType device, bool enabled) { device == at::kCUDA ? at::autocast::set_enabled(enabled) : at::autocast::set_cpu_enabled(enabled); }
-at::ScalarType dtype_of(at::DeviceType device) { return device == at::kCUDA ? at::autocast::get_autocast_gpu_dtype() : at::autocast::get_autocast_cpu_dtype(); }
 void set_dtype(at::DeviceType device, at::ScalarType dtype) {
-  device == at::kCUDA ? at::autocast::set_autocast_gpu_dtype(dtype) : at::autocast::set_autocast_cpu_dtype(dtype);
+  at::autocast::set_autocast_dtype(device, dtype);
+}
+#else
+bool is_enabled(at::DeviceType device) {
+  return device == at::kCUDA ? at::autocast::is_enabled() : at::autocast::is_cpu_enabled();
+}
+void set_enabled(at::DeviceType device, bool enabled) {
+  device == at::kCUDA ? at::autocast::set_enabled(enabled) : at::autocast::set_cpu_enabled(enabled);
+}
+at::ScalarType dtype_of(at::DeviceType device) {
+  return device == at::kCUDA ? at::autocast::get_autocast_gpu_dtype()
+                             : at::autocast::get_autocast_cpu_dtype();
+}
+void set_dtype(at::DeviceType device, at::ScalarType dtype) {
+  device == at::kCUDA ? at::autocast::set_autocast_gpu_dtype(dtype)
+                      : at::autocast::set_autocast_cpu_dtype(dtype);
 }
 #endif
 
 }  // namespace
 
-AutocastScope::AutocastScope(at::DeviceType device, std::optional<at::ScalarType> dtype) : device_(device), active_(dtype.has_value()) {
+AutocastScope::AutocastScope(at::DeviceType device, std::optional<at::ScalarType> dtype)
+    : device_(device), active_(dtype.has_value()) {
   if (!active_) return;
   if (device_ == at::kCPU && dtype == at::kBFloat16) ensure_cpu_bfloat16();
   was_enabled_ = is_enabled(device_);
@@ -54,7 +65,8 @@ bool can_autocast(at::DeviceType device, at::ScalarType dtype) {
     const at::Tensor rows = at::ones({4, 64, 64});
     at::matmul(at::linear(rows, rows[0]), rows);
     return true;
-  } catch (const std::exception&) {  // c10::Error when enabling it, oneDNN's own type in a product: not supported
+  } catch (
+      const std::exception&) {  // c10::Error when enabling it, oneDNN's own type in a product: not supported
     return false;
   }
 }
@@ -74,7 +86,8 @@ OwnAutocastCache::~OwnAutocastCache() { at::autocast::clear_cache(); }
 at::Tensor cast_once(const at::Tensor& tensor) {
   const at::DeviceType device = tensor.device().type();
   const bool known = device == at::kCPU || device == at::kCUDA;
-  return known && tensor.scalar_type() == at::kFloat && is_enabled(device) ? tensor.to(dtype_of(device)) : tensor;
+  return known && tensor.scalar_type() == at::kFloat && is_enabled(device) ? tensor.to(dtype_of(device))
+                                                                           : tensor;
 }
 
 }  // namespace penstock

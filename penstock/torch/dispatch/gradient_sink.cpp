@@ -19,14 +19,16 @@ using torch::autograd::variable_list;
 
 // Passes the gradient to the sink and an undefined one to the accumulator, which then does nothing.
 struct SinkHook final : torch::autograd::FunctionPreHook {
-  SinkHook(torch::autograd::Node* node, GradientSink& sink, std::size_t slot) : node(node), sink(&sink), slot(slot) {}
+  SinkHook(torch::autograd::Node* node, GradientSink& sink, std::size_t slot)
+      : node(node), sink(&sink), slot(slot) {}
 
   variable_list operator()(const variable_list& gradients) override {
     at::Tensor gradient = gradients.at(0);
     if (!gradient.defined()) return gradients;
 #if !PENSTOCK_TORCH_AT_LEAST(2, 0)
     // In this version the accumulator itself calls the hooks of its leaf, which would be too late.
-    gradient = torch::autograd::AccumulateGrad::callHooks(static_cast<torch::autograd::AccumulateGrad*>(node)->variable, gradient);
+    gradient = torch::autograd::AccumulateGrad::callHooks(
+        static_cast<torch::autograd::AccumulateGrad*>(node)->variable, gradient);
 #endif
     if (gradient.defined()) sink->take(slot, std::move(gradient));
     return {at::Tensor()};
@@ -48,7 +50,9 @@ AccumulatorPtr send_gradient_to(const at::Tensor& leaf, GradientSink& sink, std:
   return accumulator;
 }
 
-bool awaits_gradient(const at::Tensor& leaf) { return static_cast<bool>(torch::autograd::impl::try_get_grad_accumulator(leaf)); }
+bool awaits_gradient(const at::Tensor& leaf) {
+  return static_cast<bool>(torch::autograd::impl::try_get_grad_accumulator(leaf));
+}
 
 bool in_backward() { return torch::autograd::get_current_graph_task_exec_info() != nullptr; }
 

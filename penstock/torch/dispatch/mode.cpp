@@ -48,7 +48,8 @@ Mode* mode_at(int depth_from_top) {
 
 }  // namespace detail
 
-ModeGuard::ModeGuard(Mode& mode) : before_(c10::ThreadLocalDebugInfo::current()), included_before_(python_included()) {
+ModeGuard::ModeGuard(Mode& mode)
+    : before_(c10::ThreadLocalDebugInfo::current()), included_before_(python_included()) {
   detail::install_dispatch_kernel();
   auto top = std::make_shared<detail::ModeNode>();
   top->mode = &mode;
@@ -64,7 +65,8 @@ ModeGuard::~ModeGuard() {
   include_python(included_before_);
 }
 
-NoModesGuard::NoModesGuard() : before_(c10::ThreadLocalDebugInfo::current()), included_before_(python_included()) {
+NoModesGuard::NoModesGuard()
+    : before_(c10::ThreadLocalDebugInfo::current()), included_before_(python_included()) {
   if (!detail::current_mode_node()) return;
   c10::ThreadLocalDebugInfo::_push(kKind, std::make_shared<detail::ModeNode>());
   include_python(false);

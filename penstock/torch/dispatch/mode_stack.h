@@ -14,7 +14,7 @@
 namespace penstock::detail {
 
 struct ModeNode final : c10::DebugInfoBase, std::enable_shared_from_this<ModeNode> {
-  Mode* mode = nullptr;              // null: an empty stack above a non-empty one
+  Mode* mode = nullptr;  // null: an empty stack above a non-empty one
   std::shared_ptr<ModeNode> below;
   // The thread's debug info with and without this node on top. As long as nothing else was pushed on top,
   // leaving the mode is a pointer exchange.

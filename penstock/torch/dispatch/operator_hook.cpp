@@ -30,7 +30,8 @@ class HookKernel final : public c10::OperatorKernel {
 void install_fallthrough() {
   static std::once_flag once;
   std::call_once(once, [] {
-    new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().registerFallback(kHookKey, c10::KernelFunction::makeFallthrough(), "penstock: operator hooks"));
+    new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().registerFallback(
+        kHookKey, c10::KernelFunction::makeFallthrough(), "penstock: operator hooks"));
   });
 }
 
@@ -41,15 +42,18 @@ void register_operator_hook(const std::string& op, OperatorHook hook) {
   auto& dispatcher = c10::Dispatcher::singleton();
   const std::size_t dot = op.find('.', op.find("::"));
   const c10::OperatorName name(op.substr(0, dot), dot == std::string::npos ? "" : op.substr(dot + 1));
-  if (!dispatcher.findSchema(name)) throw ValueError(describe("register_operator_hook: operator", op, "one that exists, like aten::linear"));
+  if (!dispatcher.findSchema(name))
+    throw ValueError(describe("register_operator_hook: operator", op, "one that exists, like aten::linear"));
   static std::mutex& mutex = *new std::mutex;
   static auto& known = *new std::set<std::string>;
   const std::lock_guard lock(mutex);
-  if (!known.insert(op).second) throw StateError(fmt::format("register_operator_hook: {} already has a hook", op));
+  if (!known.insert(op).second)
+    throw StateError(fmt::format("register_operator_hook: {} already has a hook", op));
   // Never freed: marked tensors may live until the process ends.
   new c10::RegistrationHandleRAII(dispatcher.registerImpl(
-      name, kHookKey, c10::KernelFunction::makeFromBoxedFunctor<HookKernel>(std::make_unique<HookKernel>(std::move(hook))), c10::nullopt, nullptr,
-      "penstock: operator hook"));
+      name, kHookKey,
+      c10::KernelFunction::makeFromBoxedFunctor<HookKernel>(std::make_unique<HookKernel>(std::move(hook))),
+      c10::nullopt, nullptr, "penstock: operator hook"));
 }
 
 void mark_hooked(const at::Tensor& wrapper) {
@@ -60,7 +64,8 @@ void mark_hooked(const at::Tensor& wrapper) {
   else if (impl && typeid(*impl) == typeid(detail::AdoptedImpl))
     static_cast<detail::AdoptedImpl*>(impl)->add_key(kHookKey);
   else
-    throw TypeError(describe("mark_hooked", "a plain tensor", "a wrapper", "make it one first (make_wrapper, replace_data)"));
+    throw TypeError(describe("mark_hooked", "a plain tensor", "a wrapper",
+                             "make it one first (make_wrapper, replace_data)"));
 }
 
 NoHooksGuard::NoHooksGuard() : exclude_(c10::DispatchKeySet(kHookKey)) {}

@@ -33,7 +33,8 @@ struct AliasSets {
     for (const c10::AliasInfo& contained : info.containedTypes()) add(contained);
   }
   bool meets(const AliasSets& other) const {
-    return std::any_of(sets.begin(), sets.end(), [&](const c10::Symbol& set) { return other.sets.count(set) > 0; });
+    return std::any_of(sets.begin(), sets.end(),
+                       [&](const c10::Symbol& set) { return other.sets.count(set) > 0; });
   }
   std::unordered_set<c10::Symbol> sets;
   bool written = false;
@@ -43,8 +44,8 @@ struct AliasSets {
 // tensors.
 bool decomposes(const c10::OperatorHandle& op) {
   using c10::DispatchKey;
-  return op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) && !op.hasKernelForDispatchKey(DispatchKey::CPU) &&
-         !op.hasKernelForDispatchKey(DispatchKey::CUDA);
+  return op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) &&
+         !op.hasKernelForDispatchKey(DispatchKey::CPU) && !op.hasKernelForDispatchKey(DispatchKey::CUDA);
 }
 
 struct Known {
@@ -107,7 +108,8 @@ OperatorTraits::OperatorTraits(const c10::OperatorHandle& op)
     returns.push_back(alias);
   }
   pure_view = !mutates && !returns.empty() &&
-              std::all_of(returns.begin(), returns.end(), [](const ReturnAlias& alias) { return alias.kind == ReturnAlias::Kind::View; });
+              std::all_of(returns.begin(), returns.end(),
+                          [](const ReturnAlias& alias) { return alias.kind == ReturnAlias::Kind::View; });
 }
 
 const OperatorTraits& traits_of(const c10::OperatorHandle& op) { return known(op).traits; }

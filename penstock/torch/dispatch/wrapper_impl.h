@@ -23,17 +23,21 @@ class WrapperImpl final : public c10::TensorImpl {
   WrapperImpl(c10::Storage&& storage, c10::DispatchKeySet keys, caffe2::TypeMeta dtype, PayloadPtr payload);
   // With exactly these keys, those of the viewed tensor; the other constructor takes the keys from the
   // thread's state.
-  WrapperImpl(ImplType, c10::Storage&& storage, c10::DispatchKeySet keys, caffe2::TypeMeta dtype, PayloadPtr payload);
+  WrapperImpl(ImplType, c10::Storage&& storage, c10::DispatchKeySet keys, caffe2::TypeMeta dtype,
+              PayloadPtr payload);
 
   Payload* payload() const { return payload_.get(); }
   void add_key(c10::DispatchKey key) { key_set_ = key_set_.add(key); }
   const PayloadPtr& payload_ptr() const { return payload_; }
   // Returns a wrapper with the metadata of `src` and another payload.
-  static c10::intrusive_ptr<WrapperImpl> copy_of(const c10::TensorImpl& src, PayloadPtr payload, const c10::VariableVersion& version,
+  static c10::intrusive_ptr<WrapperImpl> copy_of(const c10::TensorImpl& src, PayloadPtr payload,
+                                                 const c10::VariableVersion& version,
                                                  bool allow_metadata_change);
 
-  c10::intrusive_ptr<c10::TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version, bool allow) const override;
-  c10::intrusive_ptr<c10::TensorImpl> shallow_copy_and_detach(c10::VariableVersion&& version, bool allow) const override;
+  c10::intrusive_ptr<c10::TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version,
+                                                              bool allow) const override;
+  c10::intrusive_ptr<c10::TensorImpl> shallow_copy_and_detach(c10::VariableVersion&& version,
+                                                              bool allow) const override;
   void shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& other) override;
   void release_resources() override;
 
@@ -50,15 +54,18 @@ class AdoptedImpl final : public c10::TensorImpl {
   Payload* payload() const;
   void add_key(c10::DispatchKey key) { key_set_ = key_set_.add(key); }
 
-  c10::intrusive_ptr<c10::TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version, bool allow) const override;
-  c10::intrusive_ptr<c10::TensorImpl> shallow_copy_and_detach(c10::VariableVersion&& version, bool allow) const override;
+  c10::intrusive_ptr<c10::TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version,
+                                                              bool allow) const override;
+  c10::intrusive_ptr<c10::TensorImpl> shallow_copy_and_detach(c10::VariableVersion&& version,
+                                                              bool allow) const override;
   void shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& other) override;
 
  private:
   AdoptedImpl();  // the sample object whose vtable pointer others take
   const char* tensorimpl_type_name() const override { return "penstock::AdoptedImpl"; }
 };
-static_assert(sizeof(AdoptedImpl) == sizeof(c10::TensorImpl), "a TensorImpl must be able to become an AdoptedImpl in place");
+static_assert(sizeof(AdoptedImpl) == sizeof(c10::TensorImpl),
+              "a TensorImpl must be able to become an AdoptedImpl in place");
 
 Payload* payload_of(const c10::TensorImpl* impl);
 

@@ -7,22 +7,25 @@
 #include <algorithm>
 #include <unordered_set>
 
-#include "penstock/torch/fake/fake_payload.h"
 #include "penstock/operator_traits.h"
+#include "penstock/torch/fake/fake_payload.h"
 
 namespace penstock {
 namespace {
 
 using detail::FakePayload;
 
-const FakePayload* fake_of(const at::Tensor& tensor) { return tensor.defined() ? payload_as<FakePayload>(tensor) : nullptr; }
+const FakePayload* fake_of(const at::Tensor& tensor) {
+  return tensor.defined() ? payload_as<FakePayload>(tensor) : nullptr;
+}
 
 // Shared by tensors that are views of one another.
 const void* memory_of(const FakePayload& fake) { return fake.meta.storage().unsafeGetStorageImpl(); }
 
 bool any_fake(const std::vector<c10::IValue>& values) {
   bool any = false;
-  for (const c10::IValue& value : values) for_each_tensor(value, [&](const at::Tensor& tensor) { any |= fake_of(tensor) != nullptr; });
+  for (const c10::IValue& value : values)
+    for_each_tensor(value, [&](const at::Tensor& tensor) { any |= fake_of(tensor) != nullptr; });
   return any;
 }
 
@@ -30,7 +33,9 @@ bool any_fake(const std::vector<c10::IValue>& values) {
 bool draws_numbers(const c10::OperatorHandle& op) {
   if (op.hasTag(at::Tag::nondeterministic_seeded)) return true;
   const auto& arguments = op.schema().arguments();
-  return std::any_of(arguments.begin(), arguments.end(), [](const c10::Argument& argument) { return argument.type()->str().find("Generator") != std::string::npos; });
+  return std::any_of(arguments.begin(), arguments.end(), [](const c10::Argument& argument) {
+    return argument.type()->str().find("Generator") != std::string::npos;
+  });
 }
 
 // Separate handles to the same fake tensors.
@@ -66,7 +71,8 @@ void DeferredInit::dispatch(const c10::OperatorHandle& op, Stack* stack) {
     for (std::size_t i = 0; i < traits.arguments.size(); ++i)
       if (traits.arguments[i].written)
         for_each_tensor((*stack)[base + i], [&](const at::Tensor& tensor) {
-          if (!is_wrapper(tensor) && tensor.has_storage()) stale_.insert(tensor.storage().unsafeGetStorageImpl());
+          if (!is_wrapper(tensor) && tensor.has_storage())
+            stale_.insert(tensor.storage().unsafeGetStorageImpl());
         });
   fake_.dispatch(op, stack);
   step.results = own_handles(stack->data() + base, traits.returns.size());
@@ -75,7 +81,9 @@ void DeferredInit::dispatch(const c10::OperatorHandle& op, Stack* stack) {
   replayed_.push_back(false);
 }
 
-void DeferredInit::materialize(torch::nn::Module& module, std::optional<at::Device> device) { materialize(fake_tensors(module), device); }
+void DeferredInit::materialize(torch::nn::Module& module, std::optional<at::Device> device) {
+  materialize(fake_tensors(module), device);
+}
 
 void DeferredInit::materialize(const std::vector<at::Tensor>& tensors, std::optional<at::Device> device) {
   const NoModesGuard real;
@@ -90,9 +98,11 @@ void DeferredInit::materialize(const std::vector<at::Tensor>& tensors, std::opti
     if (!is_fake(tensor)) continue;
     const auto found = real_.find(fake_of(tensor));
     if (found == real_.end())
-      throw StateError(fmt::format("DeferredInit: a fake tensor of shape {} was not created under this mode; materialize it with the DeferredInit "
-                                   "that it was created under, or with materialize_empty",
-                                   c10::str(tensor.sizes())));
+      throw StateError(
+          fmt::format("DeferredInit: a fake tensor of shape {} was not created under this mode; materialize "
+                      "it with the DeferredInit "
+                      "that it was created under, or with materialize_empty",
+                      c10::str(tensor.sizes())));
     // Parts that are materialized later see the tensor on its new device.
     if (device && found->second.device() != *device) found->second = found->second.to(*device);
     replace_data(tensor, found->second);
@@ -133,7 +143,8 @@ class DeferredInit::Holders {
       for (const auto* values : {&step.arguments, &step.results})
         for (const c10::IValue& value : *values)
           for_each_tensor(value, [&](const at::Tensor& tensor) {
-            if (!is_wrapper(tensor) && tensor.has_storage()) ++tensors_[tensor.storage().unsafeGetStorageImpl()][tensor.unsafeGetTensorImpl()];
+            if (!is_wrapper(tensor) && tensor.has_storage())
+              ++tensors_[tensor.storage().unsafeGetStorageImpl()][tensor.unsafeGetTensorImpl()];
           });
   }
   // Returns whether something outside of the record holds the tensor or a view of the same memory.
@@ -166,7 +177,8 @@ std::vector<at::Tensor> DeferredInit::replayable(const std::vector<at::Tensor>& 
           if (const FakePayload* fake = fake_of(tensor)) {
             known = known && (made.contains(fake) || real_.contains(fake));
           } else {
-            known = known && !is_wrapper(tensor) && tensor.has_storage() && !stale_.contains(tensor.storage().unsafeGetStorageImpl()) &&
+            known = known && !is_wrapper(tensor) && tensor.has_storage() &&
+                    !stale_.contains(tensor.storage().unsafeGetStorageImpl()) &&
                     (tensor.unsafeGetTensorImpl()->is_wrapped_number() || holders.held_elsewhere(tensor));
           }
         });
@@ -188,8 +200,10 @@ at::Tensor DeferredInit::real_of(const at::Tensor& tensor) const {
   if (!fake) return tensor;
   const auto found = real_.find(fake);
   if (found == real_.end())
-    throw StateError(fmt::format("DeferredInit: the values of a module depend on a fake tensor of shape {} that was not created under this mode",
-                                 c10::str(tensor.sizes())));
+    throw StateError(
+        fmt::format("DeferredInit: the values of a module depend on a fake tensor of shape {} that was not "
+                    "created under this mode",
+                    c10::str(tensor.sizes())));
   return found->second;
 }
 
@@ -213,7 +227,8 @@ void DeferredInit::replay(std::size_t index) {
 
 void materialize_empty(torch::nn::Module& module, std::optional<at::Device> device) {
   const NoModesGuard real;
-  std::unordered_map<const void*, at::Tensor> flat;  // one per memory block, so that tied parameters stay tied
+  std::unordered_map<const void*, at::Tensor>
+      flat;  // one per memory block, so that tied parameters stay tied
   for (const at::Tensor& tensor : fake_tensors(module)) {
     const FakePayload& fake = *fake_of(tensor);
     at::Tensor& memory = flat[memory_of(fake)];

@@ -8,12 +8,12 @@
 #include <atomic>
 #include <memory>
 
+#include "penstock/base/describe.h"
+#include "penstock/operator_traits.h"
+#include "penstock/step_context.h"
 #include "penstock/torch/fake/fake_payload.h"
 #include "penstock/torch/fake/fake_watch.h"
-#include "penstock/operator_traits.h"
 #include "penstock/torch/fake/shape_helpers.h"
-#include "penstock/step_context.h"
-#include "penstock/base/describe.h"
 
 namespace penstock {
 namespace detail {
@@ -29,18 +29,21 @@ at::Device with_index(at::Device device) {
 // Code branches on whether a tensor is a lazy conjugate or negative, so a fake tensor must report the same as
 // the real one.
 void copy_lazy_bits(const at::Tensor& from, const at::Tensor& to) {
-  if (from.is_conj() != to.is_conj()) to._set_conj(from.is_conj());  // a view starts with the bits of its base
+  if (from.is_conj() != to.is_conj())
+    to._set_conj(from.is_conj());  // a view starts with the bits of its base
   if (from.is_neg() != to.is_neg()) to._set_neg(from.is_neg());
 }
 
 at::Tensor meta_like(const at::Tensor& tensor) {
-  const at::TensorOptions options = tensor.options().device(at::kMeta).requires_grad(false).pinned_memory(false);
+  const at::TensorOptions options =
+      tensor.options().device(at::kMeta).requires_grad(false).pinned_memory(false);
   at::Tensor meta;
   if (const std::int64_t offset = tensor.storage_offset(); offset == 0) {
     meta = at::empty_strided(tensor.sizes(), tensor.strides(), options);
   } else {  // storage that extends to the last element
     std::int64_t elements = offset + (tensor.numel() > 0 ? 1 : 0);
-    for (std::int64_t i = 0; i < tensor.dim(); ++i) elements += std::max<std::int64_t>(tensor.size(i) - 1, 0) * tensor.stride(i);
+    for (std::int64_t i = 0; i < tensor.dim(); ++i)
+      elements += std::max<std::int64_t>(tensor.size(i) - 1, 0) * tensor.stride(i);
     meta = at::empty({elements}, options).as_strided(tensor.sizes(), tensor.strides(), offset);
   }
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) meta.unsafeGetTensorImpl()->set_wrapped_number(true);
@@ -52,15 +55,18 @@ at::Tensor meta_like(const at::Tensor& tensor) {
 // the engine requires one.
 void require_grad(const at::Tensor& fake) {
   if (fake.is_cuda() && !c10::impl::hasDeviceGuardImpl(at::kCUDA))
-    throw StateError("fake tensors: autograd of this LibTorch build, which has no CUDA, cannot differentiate CUDA tensors; create them without "
-                     "requires_grad, or put them on the CPU");
+    throw StateError(
+        "fake tensors: autograd of this LibTorch build, which has no CUDA, cannot differentiate CUDA "
+        "tensors; create them without "
+        "requires_grad, or put them on the CPU");
   fake.requires_grad_(true);
 }
 
 // The device of a result: that of the arguments; CPU scalars may be mixed with any device.
 class CommonDevice {
  public:
-  explicit CommonDevice(const OperatorTraits& traits, bool mixing_allowed) : traits_(traits), mixing_allowed_(mixing_allowed) {}
+  explicit CommonDevice(const OperatorTraits& traits, bool mixing_allowed)
+      : traits_(traits), mixing_allowed_(mixing_allowed) {}
 
   void add(const at::Tensor& tensor, at::Device device, bool fake) {
     const bool number = tensor.dim() == 0 && device.is_cpu();
@@ -70,8 +76,9 @@ class CommonDevice {
       from_number_ = number;
     } else if (device != *device_ && !number && !mixing_allowed_) {
       throw ValueError(fmt::format(
-          "{}: arguments on different devices, a {} tensor on {} and a {} one on {}; move one of them with to(device){}", traits_.name,
-          fake_ ? "fake" : "real", device_->str(), fake ? "fake" : "real", device.str(),
+          "{}: arguments on different devices, a {} tensor on {} and a {} one on {}; move one of them with "
+          "to(device){}",
+          traits_.name, fake_ ? "fake" : "real", device_->str(), fake ? "fake" : "real", device.str(),
           fake_ != fake ? ", or make the fake one with to_fake(tensor, device)" : ""));
     }
   }
@@ -86,20 +93,25 @@ class CommonDevice {
 };
 
 [[noreturn]] void refuse_data_dependence(const OperatorTraits& traits) {
-  throw DataDependentError(fmt::format("{}: its result depends on values, which a fake tensor does not have; take this operator out of what runs "
-                                       "on fake tensors, or run it with real tensors",
-                                       traits.name));
+  throw DataDependentError(
+      fmt::format("{}: its result depends on values, which a fake tensor does not have; take this operator "
+                  "out of what runs "
+                  "on fake tensors, or run it with real tensors",
+                  traits.name));
 }
 
 [[noreturn]] void refuse_missing(const OperatorTraits& traits, const std::string& why) {
-  throw NotImplemented(fmt::format("{}: no shape function for fake tensors{}; add one with register_shape_function(\"{}\", ...)", traits.name,
-                                   why.empty() ? "" : " (" + why + ")", traits.name));
+  throw NotImplemented(fmt::format(
+      "{}: no shape function for fake tensors{}; add one with register_shape_function(\"{}\", ...)",
+      traits.name, why.empty() ? "" : " (" + why + ")", traits.name));
 }
 
 [[noreturn]] void refuse_real_write(const OperatorTraits& traits, std::size_t argument) {
-  throw TypeError(fmt::format("{}: argument {} is a real tensor and cannot be written from a fake tensor, which has no values; convert it with "
-                              "to_fake first, or run under FakeMode, which leaves real tensors alone",
-                              traits.name, argument));
+  throw TypeError(
+      fmt::format("{}: argument {} is a real tensor and cannot be written from a fake tensor, which has no "
+                  "values; convert it with "
+                  "to_fake first, or run under FakeMode, which leaves real tensors alone",
+                  traits.name, argument));
 }
 
 // Runs the composite kernel of an operator on the fake tensors themselves; the mode intercepts factories
@@ -107,7 +119,8 @@ class CommonDevice {
 void decompose(const c10::OperatorHandle& op, Stack* stack, FakeMode* mode) {
   FakeMode local;
   const ModeGuard guard(mode ? *mode : local);
-  for (const auto key : {c10::DispatchKey::CompositeExplicitAutograd, c10::DispatchKey::CompositeExplicitAutogradNonFunctional})
+  for (const auto key : {c10::DispatchKey::CompositeExplicitAutograd,
+                         c10::DispatchKey::CompositeExplicitAutogradNonFunctional})
     if (op.hasKernelForDispatchKey(key)) {
       op.callBoxedForDispatchKey(key, *stack);
       return;
@@ -119,7 +132,12 @@ void decompose(const c10::OperatorHandle& op, Stack* stack, FakeMode* mode) {
 class FakeCall {
  public:
   FakeCall(const c10::OperatorHandle& op, Stack* stack, FakeMode* mode)
-      : op_(op), traits_(traits_of(op)), rule_(fake_rule(op)), stack_(stack), mode_(mode), base_(stack->size() - traits_.arguments.size()),
+      : op_(op),
+        traits_(traits_of(op)),
+        rule_(fake_rule(op)),
+        stack_(stack),
+        mode_(mode),
+        base_(stack->size() - traits_.arguments.size()),
         device_(traits_, rule_.mixes_devices) {}
 
   void run() {
@@ -131,8 +149,10 @@ class FakeCall {
     if (rule_.kind == FakeRule::Kind::DataDependent) return data_dependent();
     if (rule_.kind == FakeRule::Kind::Missing) refuse_missing(traits_, "");
     if (may_retry) original.append(stack_->begin() + static_cast<std::ptrdiff_t>(base_), stack_->end());
-    const std::optional<std::int64_t> filling = rule_.fills ? whole_number((*stack_)[base_ + 1].toScalar()) : std::nullopt;
-    std::unique_ptr<FakePayload::Compared> comparison = rule_.compares && mode_ ? comparison_of_real() : nullptr;
+    const std::optional<std::int64_t> filling =
+        rule_.fills ? whole_number((*stack_)[base_ + 1].toScalar()) : std::nullopt;
+    std::unique_ptr<FakePayload::Compared> comparison =
+        rule_.compares && mode_ ? comparison_of_real() : nullptr;
     to_meta();
     const at::Device device = result_device();
     try {
@@ -147,7 +167,8 @@ class FakeCall {
       if (!may_retry) refuse_missing(traits_, error.what_without_backtrace());
       mark_for_decomposition(op_);
       stack_->resize(base_);
-      stack_->insert(stack_->end(), std::make_move_iterator(original.begin()), std::make_move_iterator(original.end()));
+      stack_->insert(stack_->end(), std::make_move_iterator(original.begin()),
+                     std::make_move_iterator(original.end()));
       return decompose(op_, stack_, mode_);
     }
     wrap_results(device);
@@ -166,7 +187,9 @@ class FakeCall {
       device_.add(tensor, fake->device, true);
       return fake->meta;
     }
-    if (is_wrapper(tensor)) penstock::payload_of(tensor)->refuse(op_, "it was mixed with a fake tensor; build the subclass from fake tensors instead");
+    if (is_wrapper(tensor))
+      penstock::payload_of(tensor)->refuse(
+          op_, "it was mixed with a fake tensor; build the subclass from fake tensors instead");
     if (written && !mode_) refuse_real_write(traits_, argument);
     if (tensor.is_meta()) return tensor;
     device_.add(tensor, tensor.device(), false);
@@ -185,7 +208,8 @@ class FakeCall {
         if (traits_.any_alias || argument.written) outer_.push_back({i, std::move(value)});
         value = std::move(meta);
       } else if (value.isList()) {
-        c10::IValue mapped = map_tensors(value, [&](const at::Tensor& tensor) { return meta_of(tensor, argument.written, i); });
+        c10::IValue mapped = map_tensors(
+            value, [&](const at::Tensor& tensor) { return meta_of(tensor, argument.written, i); });
         if (traits_.any_alias || argument.written) outer_.push_back({i, std::move(value)});
         value = std::move(mapped);
       }
@@ -198,7 +222,8 @@ class FakeCall {
       c10::IValue& asked = (*stack_)[base_ + static_cast<std::size_t>(traits_.device_argument)];
       if (!asked.isNone()) device = with_index(asked.toDevice());
       asked = at::Device(at::kMeta);
-      if (traits_.pin_memory_argument >= 0) (*stack_)[base_ + static_cast<std::size_t>(traits_.pin_memory_argument)] = c10::IValue();
+      if (traits_.pin_memory_argument >= 0)
+        (*stack_)[base_ + static_cast<std::size_t>(traits_.pin_memory_argument)] = c10::IValue();
     }
     return device;
   }
@@ -214,15 +239,18 @@ class FakeCall {
     for (std::size_t i = 0; i < traits_.returns.size(); ++i) {
       c10::IValue& result = (*stack_)[base_ + i];
       const ReturnAlias& source = traits_.returns[i];
-      const c10::IValue* argument = source.kind == ReturnAlias::Kind::Fresh ? nullptr : outer(source.argument);
+      const c10::IValue* argument =
+          source.kind == ReturnAlias::Kind::Fresh ? nullptr : outer(source.argument);
       if (source.kind == ReturnAlias::Kind::Same && argument) {
         result = *argument;
         continue;
       }
-      const at::Tensor* viewed = argument && argument->isTensor() && fake_of(argument->toTensor()) ? &argument->toTensor() : nullptr;
+      const at::Tensor* viewed =
+          argument && argument->isTensor() && fake_of(argument->toTensor()) ? &argument->toTensor() : nullptr;
       if (result.isTensor()) {
         if (result.toTensor().defined()) result = wrap_meta(result.toTensor(), device, viewed);
-        if (viewed && fake_of(*viewed)->filled) [[unlikely]] fake_of(result.toTensor())->filled = fake_of(*viewed)->filled;
+        if (viewed && fake_of(*viewed)->filled) [[unlikely]]
+          fake_of(result.toTensor())->filled = fake_of(*viewed)->filled;
       } else if (result.isList()) {
         result = map_tensors(result, [&](const at::Tensor& meta) { return wrap_meta(meta, device, viewed); });
       }
@@ -266,14 +294,16 @@ class FakeCall {
   std::unique_ptr<FakePayload::Compared> comparison_of_real() const {
     const at::Tensor& self = (*stack_)[base_].toTensor();
     if (is_wrapper(self) || self.is_meta() || self.is_inference()) return nullptr;
-    return std::make_unique<FakePayload::Compared>(
-        FakePayload::Compared{self.detach(), (*stack_)[base_ + 1].toScalar(), static_cast<std::uint32_t>(self._version())});
+    return std::make_unique<FakePayload::Compared>(FakePayload::Compared{
+        self.detach(), (*stack_)[base_ + 1].toScalar(), static_cast<std::uint32_t>(self._version())});
   }
 
   // nonzero() of `real == number`: known, because the values of the real tensor are.
   bool find_known_equals() {
     const FakePayload* fake = fake_of((*stack_)[base_].toTensor());
-    if (!fake || !fake->compared || fake->compared->version != static_cast<std::uint32_t>(fake->compared->real._version())) return false;
+    if (!fake || !fake->compared ||
+        fake->compared->version != static_cast<std::uint32_t>(fake->compared->real._version()))
+      return false;
     const NoModesGuard off;
     at::Tensor found = fake->compared->real.eq(fake->compared->number).nonzero();
     stack_->resize(base_);
@@ -285,11 +315,14 @@ class FakeCall {
   bool repeat_by_known_count() {
     const at::Tensor repeats = (*stack_)[base_].toTensor();
     const FakePayload* fake = fake_of(repeats);
-    if (!fake || !fake->filled || repeats.is_inference() || fake->filled->version != static_cast<std::uint32_t>(repeats._version())) return false;
+    if (!fake || !fake->filled || repeats.is_inference() ||
+        fake->filled->version != static_cast<std::uint32_t>(repeats._version()))
+      return false;
     at::Tensor indices;
     {
       const BelowWrappersGuard below;
-      indices = at::empty({fake->filled->value * repeats.numel()}, at::dtype(repeats.scalar_type()).device(at::kMeta));
+      indices = at::empty({fake->filled->value * repeats.numel()},
+                          at::dtype(repeats.scalar_type()).device(at::kMeta));
     }
     const at::Device device = fake->device;
     stack_->resize(base_);
@@ -330,9 +363,12 @@ class FakeCall {
 
 void FakePayload::dispatch(const c10::OperatorHandle& op, Stack* stack) {
   if (leftover && !StepContext::current()->trial) [[unlikely]]
-    throw StateError(describe(fmt::format("{}: an argument", traits_of(op).name), fmt::format("a fake tensor {} without values: {}", c10::str(meta.sizes()), *leftover),
-                              "tensors with values, because this is not a trial run",
-                              "create it in the module's constructor, write it in place, register it as a buffer, or do not keep it while StepContext::current()->trial is set"));
+    throw StateError(
+        describe(fmt::format("{}: an argument", traits_of(op).name),
+                 fmt::format("a fake tensor {} without values: {}", c10::str(meta.sizes()), *leftover),
+                 "tensors with values, because this is not a trial run",
+                 "create it in the module's constructor, write it in place, register it as a buffer, or do "
+                 "not keep it while StepContext::current()->trial is set"));
   FakeCall(op, stack, nullptr).run();
 }
 
@@ -352,7 +388,9 @@ void FakeMode::dispatch(const c10::OperatorHandle& op, Stack* stack) {
   const std::size_t count = traits_of(op).arguments.size();
   bool other_subclass = false;
   for (std::size_t i = stack->size() - count; i < stack->size(); ++i)
-    for_each_tensor((*stack)[i], [&](const at::Tensor& tensor) { other_subclass |= is_wrapper(tensor) && !is_fake(tensor); });
+    for_each_tensor((*stack)[i], [&](const at::Tensor& tensor) {
+      other_subclass |= is_wrapper(tensor) && !is_fake(tensor);
+    });
   if (other_subclass) {
     op.callBoxed(stack);
     return;
@@ -360,7 +398,9 @@ void FakeMode::dispatch(const c10::OperatorHandle& op, Stack* stack) {
   detail::FakeCall(op, stack, this).run();
 }
 
-bool is_fake(const at::Tensor& tensor) { return tensor.defined() && payload_as<detail::FakePayload>(tensor) != nullptr; }
+bool is_fake(const at::Tensor& tensor) {
+  return tensor.defined() && payload_as<detail::FakePayload>(tensor) != nullptr;
+}
 
 FakeNote* fake_note(const at::Tensor& tensor) {
   detail::FakePayload* payload = payload_as<detail::FakePayload>(tensor);
@@ -390,16 +430,19 @@ at::Tensor to_fake(const at::Tensor& real, at::Device device) {
 
 at::Tensor make_fake(at::IntArrayRef sizes, const at::TensorOptions& options) {
   std::vector<std::int64_t> strides(sizes.size(), 1);
-  for (std::size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * std::max<std::int64_t>(sizes[i], 1);
+  for (std::size_t i = sizes.size(); i-- > 1;)
+    strides[i - 1] = strides[i] * std::max<std::int64_t>(sizes[i], 1);
   return make_fake_strided(sizes, strides, options);
 }
 
-at::Tensor make_fake_strided(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& options) {
+at::Tensor make_fake_strided(at::IntArrayRef sizes, at::IntArrayRef strides,
+                             const at::TensorOptions& options) {
   at::Tensor meta;
   {
     const NoModesGuard no_modes;
     const BelowWrappersGuard below;
-    meta = at::empty_strided(sizes, strides, options.device(at::kMeta).requires_grad(false).pinned_memory(false));
+    meta = at::empty_strided(sizes, strides,
+                             options.device(at::kMeta).requires_grad(false).pinned_memory(false));
   }
   const at::Device device = detail::with_index(options.device());
   at::Tensor fake = detail::wrap_meta(meta, device);

@@ -4,8 +4,8 @@
 
 #include "penstock/fake.h"
 #include "penstock/mode.h"
-#include "penstock/torch/dispatch/switch_data.h"
 #include "penstock/tensor_subclass.h"
+#include "penstock/torch/dispatch/switch_data.h"
 
 namespace penstock {
 namespace {
@@ -39,7 +39,8 @@ at::Tensor to_fake_parts(const at::Tensor& tensor) {
   if (!payload || is_fake(tensor)) return to_fake(tensor);
   std::vector<at::Tensor> inner;
   // The tensors inside a wrapper are below autograd.
-  for (const auto& [name, part] : payload->inner_tensors()) inner.push_back(to_fake_parts(part.requires_grad() ? part.detach() : part));
+  for (const auto& [name, part] : payload->inner_tensors())
+    inner.push_back(to_fake_parts(part.requires_grad() ? part.detach() : part));
   at::Tensor fake = payload->rebuild(inner, geometry_of(tensor));
   fake.set_requires_grad(tensor.requires_grad());
   return fake;

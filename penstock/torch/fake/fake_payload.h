@@ -8,8 +8,8 @@
 #include <string_view>
 
 #include "penstock/fake.h"
-#include "penstock/torch/fake/fake_note.h"
 #include "penstock/tensor_subclass.h"
+#include "penstock/torch/fake/fake_note.h"
 
 namespace penstock::detail {
 

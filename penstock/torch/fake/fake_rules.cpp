@@ -6,8 +6,8 @@
 #include <mutex>
 #include <set>
 
-#include "penstock/torch/fake/fake_payload.h"
 #include "penstock/operator_traits.h"
+#include "penstock/torch/fake/fake_payload.h"
 #include "penstock/torch/fake/shape_functions.h"
 #include "penstock/torch/fake/shape_helpers.h"
 
@@ -38,21 +38,37 @@ void ensure_own_functions() {
 
 // Operators whose output shape depends on values. LibTorch's tags mark them, but only some in older versions.
 bool depends_on_data(const c10::OperatorHandle& op) {
-  static const std::set<std::string> known = {
-      "aten::_local_scalar_dense", "aten::item",           "aten::nonzero",       "aten::nonzero_numpy",   "aten::masked_select",
-      "aten::_unique",             "aten::_unique2",       "aten::unique_dim",    "aten::unique_consecutive", "aten::unique_dim_consecutive",
-      "aten::bincount",            "aten::equal",          "aten::is_nonzero",    "aten::argwhere",
-      "aten::allclose",            "aten::_is_all_true",   "aten::_is_any_true"};
+  static const std::set<std::string> known = {"aten::_local_scalar_dense",
+                                              "aten::item",
+                                              "aten::nonzero",
+                                              "aten::nonzero_numpy",
+                                              "aten::masked_select",
+                                              "aten::_unique",
+                                              "aten::_unique2",
+                                              "aten::unique_dim",
+                                              "aten::unique_consecutive",
+                                              "aten::unique_dim_consecutive",
+                                              "aten::bincount",
+                                              "aten::equal",
+                                              "aten::is_nonzero",
+                                              "aten::argwhere",
+                                              "aten::allclose",
+                                              "aten::_is_all_true",
+                                              "aten::_is_any_true"};
   if (known.count(op.operator_name().name)) return true;
-  if (op.operator_name().name == "aten::repeat_interleave" && op.operator_name().overload_name == "Tensor") return true;
-  if (op.operator_name().name == "aten::index") return false;  // only with masks, which its shape function refuses
+  if (op.operator_name().name == "aten::repeat_interleave" && op.operator_name().overload_name == "Tensor")
+    return true;
+  if (op.operator_name().name == "aten::index")
+    return false;  // only with masks, which its shape function refuses
   return op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
 }
 
 // Returns a function derived from the operator's kind or from its functional overload, or null.
 const c10::KernelFunction* derived_function(const c10::OperatorHandle& op, Registry& registry) {
-  static const auto& nothing = *new c10::KernelFunction(c10::KernelFunction::makeFromBoxedFunction<write_only>());
-  static const auto& functional = *new c10::KernelFunction(c10::KernelFunction::makeFromBoxedFunction<shape_of_functional>());
+  static const auto& nothing =
+      *new c10::KernelFunction(c10::KernelFunction::makeFromBoxedFunction<write_only>());
+  static const auto& functional =
+      *new c10::KernelFunction(c10::KernelFunction::makeFromBoxedFunction<shape_of_functional>());
   const OperatorTraits& traits = traits_of(op);
   if (traits.mutates && traits.returns.empty() && traits.name.rfind("aten::", 0) == 0) return &nothing;
   const auto overload = functional_overload(op);
@@ -63,8 +79,9 @@ const c10::KernelFunction* derived_function(const c10::OperatorHandle& op, Regis
 }
 
 FakeRule make_rule(const c10::OperatorHandle& op, Registry& registry) {
-  static const std::set<std::string> mixing = {"aten::copy_", "aten::_copy_from", "aten::index", "aten::index_put", "aten::index_put_",
-                                               "aten::_index_put_impl_"};
+  static const std::set<std::string> mixing = {"aten::copy_",      "aten::_copy_from",
+                                               "aten::index",      "aten::index_put",
+                                               "aten::index_put_", "aten::_index_put_impl_"};
   FakeRule rule;
   rule.mixes_devices = mixing.count(op.operator_name().name) > 0;
   rule.composite = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
@@ -126,9 +143,11 @@ void mark_for_decomposition(const c10::OperatorHandle& op) {
 void add_shape_function(const std::string& op, c10::KernelFunction kernel, int arguments) {
   if (const auto handle = find_operator(op); handle && arguments >= 0)
     if (const auto expected = static_cast<int>(handle->schema().arguments().size()); arguments != expected)
-      throw TypeError(fmt::format("register_shape_function: the function for {} takes {} arguments, its schema has {}: {}; declare the function with "
-                                  "the arguments of the schema",
-                                  op, arguments, expected, c10::toString(handle->schema())));
+      throw TypeError(
+          fmt::format("register_shape_function: the function for {} takes {} arguments, its schema has {}: "
+                      "{}; declare the function with "
+                      "the arguments of the schema",
+                      op, arguments, expected, c10::toString(handle->schema())));
   Registry& registry = Registry::instance();
   const std::lock_guard lock(registry.mutex);
   if (!registry.functions.emplace(op, std::move(kernel)).second)

@@ -4,8 +4,8 @@
 
 #include <unordered_map>
 
-#include "penstock/torch/fake/fake_payload.h"
 #include "penstock/operator_traits.h"
+#include "penstock/torch/fake/fake_payload.h"
 #include "penstock/torch/fake/shape_helpers.h"
 
 namespace penstock::detail {
@@ -16,7 +16,8 @@ bool is_output(const OperatorTraits& traits, const c10::FunctionSchema& schema, 
 }
 
 // Returns whether `functional` takes the arguments of `schema` without its outputs.
-bool matches(const c10::FunctionSchema& functional, const std::vector<const c10::Argument*>& inputs, std::size_t results) {
+bool matches(const c10::FunctionSchema& functional, const std::vector<const c10::Argument*>& inputs,
+             std::size_t results) {
   if (functional.arguments().size() != inputs.size() || functional.returns().size() != results) return false;
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     const c10::Argument& argument = functional.arguments()[i];
@@ -62,7 +63,8 @@ void call_shape_only(const c10::OperatorHandle& op, Stack* stack) {
 void shape_of_functional(const c10::OperatorHandle& op, Stack* stack) {
   static thread_local std::unordered_map<const c10::FunctionSchema*, c10::OperatorHandle> known;
   auto functional = known.find(&op.schema());
-  if (functional == known.end()) functional = known.emplace(&op.schema(), functional_overload(op).value()).first;
+  if (functional == known.end())
+    functional = known.emplace(&op.schema(), functional_overload(op).value()).first;
   const OperatorTraits& traits = traits_of(op);
   const std::size_t base = stack->size() - traits.arguments.size();
   Stack inner;
@@ -79,7 +81,8 @@ void shape_of_functional(const c10::OperatorHandle& op, Stack* stack) {
     const Tensor written = (*stack)[base + static_cast<std::size_t>(traits.returns[i].argument)].toTensor();
     const Tensor& result = inner[i].toTensor();
     if (result.defined() && written.sizes() != result.sizes()) {
-      TORCH_CHECK(!in_place, "output with shape ", written.sizes(), " doesn't match the broadcast shape ", result.sizes());
+      TORCH_CHECK(!in_place, "output with shape ", written.sizes(), " doesn't match the broadcast shape ",
+                  result.sizes());
       written.resize_(result.sizes());
       written.as_strided_(result.sizes(), result.strides());
     }

@@ -29,7 +29,9 @@ inline bool given(const OptionalTensor& tensor) { return tensor.has_value() && t
 
 // Common allocations of kernels.
 inline Tensor contiguous_like(const Tensor& tensor) { return at::empty(tensor.sizes(), tensor.options()); }
-inline Tensor suggested_like(const Tensor& tensor) { return at::empty_like(tensor, tensor.options(), tensor.suggest_memory_format()); }
+inline Tensor suggested_like(const Tensor& tensor) {
+  return at::empty_like(tensor, tensor.options(), tensor.suggest_memory_format());
+}
 inline Tensor scalar_like(const Tensor& tensor) { return at::empty({}, tensor.options()); }
 // Channels last if `like` is, as in pooling, padding and resampling kernels.
 Tensor image_like(IntArrayRef sizes, const Tensor& like);
@@ -77,7 +79,9 @@ void register_boxed(const std::string& op, bool only_missing = true);
 c10::optional<c10::OperatorHandle> find_operator(const std::string& op);
 
 // A list of one value means that value in every dimension.
-inline std::int64_t at_dim(at::IntArrayRef values, std::size_t dim) { return values.size() == 1 ? values[0] : values[dim]; }
+inline std::int64_t at_dim(at::IntArrayRef values, std::size_t dim) {
+  return values.size() == 1 ? values[0] : values[dim];
+}
 
 // ---- implementation ----
 

@@ -20,8 +20,10 @@ void refuse_masks(const char* op, const Indices& indices) {
   for (std::size_t i = 0; i < indices.size(); ++i) {
     const OptionalTensor index = indices.get(i);
     if (given(index) && (index->scalar_type() == at::kBool || index->scalar_type() == at::kByte))
-      throw DataDependentError(std::string(op) + ": how many elements a mask picks depends on values, which a fake tensor does not have; use " +
-                               "where or masked_fill, or run this step with real tensors");
+      throw DataDependentError(
+          std::string(op) +
+          ": how many elements a mask picks depends on values, which a fake tensor does not have; use " +
+          "where or masked_fill, or run this step with real tensors");
   }
 }
 
@@ -52,7 +54,8 @@ Tensor take(const Tensor& self, const Tensor& index) { return at::empty(index.si
 
 Tensor embedding(const Tensor& weight, const Tensor& indices, std::int64_t, bool, bool) {
   TORCH_CHECK(weight.dim() == 2, "'weight' must be 2-D");
-  TORCH_CHECK(indices.scalar_type() == at::kLong || indices.scalar_type() == at::kInt, "Expected tensor for argument 'indices' to have one of the ",
+  TORCH_CHECK(indices.scalar_type() == at::kLong || indices.scalar_type() == at::kInt,
+              "Expected tensor for argument 'indices' to have one of the ",
               "following scalar types: Long, Int; but got ", indices.toString(), " instead");
   Sizes sizes(indices.sizes().begin(), indices.sizes().end());
   sizes.push_back(weight.size(1));
@@ -67,48 +70,62 @@ Tensor embedding_dense_backward(const Tensor& grad, const Tensor&, std::int64_t 
 
 constexpr std::int64_t kModeSum = 0, kModeMean = 1, kModeMax = 2;
 
-Four embedding_bag(const Tensor& weight, const Tensor& indices, const Tensor& offsets, bool scale_grad_by_freq, std::int64_t mode,
-                   const OptionalTensor& per_sample_weights, bool include_last_offset, std::int64_t padding, bool forward_only) {
+Four embedding_bag(const Tensor& weight, const Tensor& indices, const Tensor& offsets,
+                   bool scale_grad_by_freq, std::int64_t mode, const OptionalTensor& per_sample_weights,
+                   bool include_last_offset, std::int64_t padding, bool forward_only) {
   const std::int64_t bags = offsets.size(0) - (include_last_offset ? 1 : 0);
   const auto counters = [&](IntArrayRef sizes) { return at::empty(sizes, offsets.options()); };
   const Tensor output = at::empty({bags, weight.size(1)}, weight.options());
   if (shape_device().is_cuda()) {
-    const Tensor maximum = mode == kModeMax ? at::empty({bags, weight.size(1)}, indices.options()) : at::empty({0}, indices.options());
+    const Tensor maximum = mode == kModeMax ? at::empty({bags, weight.size(1)}, indices.options())
+                                            : at::empty({0}, indices.options());
     return {output, at::empty({indices.size(0)}, indices.options()), counters({bags}), maximum};
   }
   // Which auxiliary results the CPU kernel computes depends on whether its fast path applies.
   const bool fast_type = weight.scalar_type() == at::kFloat || weight.scalar_type() == at::kHalf ||
                          (PENSTOCK_TORCH_AT_LEAST(2, 0) && weight.scalar_type() == at::kBFloat16);
-  const bool fast = fast_type && weight.stride(1) == 1 && padding < 0 && (mode == kModeSum || (mode == kModeMean && !scale_grad_by_freq && !given(per_sample_weights)));
+  const bool fast =
+      fast_type && weight.stride(1) == 1 && padding < 0 &&
+      (mode == kModeSum || (mode == kModeMean && !scale_grad_by_freq && !given(per_sample_weights)));
   const Tensor bag_sizes = counters({bags});
-  Tensor offset2bag = at::empty({fast && (forward_only || mode != kModeMax) ? 0 : indices.size(0)}, indices.options());
+  Tensor offset2bag =
+      at::empty({fast && (forward_only || mode != kModeMax) ? 0 : indices.size(0)}, indices.options());
   Tensor maximum = mode == kModeMax ? counters({bags, weight.size(1)}) : counters({bags});
   return {output, offset2bag, bag_sizes, maximum};
 }
 
-Four embedding_bag_training(const Tensor& weight, const Tensor& indices, const Tensor& offsets, bool scale, std::int64_t mode, bool,
-                            const OptionalTensor& per_sample_weights, bool include_last_offset, std::int64_t padding) {
-  return embedding_bag(weight, indices, offsets, scale, mode, per_sample_weights, include_last_offset, padding, false);
+Four embedding_bag_training(const Tensor& weight, const Tensor& indices, const Tensor& offsets, bool scale,
+                            std::int64_t mode, bool, const OptionalTensor& per_sample_weights,
+                            bool include_last_offset, std::int64_t padding) {
+  return embedding_bag(weight, indices, offsets, scale, mode, per_sample_weights, include_last_offset,
+                       padding, false);
 }
 
-Four embedding_bag_forward_only(const Tensor& weight, const Tensor& indices, const Tensor& offsets, bool scale, std::int64_t mode, bool,
-                                const OptionalTensor& per_sample_weights, bool include_last_offset, std::int64_t padding) {
-  return embedding_bag(weight, indices, offsets, scale, mode, per_sample_weights, include_last_offset, padding, true);
+Four embedding_bag_forward_only(const Tensor& weight, const Tensor& indices, const Tensor& offsets,
+                                bool scale, std::int64_t mode, bool, const OptionalTensor& per_sample_weights,
+                                bool include_last_offset, std::int64_t padding) {
+  return embedding_bag(weight, indices, offsets, scale, mode, per_sample_weights, include_last_offset,
+                       padding, true);
 }
 
-Tensor embedding_bag_backward(const Tensor& grad, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, std::int64_t rows, bool,
-                              std::int64_t, bool sparse, const OptionalTensor&, std::int64_t) {
-  if (sparse) throw NotImplemented("aten::_embedding_bag_backward: sparse gradients have no fake form; construct the bag with sparse(false)");
+Tensor embedding_bag_backward(const Tensor& grad, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                              const Tensor&, std::int64_t rows, bool, std::int64_t, bool sparse,
+                              const OptionalTensor&, std::int64_t) {
+  if (sparse)
+    throw NotImplemented(
+        "aten::_embedding_bag_backward: sparse gradients have no fake form; construct the bag with "
+        "sparse(false)");
   return at::empty({rows, grad.size(1)}, grad.options());
 }
 
-Tensor embedding_bag_dense_backward(const Tensor& grad, const Tensor&, const Tensor&, const Tensor&, const Tensor&, std::int64_t rows, bool,
-                                    std::int64_t, const OptionalTensor&, std::int64_t) {
+Tensor embedding_bag_dense_backward(const Tensor& grad, const Tensor&, const Tensor&, const Tensor&,
+                                    const Tensor&, std::int64_t rows, bool, std::int64_t,
+                                    const OptionalTensor&, std::int64_t) {
   return at::empty({rows, grad.size(1)}, grad.options());
 }
 
-Tensor embedding_bag_weights_backward(const Tensor& grad, const Tensor&, const Tensor& indices, const Tensor&, const Tensor&, std::int64_t,
-                                      std::int64_t) {
+Tensor embedding_bag_weights_backward(const Tensor& grad, const Tensor&, const Tensor& indices, const Tensor&,
+                                      const Tensor&, std::int64_t, std::int64_t) {
   return at::empty({indices.size(0)}, grad.options());
 }
 
@@ -128,21 +145,25 @@ Tensor roll(const Tensor& self, IntArrayRef shifts, IntArrayRef dims) {
   if (self.numel() == 0) return at::empty_like(self);
   if (shape_device().is_cuda()) return contiguous_like(self);
   if (dims.empty()) return contiguous_like(self);
-  TORCH_CHECK(shifts.size() == dims.size(), "shifts and dimensions must align. shifts: ", shifts.size(), ", dims:", dims.size());
+  TORCH_CHECK(shifts.size() == dims.size(), "shifts and dimensions must align. shifts: ", shifts.size(),
+              ", dims:", dims.size());
   Tensor rolled = self;  // one dimension after the other, each by joining two parts
   for (std::size_t i = 0; i < dims.size(); ++i) {
     const std::int64_t size = rolled.size(dims[i]);
     const std::int64_t start = ((size - shifts[i]) % size + size) % size;
-    rolled = at::cat({rolled.narrow(dims[i], start, size - start), rolled.narrow(dims[i], 0, start)}, dims[i]);
+    rolled =
+        at::cat({rolled.narrow(dims[i], start, size - start), rolled.narrow(dims[i], 0, start)}, dims[i]);
   }
   return rolled;
 }
 
-Tensor unfold_backward(const Tensor& grad, IntArrayRef input_sizes, std::int64_t, std::int64_t, std::int64_t) {
+Tensor unfold_backward(const Tensor& grad, IntArrayRef input_sizes, std::int64_t, std::int64_t,
+                       std::int64_t) {
   return at::empty(input_sizes, grad.options());
 }
 
-Tensor triangle_indices(std::int64_t rows, std::int64_t columns, std::int64_t offset, bool lower, at::ScalarType dtype) {
+Tensor triangle_indices(std::int64_t rows, std::int64_t columns, std::int64_t offset, bool lower,
+                        at::ScalarType dtype) {
   std::int64_t count = 0;
   for (std::int64_t row = 0; row < rows; ++row) {
     const std::int64_t first = std::min(std::max<std::int64_t>(row + offset + (lower ? 1 : 0), 0), columns);
@@ -152,15 +173,19 @@ Tensor triangle_indices(std::int64_t rows, std::int64_t columns, std::int64_t of
 }
 
 // The kernel selects by the mask, but the result has the size of the scattered tensor.
-Tensor masked_scatter_backward(const Tensor& grad, const Tensor&, IntArrayRef sizes) { return at::empty(sizes, grad.options()); }
+Tensor masked_scatter_backward(const Tensor& grad, const Tensor&, IntArrayRef sizes) {
+  return at::empty(sizes, grad.options());
+}
 
-Tensor tril_indices(std::int64_t rows, std::int64_t columns, std::int64_t offset, c10::optional<at::ScalarType> dtype, c10::optional<at::Layout>,
-                    c10::optional<at::Device>, c10::optional<bool>) {
+Tensor tril_indices(std::int64_t rows, std::int64_t columns, std::int64_t offset,
+                    c10::optional<at::ScalarType> dtype, c10::optional<at::Layout>, c10::optional<at::Device>,
+                    c10::optional<bool>) {
   return triangle_indices(rows, columns, offset, true, dtype.value_or(at::kLong));
 }
 
-Tensor triu_indices(std::int64_t rows, std::int64_t columns, std::int64_t offset, c10::optional<at::ScalarType> dtype, c10::optional<at::Layout>,
-                    c10::optional<at::Device>, c10::optional<bool>) {
+Tensor triu_indices(std::int64_t rows, std::int64_t columns, std::int64_t offset,
+                    c10::optional<at::ScalarType> dtype, c10::optional<at::Layout>, c10::optional<at::Device>,
+                    c10::optional<bool>) {
   return triangle_indices(rows, columns, offset, false, dtype.value_or(at::kLong));
 }
 
@@ -174,7 +199,8 @@ Tensor bucketize(const Tensor& self, const Tensor&, bool in_int32, bool) {
   return at::empty(self.sizes(), self.options().dtype(in_int32 ? at::kInt : at::kLong));
 }
 
-Tensor searchsorted(const Tensor&, const Tensor& self, bool in_int32, bool, c10::optional<Text>, const OptionalTensor&) {
+Tensor searchsorted(const Tensor&, const Tensor& self, bool in_int32, bool, c10::optional<Text>,
+                    const OptionalTensor&) {
   return at::empty(self.sizes(), self.options().dtype(in_int32 ? at::kInt : at::kLong));
 }
 
@@ -204,7 +230,8 @@ void add_embedding_shapes() {
   register_where_missing("aten::flip", flip);
   register_where_missing("aten::roll", roll);
   register_where_missing("aten::unfold_backward", unfold_backward);
-  if (find_operator("aten::masked_scatter_backward")) register_shape_function("aten::masked_scatter_backward", masked_scatter_backward);
+  if (find_operator("aten::masked_scatter_backward"))
+    register_shape_function("aten::masked_scatter_backward", masked_scatter_backward);
   register_where_missing("aten::tril_indices", tril_indices);
   register_where_missing("aten::triu_indices", triu_indices);
   register_where_missing("aten::bucketize.Tensor", bucketize);

@@ -26,7 +26,10 @@ c10::optional<c10::OperatorHandle> operator_for_one(const c10::OperatorHandle& o
 
 void for_each(const c10::OperatorHandle& op, Stack* stack) {
   const auto one = operator_for_one(op);
-  if (!one) throw NotImplemented(c10::toString(op.operator_name()) + ": no matching operator for a single tensor; call the single-tensor operator in a loop");
+  if (!one)
+    throw NotImplemented(
+        c10::toString(op.operator_name()) +
+        ": no matching operator for a single tensor; call the single-tensor operator in a loop");
   const std::size_t count = op.schema().arguments().size(), base = stack->size() - count;
   const c10::List<Tensor> self = (*stack)[base].toTensorList();
   c10::List<Tensor> results;
@@ -50,7 +53,9 @@ void for_each(const c10::OperatorHandle& op, Stack* stack) {
 
 }  // namespace
 
-void write_only(const c10::OperatorHandle& op, Stack* stack) { stack->resize(stack->size() - op.schema().arguments().size()); }
+void write_only(const c10::OperatorHandle& op, Stack* stack) {
+  stack->resize(stack->size() - op.schema().arguments().size());
+}
 
 void add_foreach_shapes() {
   for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {

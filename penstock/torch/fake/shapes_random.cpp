@@ -23,7 +23,8 @@ Tensor native_dropout_backward(const Tensor& grad, const Tensor& mask, double) {
 
 Tensor multinomial(const Tensor& self, std::int64_t samples, bool replacement, Generator) {
   TORCH_CHECK(self.dim() == 1 || self.dim() == 2, "prob_dist must be 1 or 2 dim");
-  TORCH_CHECK(samples > 0 && (replacement || samples <= self.size(-1)), "cannot sample n_sample > prob_dist.size(-1) samples without replacement");
+  TORCH_CHECK(samples > 0 && (replacement || samples <= self.size(-1)),
+              "cannot sample n_sample > prob_dist.size(-1) samples without replacement");
   Sizes sizes = {samples};
   if (self.dim() == 2) sizes.insert(sizes.begin(), self.size(0));
   return at::empty(sizes, self.options().dtype(at::kLong));
@@ -31,25 +32,29 @@ Tensor multinomial(const Tensor& self, std::int64_t samples, bool replacement, G
 
 Tensor drawn(const Tensor& self, Generator) { return contiguous_like(self); }
 Tensor binomial(const Tensor& count, const Tensor&, Generator) { return contiguous_like(count); }
-Tensor standard_gamma_grad(const Tensor& self, const Tensor& output) { return iterate({self, output}, self.scalar_type()); }
+Tensor standard_gamma_grad(const Tensor& self, const Tensor& output) {
+  return iterate({self, output}, self.scalar_type());
+}
 Tensor dirichlet_grad(const Tensor& x, const Tensor&, const Tensor&) { return contiguous_like(x); }
 
 Tensor permutation(std::int64_t count, c10::optional<at::ScalarType> dtype) {
   TORCH_CHECK(count >= 0, "n must be non-negative, got ", count);
   return at::empty({count}, at::dtype(dtype.value_or(at::kLong)).device(at::kMeta));
 }
-Tensor randperm(std::int64_t count, c10::optional<at::ScalarType> dtype, c10::optional<at::Layout>, c10::optional<at::Device>, c10::optional<bool>) {
+Tensor randperm(std::int64_t count, c10::optional<at::ScalarType> dtype, c10::optional<at::Layout>,
+                c10::optional<at::Device>, c10::optional<bool>) {
   return permutation(count, dtype);
 }
-Tensor randperm_generator(std::int64_t count, Generator, c10::optional<at::ScalarType> dtype, c10::optional<at::Layout>, c10::optional<at::Device>,
-                          c10::optional<bool>) {
+Tensor randperm_generator(std::int64_t count, Generator, c10::optional<at::ScalarType> dtype,
+                          c10::optional<at::Layout>, c10::optional<at::Device>, c10::optional<bool>) {
   return permutation(count, dtype);
 }
 
 // A tensor of zeros without memory; only used by derivatives.
-Tensor efficient_zeros(IntArrayRef sizes, c10::optional<at::ScalarType> dtype, c10::optional<at::Layout>, c10::optional<at::Device>,
-                       c10::optional<bool>) {
-  return at::empty(sizes, at::dtype(dtype.value_or(c10::typeMetaToScalarType(at::get_default_dtype()))).device(at::kMeta));
+Tensor efficient_zeros(IntArrayRef sizes, c10::optional<at::ScalarType> dtype, c10::optional<at::Layout>,
+                       c10::optional<at::Device>, c10::optional<bool>) {
+  return at::empty(
+      sizes, at::dtype(dtype.value_or(c10::typeMetaToScalarType(at::get_default_dtype()))).device(at::kMeta));
 }
 
 }  // namespace
@@ -58,7 +63,8 @@ void add_random_shapes() {
   register_where_missing("aten::native_dropout", native_dropout);
   register_where_missing("aten::native_dropout_backward", native_dropout_backward);
   register_where_missing("aten::multinomial", multinomial);
-  for (const char* op : {"aten::poisson", "aten::_standard_gamma", "aten::_sample_dirichlet"}) register_where_missing(op, drawn);
+  for (const char* op : {"aten::poisson", "aten::_standard_gamma", "aten::_sample_dirichlet"})
+    register_where_missing(op, drawn);
   register_where_missing("aten::binomial", binomial);
   register_where_missing("aten::_standard_gamma_grad", standard_gamma_grad);
   register_where_missing("aten::_dirichlet_grad", dirichlet_grad);

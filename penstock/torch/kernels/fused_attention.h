@@ -1,12 +1,13 @@
 // Attention of queries to keys: LibTorch's fused kernels where available (2.0 and newer), otherwise two
 // batched products.
 //
-//   const AttentionMask mask = AttentionMask::causal(queries, keys, like);                    // allocates nothing in the common case
-//   const AttentionMask mask = AttentionMask::within_documents(documents);                    // causal, within a document only
-//   y = attend(q, k, v, mask);                                                                // [batch, heads, queries, width]
+//   const AttentionMask mask = AttentionMask::causal(queries, keys, like);                    // allocates
+//   nothing in the common case const AttentionMask mask = AttentionMask::within_documents(documents); //
+//   causal, within a document only y = attend(q, k, v, mask); // [batch, heads, queries, width]
 //
-// Keys and values may have fewer heads than queries (grouped queries): query head h uses key head h / (heads / key heads).
-// Scores are scaled by 1 / sqrt(width). Nothing here waits for a GPU. Plain and fake tensors; not distributed ones.
+// Keys and values may have fewer heads than queries (grouped queries): query head h uses key head h / (heads
+// / key heads). Scores are scaled by 1 / sqrt(width). Nothing here waits for a GPU. Plain and fake tensors;
+// not distributed ones.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -35,8 +36,8 @@ class AttentionMask {
 
  private:
   std::int64_t queries_ = 0, keys_ = 0;
-  bool plain_causal_ = false;    // as many queries as keys, and no documents
-  mutable at::Tensor allowed_;   // undefined: everything is allowed, or not created yet
+  bool plain_causal_ = false;   // as many queries as keys, and no documents
+  mutable at::Tensor allowed_;  // undefined: everything is allowed, or not created yet
   mutable at::Tensor bias_;
   mutable std::int64_t bias_repeats_ = 0;
 };
@@ -46,6 +47,7 @@ class AttentionMask {
 at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttentionMask& mask);
 
 // The same by plain operators, in every version; the fused kernels are tested against it.
-at::Tensor attend_by_products(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttentionMask& mask);
+at::Tensor attend_by_products(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                              const AttentionMask& mask);
 
 }  // namespace penstock

@@ -8,8 +8,8 @@
 #include <tuple>
 
 #include "penstock/fake.h"
-#include "penstock/torch/kernels/fused_math_kernels.h"
 #include "penstock/tensor_subclass.h"
+#include "penstock/torch/kernels/fused_math_kernels.h"
 
 namespace penstock {
 
@@ -19,21 +19,27 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 bool fits(const at::Tensor& tensor) {
-  return tensor.is_cuda() && tensor.numel() > 0 && (!is_wrapper(tensor) || is_fake(tensor)) && detail::has_fused_math(tensor);
+  return tensor.is_cuda() && tensor.numel() > 0 && (!is_wrapper(tensor) || is_fake(tensor)) &&
+         detail::has_fused_math(tensor);
 }
 
 // ---- operators: contiguous tensors on one device. On the meta device they compute the shape only ----
 
 bool computes(const at::Tensor& tensor) { return !tensor.is_meta(); }
 
-std::tuple<at::Tensor, at::Tensor> cross_entropy_rows(const at::Tensor& logits, const at::Tensor& targets, std::int64_t ignored) {
-  at::Tensor losses = at::empty({logits.size(0)}, logits.options().dtype(at::kFloat)), log_sums = at::empty_like(losses);
+std::tuple<at::Tensor, at::Tensor> cross_entropy_rows(const at::Tensor& logits, const at::Tensor& targets,
+                                                      std::int64_t ignored) {
+  at::Tensor losses = at::empty({logits.size(0)}, logits.options().dtype(at::kFloat)),
+             log_sums = at::empty_like(losses);
   if (computes(logits)) detail::launch_cross_entropy(logits, targets, ignored, losses, log_sums);
   return {losses, log_sums};
 }
-at::Tensor cross_entropy_rows_backward(const at::Tensor& logits, const at::Tensor& targets, std::int64_t ignored, const at::Tensor& log_sums, const at::Tensor& scale) {
+at::Tensor cross_entropy_rows_backward(const at::Tensor& logits, const at::Tensor& targets,
+                                       std::int64_t ignored, const at::Tensor& log_sums,
+                                       const at::Tensor& scale) {
   at::Tensor result = at::empty_like(logits);
-  if (computes(logits)) detail::launch_cross_entropy_backward(logits, targets, ignored, log_sums, scale, result);
+  if (computes(logits))
+    detail::launch_cross_entropy_backward(logits, targets, ignored, log_sums, scale, result);
   return result;
 }
 at::Tensor rotate_pairs_by(const at::Tensor& x, const at::Tensor& turns, bool back) {
@@ -46,7 +52,8 @@ at::Tensor silu_product_forward(const at::Tensor& gate, const at::Tensor& up) {
   if (computes(gate)) detail::launch_silu_product(gate, up, result);
   return result;
 }
-std::tuple<at::Tensor, at::Tensor> silu_product_backward(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& gradient) {
+std::tuple<at::Tensor, at::Tensor> silu_product_backward(const at::Tensor& gate, const at::Tensor& up,
+                                                         const at::Tensor& gradient) {
   at::Tensor gate_gradient = at::empty_like(gate), up_gradient = at::empty_like(up);
   if (computes(gate)) detail::launch_silu_product_backward(gate, up, gradient, gate_gradient, up_gradient);
   return {gate_gradient, up_gradient};
@@ -61,7 +68,8 @@ auto operator_named(const char* name) {
 // ---- their derivatives ----
 
 struct CrossEntropySum : torch::autograd::Function<CrossEntropySum> {
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& logits, const at::Tensor& targets, std::int64_t ignored) {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& logits, const at::Tensor& targets,
+                            std::int64_t ignored) {
     static const auto op = operator_named<decltype(cross_entropy_rows)>("penstock::cross_entropy_rows");
     const at::Tensor rows = logits.contiguous(), wanted = targets.contiguous();
     const auto [losses, log_sums] = op.call(rows, wanted, ignored);
@@ -70,9 +78,12 @@ struct CrossEntropySum : torch::autograd::Function<CrossEntropySum> {
     return losses.sum();
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    static const auto op = operator_named<decltype(cross_entropy_rows_backward)>("penstock::cross_entropy_rows_backward");
+    static const auto op =
+        operator_named<decltype(cross_entropy_rows_backward)>("penstock::cross_entropy_rows_backward");
     const variable_list saved = context->get_saved_variables();
-    return {op.call(saved[0], saved[1], context->saved_data["ignored"].toInt(), saved[2], gradients[0].to(at::kFloat).contiguous()), at::Tensor(), at::Tensor()};
+    return {op.call(saved[0], saved[1], context->saved_data["ignored"].toInt(), saved[2],
+                    gradients[0].to(at::kFloat).contiguous()),
+            at::Tensor(), at::Tensor()};
   }
 };
 
@@ -117,7 +128,8 @@ void add_operators(torch::Library& library) {
 }  // namespace
 
 at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& targets, std::int64_t ignored) {
-  if (fits(logits) && logits.dim() == 2 && targets.dim() == 1 && targets.scalar_type() == at::kLong && targets.device() == logits.device())
+  if (fits(logits) && logits.dim() == 2 && targets.dim() == 1 && targets.scalar_type() == at::kLong &&
+      targets.device() == logits.device())
     return CrossEntropySum::apply(logits, targets, ignored);
   const auto dtype = logits.scalar_type();
   const at::Tensor wide = dtype == at::kHalf || dtype == at::kBFloat16 ? logits.to(at::kFloat) : logits;
@@ -125,22 +137,29 @@ at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& targets
 }
 
 at::Tensor rotate_pairs(const at::Tensor& x, const at::Tensor& turns) {
-  if (fits(x) && x.dim() == 4 && turns.scalar_type() == at::kComplexFloat && turns.device() == x.device()) return RotatePairs::apply(x, turns);
+  if (fits(x) && x.dim() == 4 && turns.scalar_type() == at::kComplexFloat && turns.device() == x.device())
+    return RotatePairs::apply(x, turns);
   const at::ScalarType dtype = turns.scalar_type() == at::kComplexDouble ? at::kDouble : at::kFloat;
   const at::Tensor wide = x.to(dtype);
   // A shard that starts in the middle of a pair in memory cannot be viewed as complex numbers.
-  const at::Tensor points = at::view_as_complex((wide.storage_offset() % 2 == 0 ? wide : wide.clone()).view({x.size(0), x.size(1), x.size(2), x.size(3) / 2, 2}));
+  const at::Tensor points =
+      at::view_as_complex((wide.storage_offset() % 2 == 0 ? wide : wide.clone())
+                              .view({x.size(0), x.size(1), x.size(2), x.size(3) / 2, 2}));
   return at::view_as_real(points * turns).view(x.sizes()).to(x.scalar_type());
 }
 
 at::Tensor silu_product(const at::Tensor& gate, const at::Tensor& up) {
-  if (fits(gate) && fits(up) && gate.sizes() == up.sizes() && gate.scalar_type() == up.scalar_type() && gate.device() == up.device()) return SiluProduct::apply(gate, up);
+  if (fits(gate) && fits(up) && gate.sizes() == up.sizes() && gate.scalar_type() == up.scalar_type() &&
+      gate.device() == up.device())
+    return SiluProduct::apply(gate, up);
   return at::silu(gate) * up;
 }
 
 TORCH_LIBRARY_FRAGMENT(penstock, library) {
   library.def("cross_entropy_rows(Tensor logits, Tensor targets, int ignored) -> (Tensor, Tensor)");
-  library.def("cross_entropy_rows_backward(Tensor logits, Tensor targets, int ignored, Tensor log_sums, Tensor scale) -> Tensor");
+  library.def(
+      "cross_entropy_rows_backward(Tensor logits, Tensor targets, int ignored, Tensor log_sums, Tensor "
+      "scale) -> Tensor");
   library.def("rotate_pairs(Tensor x, Tensor turns, bool back) -> Tensor");
   library.def("silu_product(Tensor gate, Tensor up) -> Tensor");
   library.def("silu_product_backward(Tensor gate, Tensor up, Tensor gradient) -> (Tensor, Tensor)");

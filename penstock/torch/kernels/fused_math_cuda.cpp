@@ -21,7 +21,7 @@ namespace penstock::detail {
 namespace {
 
 constexpr unsigned kThreads = 256;
-constexpr unsigned kRowThreads = 512;               // per row of logits
+constexpr unsigned kRowThreads = 512;  // per row of logits
 constexpr std::int64_t kBlocksPerMultiprocessor = 16;
 
 // Shared by the kernels: an element, and a pack of PACK elements.
@@ -155,16 +155,23 @@ extern "C" __global__ void penstock_silu_product_backward(const Pack* gate, cons
 }
 )";
 
-const char* element_of(at::ScalarType dtype) { return dtype == at::kFloat ? "Float32" : dtype == at::kBFloat16 ? "BFloat16" : "Float16"; }
+const char* element_of(at::ScalarType dtype) {
+  return dtype == at::kFloat ? "Float32" : dtype == at::kBFloat16 ? "BFloat16" : "Float16";
+}
 
 // Never destroyed: the driver may shut down before static objects are destroyed.
 CudaKernel& kernel_for(const char* name, const char* text, at::ScalarType dtype, std::int64_t pack) {
   static std::mutex& mutex = *new std::mutex;
-  static auto& kernels = *new std::map<std::tuple<std::string, at::ScalarType, std::int64_t>, std::unique_ptr<CudaKernel>>;
+  static auto& kernels =
+      *new std::map<std::tuple<std::string, at::ScalarType, std::int64_t>, std::unique_ptr<CudaKernel>>;
   const std::lock_guard lock(mutex);
   std::unique_ptr<CudaKernel>& kernel = kernels[{name, dtype, pack}];
   if (!kernel)
-    kernel = std::make_unique<CudaKernel>(CudaSource{.name = name, .text = std::string(kElements) + text, .headers = {}, .macros = {{"ELEMENT", element_of(dtype)}, {"PACK", std::to_string(pack)}}});
+    kernel = std::make_unique<CudaKernel>(
+        CudaSource{.name = name,
+                   .text = std::string(kElements) + text,
+                   .headers = {},
+                   .macros = {{"ELEMENT", element_of(dtype)}, {"PACK", std::to_string(pack)}}});
   return *kernel;
 }
 
@@ -173,14 +180,19 @@ CudaKernel& kernel_for(const char* name, const char* text, at::ScalarType dtype,
 std::int64_t pack_of(std::int64_t run, std::initializer_list<at::Tensor> tensors) {
   std::int64_t pack = 16 / tensors.begin()->element_size();
   for (; pack > 1; pack /= 2) {
-    const auto fits = [&](const at::Tensor& tensor) { return reinterpret_cast<std::uintptr_t>(tensor.data_ptr()) % static_cast<std::uintptr_t>(pack * tensor.element_size()) == 0; };
+    const auto fits = [&](const at::Tensor& tensor) {
+      return reinterpret_cast<std::uintptr_t>(tensor.data_ptr()) %
+                 static_cast<std::uintptr_t>(pack * tensor.element_size()) ==
+             0;
+    };
     if (run % pack == 0 && std::all_of(tensors.begin(), tensors.end(), fits)) return pack;
   }
   return 1;
 }
 
 unsigned blocks_for(std::int64_t packs, int device) {
-  return static_cast<unsigned>(std::min((packs + kThreads - 1) / kThreads, multiprocessors(device) * kBlocksPerMultiprocessor));
+  return static_cast<unsigned>(
+      std::min((packs + kThreads - 1) / kThreads, multiprocessors(device) * kBlocksPerMultiprocessor));
 }
 
 const void* in(const at::Tensor& tensor) { return tensor.data_ptr(); }
@@ -194,20 +206,26 @@ bool has_fused_math(const at::Tensor& tensor) {
   return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
 }
 
-void launch_cross_entropy(const at::Tensor& logits, const at::Tensor& targets, std::int64_t ignored, const at::Tensor& losses, const at::Tensor& log_sums) {
+void launch_cross_entropy(const at::Tensor& logits, const at::Tensor& targets, std::int64_t ignored,
+                          const at::Tensor& losses, const at::Tensor& log_sums) {
   const std::int64_t pack = pack_of(logits.size(1), {logits});
   kernel_for("penstock_cross_entropy", kCrossEntropy, logits.scalar_type(), pack)
-      .launch(logits.get_device(), static_cast<unsigned>(logits.size(0)), kRowThreads, in(logits), in(targets), out(losses), out(log_sums), number(logits.size(1) / pack), number(ignored));
+      .launch(logits.get_device(), static_cast<unsigned>(logits.size(0)), kRowThreads, in(logits),
+              in(targets), out(losses), out(log_sums), number(logits.size(1) / pack), number(ignored));
 }
 
-void launch_cross_entropy_backward(const at::Tensor& logits, const at::Tensor& targets, std::int64_t ignored, const at::Tensor& log_sums, const at::Tensor& scale,
+void launch_cross_entropy_backward(const at::Tensor& logits, const at::Tensor& targets, std::int64_t ignored,
+                                   const at::Tensor& log_sums, const at::Tensor& scale,
                                    const at::Tensor& gradient) {
   const std::int64_t pack = pack_of(logits.size(1), {logits, gradient});
   kernel_for("penstock_cross_entropy_backward", kCrossEntropy, logits.scalar_type(), pack)
-      .launch(logits.get_device(), static_cast<unsigned>(logits.size(0)), kRowThreads, in(logits), in(targets), in(log_sums), in(scale), out(gradient), number(logits.size(1) / pack), number(ignored));
+      .launch(logits.get_device(), static_cast<unsigned>(logits.size(0)), kRowThreads, in(logits),
+              in(targets), in(log_sums), in(scale), out(gradient), number(logits.size(1) / pack),
+              number(ignored));
 }
 
-void launch_rotate_pairs(const at::Tensor& given, const at::Tensor& turns, bool back, const at::Tensor& result) {
+void launch_rotate_pairs(const at::Tensor& given, const at::Tensor& turns, bool back,
+                         const at::Tensor& result) {
   const std::int64_t width = given.size(3);
   PENSTOCK_INVARIANT(width % 2 == 0, "a head of odd width has no pairs");
   // A shard that starts in the middle of a pair is copied; new allocations are aligned.
@@ -215,20 +233,25 @@ void launch_rotate_pairs(const at::Tensor& given, const at::Tensor& turns, bool 
   const std::int64_t pack = pack_of(width, {x, result});
   const std::int64_t packs = x.numel() / pack;
   kernel_for("penstock_rotate_pairs", kRotatePairs, x.scalar_type(), pack)
-      .launch(x.get_device(), blocks_for(packs, x.get_device()), kThreads, in(x), in(turns), out(result), number(packs), number(x.size(1)), number(x.size(2)), number(width / pack), back ? -1.0F : 1.0F);
+      .launch(x.get_device(), blocks_for(packs, x.get_device()), kThreads, in(x), in(turns), out(result),
+              number(packs), number(x.size(1)), number(x.size(2)), number(width / pack), back ? -1.0F : 1.0F);
 }
 
 void launch_silu_product(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& result) {
   const std::int64_t pack = pack_of(gate.numel(), {gate, up, result});
   const std::int64_t packs = gate.numel() / pack;
-  kernel_for("penstock_silu_product", kSiluProduct, gate.scalar_type(), pack).launch(gate.get_device(), blocks_for(packs, gate.get_device()), kThreads, in(gate), in(up), out(result), number(packs));
+  kernel_for("penstock_silu_product", kSiluProduct, gate.scalar_type(), pack)
+      .launch(gate.get_device(), blocks_for(packs, gate.get_device()), kThreads, in(gate), in(up),
+              out(result), number(packs));
 }
 
-void launch_silu_product_backward(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& gradient, const at::Tensor& gate_gradient, const at::Tensor& up_gradient) {
+void launch_silu_product_backward(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& gradient,
+                                  const at::Tensor& gate_gradient, const at::Tensor& up_gradient) {
   const std::int64_t pack = pack_of(gate.numel(), {gate, up, gradient, gate_gradient, up_gradient});
   const std::int64_t packs = gate.numel() / pack;
   kernel_for("penstock_silu_product_backward", kSiluProduct, gate.scalar_type(), pack)
-      .launch(gate.get_device(), blocks_for(packs, gate.get_device()), kThreads, in(gate), in(up), in(gradient), out(gate_gradient), out(up_gradient), number(packs));
+      .launch(gate.get_device(), blocks_for(packs, gate.get_device()), kThreads, in(gate), in(up),
+              in(gradient), out(gate_gradient), out(up_gradient), number(packs));
 }
 
 }  // namespace penstock::detail

@@ -10,8 +10,8 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/torch/kernels/fused_steps_cpu.h"
 #include "penstock/torch/compat/version.h"
+#include "penstock/torch/kernels/fused_steps_cpu.h"
 
 namespace penstock {
 namespace {
@@ -21,18 +21,24 @@ constexpr std::int64_t kGrain = 1 << 15;
 
 // Dense memory: not a wrapper, not a tensor without values.
 bool has_memory(const at::Tensor& tensor) {
-  return tensor.layout() == at::kStrided && !tensor.key_set().has(c10::DispatchKey::Python) && tensor.has_storage() && !tensor.is_meta();
+  return tensor.layout() == at::kStrided && !tensor.key_set().has(c10::DispatchKey::Python) &&
+         tensor.has_storage() && !tensor.is_meta();
 }
 
 // Returns whether one loop over the memory of each list visits the elements in the same order.
 bool alike(at::TensorList parameters, std::initializer_list<at::TensorList> others) {
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const at::Tensor& parameter = parameters[i];
-    if (!has_memory(parameter) || !parameter.is_non_overlapping_and_dense() || parameter.scalar_type() != parameters[0].scalar_type() || parameter.device() != parameters[0].device()) return false;
+    if (!has_memory(parameter) || !parameter.is_non_overlapping_and_dense() ||
+        parameter.scalar_type() != parameters[0].scalar_type() ||
+        parameter.device() != parameters[0].device())
+      return false;
     for (const at::TensorList& list : others) {
       if (list.empty()) continue;
       const at::Tensor& other = list[i];
-      if (!has_memory(other) || other.scalar_type() != parameter.scalar_type() || other.device() != parameter.device() || other.sizes() != parameter.sizes() || other.strides() != parameter.strides())
+      if (!has_memory(other) || other.scalar_type() != parameter.scalar_type() ||
+          other.device() != parameter.device() || other.sizes() != parameter.sizes() ||
+          other.strides() != parameter.strides())
         return false;
     }
   }
@@ -40,10 +46,14 @@ bool alike(at::TensorList parameters, std::initializer_list<at::TensorList> othe
 }
 
 void check_lengths(at::TensorList parameters, std::initializer_list<at::TensorList> others) {
-  for (const at::TensorList& list : others) PENSTOCK_INVARIANT(list.size() == parameters.size(), "the lists of an optimizer step have the same length");
+  for (const at::TensorList& list : others)
+    PENSTOCK_INVARIANT(list.size() == parameters.size(),
+                       "the lists of an optimizer step have the same length");
 }
 
-bool on_cpu_in_float32(at::TensorList tensors) { return tensors[0].is_cpu() && tensors[0].scalar_type() == at::kFloat; }
+bool on_cpu_in_float32(at::TensorList tensors) {
+  return tensors[0].is_cpu() && tensors[0].scalar_type() == at::kFloat;
+}
 
 #if PENSTOCK_TORCH_AT_LEAST(2, 4)
 constexpr bool kLibTorchHasFused = true;
@@ -53,14 +63,16 @@ constexpr bool kLibTorchHasFused = false;
 
 }  // namespace
 
-bool fused_adamw_(at::TensorList parameters, at::TensorList gradients, at::TensorList exp_avgs, at::TensorList exp_avg_sqs, const AdamWStepOptions& numbers) {
+bool fused_adamw_(at::TensorList parameters, at::TensorList gradients, at::TensorList exp_avgs,
+                  at::TensorList exp_avg_sqs, const AdamWStepOptions& numbers) {
   check_lengths(parameters, {gradients, exp_avgs, exp_avg_sqs});
   if (parameters.empty()) return true;
   const bool here = on_cpu_in_float32(parameters);
   if (!here && !(kLibTorchHasFused && parameters[0].is_cuda())) return false;
   if (!alike(parameters, {gradients, exp_avgs, exp_avg_sqs})) return false;
   if (here) {
-    const double correction1 = 1 - std::pow(numbers.beta1, static_cast<double>(numbers.step)), correction2 = 1 - std::pow(numbers.beta2, static_cast<double>(numbers.step));
+    const double correction1 = 1 - std::pow(numbers.beta1, static_cast<double>(numbers.step)),
+                 correction2 = 1 - std::pow(numbers.beta2, static_cast<double>(numbers.step));
     const detail::AdamWFactors factors{.keep = static_cast<float>(1 - numbers.lr * numbers.weight_decay),
                                        .beta1 = static_cast<float>(numbers.beta1),
                                        .rest1 = static_cast<float>(1 - numbers.beta1),
@@ -74,22 +86,26 @@ bool fused_adamw_(at::TensorList parameters, at::TensorList gradients, at::Tenso
       const float* gradient = gradients[i].data_ptr<float>();
       float *exp_avg = exp_avgs[i].data_ptr<float>(), *exp_avg_sq = exp_avg_sqs[i].data_ptr<float>();
       at::parallel_for(0, parameters[i].numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
-        detail::adamw_loop(parameter + begin, gradient + begin, exp_avg + begin, exp_avg_sq + begin, end - begin, factors);
+        detail::adamw_loop(parameter + begin, gradient + begin, exp_avg + begin, exp_avg_sq + begin,
+                           end - begin, factors);
       });
     }
     return true;
   }
 #if PENSTOCK_TORCH_AT_LEAST(2, 4)
   // All parameters of the call are at the same step: one counter, filled on the device.
-  const std::vector<at::Tensor> steps(parameters.size(), at::full({}, static_cast<double>(numbers.step), parameters[0].options().dtype(at::kFloat)));
-  at::_fused_adamw_(parameters, gradients, exp_avgs, exp_avg_sqs, {}, steps, numbers.lr, numbers.beta1, numbers.beta2, numbers.weight_decay, numbers.eps, false, false);
+  const std::vector<at::Tensor> steps(parameters.size(), at::full({}, static_cast<double>(numbers.step),
+                                                                  parameters[0].options().dtype(at::kFloat)));
+  at::_fused_adamw_(parameters, gradients, exp_avgs, exp_avg_sqs, {}, steps, numbers.lr, numbers.beta1,
+                    numbers.beta2, numbers.weight_decay, numbers.eps, false, false);
   return true;
 #else
   return false;
 #endif
 }
 
-bool fused_sgd_(at::TensorList parameters, at::TensorList gradients, at::TensorList momenta, const SgdStepOptions& numbers) {
+bool fused_sgd_(at::TensorList parameters, at::TensorList gradients, at::TensorList momenta,
+                const SgdStepOptions& numbers) {
   check_lengths(parameters, {gradients});
   if (numbers.momentum != 0) check_lengths(parameters, {momenta});
   if (parameters.empty()) return true;
@@ -97,7 +113,8 @@ bool fused_sgd_(at::TensorList parameters, at::TensorList gradients, at::TensorL
   if (!here && !(kLibTorchHasFused && parameters[0].is_cuda())) return false;
   if (!alike(parameters, {gradients, momenta})) return false;
   const double coupled = numbers.decoupled ? 0 : numbers.weight_decay;
-  if (numbers.decoupled && numbers.weight_decay != 0) at::_foreach_mul_(parameters, 1 - numbers.lr * numbers.weight_decay);
+  if (numbers.decoupled && numbers.weight_decay != 0)
+    at::_foreach_mul_(parameters, 1 - numbers.lr * numbers.weight_decay);
   if (here) {
     const detail::SgdFactors factors{.lr = static_cast<float>(numbers.lr),
                                      .momentum = static_cast<float>(numbers.momentum),
@@ -108,13 +125,15 @@ bool fused_sgd_(at::TensorList parameters, at::TensorList gradients, at::TensorL
       const float* gradient = gradients[i].data_ptr<float>();
       float* momentum = momenta.empty() ? nullptr : momenta[i].data_ptr<float>();
       at::parallel_for(0, parameters[i].numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
-        detail::sgd_loop(parameter + begin, gradient + begin, momentum ? momentum + begin : nullptr, end - begin, factors);
+        detail::sgd_loop(parameter + begin, gradient + begin, momentum ? momentum + begin : nullptr,
+                         end - begin, factors);
       });
     }
     return true;
   }
 #if PENSTOCK_TORCH_AT_LEAST(2, 4)
-  at::_fused_sgd_(parameters, gradients, momenta, coupled, numbers.momentum, numbers.lr, 0, numbers.nesterov, false, false);
+  at::_fused_sgd_(parameters, gradients, momenta, coupled, numbers.momentum, numbers.lr, 0, numbers.nesterov,
+                  false, false);
   return true;
 #else
   return false;
@@ -133,7 +152,8 @@ at::Tensor sum_of_squares(at::TensorList tensors) {
         norms.push_back(at::linalg_vector_norm(tensor, 2, c10::nullopt, false, at::kFloat).to(at::kDouble));
     if (!wide.empty())
       for (const at::Tensor& norm : at::_foreach_norm(wide, 2)) norms.push_back(norm);
-    if (std::any_of(norms.begin(), norms.end(), [&](const at::Tensor& norm) { return norm.scalar_type() != norms[0].scalar_type(); }))
+    if (std::any_of(norms.begin(), norms.end(),
+                    [&](const at::Tensor& norm) { return norm.scalar_type() != norms[0].scalar_type(); }))
       for (at::Tensor& norm : norms) norm = norm.to(at::kDouble);
     const at::Tensor all = at::stack(norms).to(at::kDouble);
     return at::dot(all, all);
@@ -143,7 +163,10 @@ at::Tensor sum_of_squares(at::TensorList tensors) {
     if (has_memory(tensor) && tensor.scalar_type() == at::kFloat && tensor.is_non_overlapping_and_dense()) {
       const float* values = tensor.data_ptr<float>();
       total += at::parallel_reduce(
-          std::int64_t{0}, tensor.numel(), kGrain, 0.0, [&](std::int64_t begin, std::int64_t end, double sum) { return sum + detail::square_sum_loop(values + begin, end - begin); },
+          std::int64_t{0}, tensor.numel(), kGrain, 0.0,
+          [&](std::int64_t begin, std::int64_t end, double sum) {
+            return sum + detail::square_sum_loop(values + begin, end - begin);
+          },
           [](double a, double b) { return a + b; });
     } else {
       const at::Tensor flat = tensor.to(at::kDouble).reshape({-1});

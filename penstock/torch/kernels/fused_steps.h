@@ -21,7 +21,8 @@ struct AdamWStepOptions {
   std::int64_t step;  // the number of this step, from 1
 };
 
-bool fused_adamw_(at::TensorList parameters, at::TensorList gradients, at::TensorList exp_avgs, at::TensorList exp_avg_sqs, const AdamWStepOptions& numbers);
+bool fused_adamw_(at::TensorList parameters, at::TensorList gradients, at::TensorList exp_avgs,
+                  at::TensorList exp_avg_sqs, const AdamWStepOptions& numbers);
 
 struct SgdStepOptions {
   double lr, momentum;
@@ -31,7 +32,8 @@ struct SgdStepOptions {
 };
 
 // `momenta` is empty if the momentum is 0, and zeros before the first step.
-bool fused_sgd_(at::TensorList parameters, at::TensorList gradients, at::TensorList momenta, const SgdStepOptions& numbers);
+bool fused_sgd_(at::TensorList parameters, at::TensorList gradients, at::TensorList momenta,
+                const SgdStepOptions& numbers);
 
 // The sum of the squares of all elements: a float64 scalar on the device of the tensors, which must all be on
 // the same one. On the CPU, float32 is summed in float64; elsewhere LibTorch's norm is used for each tensor.

@@ -23,7 +23,9 @@ bool is_wide() {
 #endif
 }
 
-PENSTOCK_INLINE void adamw(float* __restrict parameter, const float* __restrict gradient, float* __restrict exp_avg, float* __restrict exp_avg_sq, std::int64_t count, const AdamWFactors& factors) {
+PENSTOCK_INLINE void adamw(float* __restrict parameter, const float* __restrict gradient,
+                           float* __restrict exp_avg, float* __restrict exp_avg_sq, std::int64_t count,
+                           const AdamWFactors& factors) {
   const AdamWFactors f = factors;
   for (std::int64_t i = 0; i < count; ++i) {
     const float g = gradient[i];
@@ -36,7 +38,8 @@ PENSTOCK_INLINE void adamw(float* __restrict parameter, const float* __restrict 
 }
 
 template <bool nesterov>
-PENSTOCK_INLINE void momentum_sgd(float* __restrict parameter, const float* __restrict gradient, float* __restrict momentum, std::int64_t count, const SgdFactors f) {
+PENSTOCK_INLINE void momentum_sgd(float* __restrict parameter, const float* __restrict gradient,
+                                  float* __restrict momentum, std::int64_t count, const SgdFactors f) {
   for (std::int64_t i = 0; i < count; ++i) {
     const float g = gradient[i] + f.weight_decay * parameter[i];
     const float m = momentum[i] * f.momentum + g;
@@ -45,10 +48,12 @@ PENSTOCK_INLINE void momentum_sgd(float* __restrict parameter, const float* __re
   }
 }
 
-PENSTOCK_INLINE void sgd(float* __restrict parameter, const float* __restrict gradient, float* __restrict momentum, std::int64_t count, const SgdFactors& factors) {
+PENSTOCK_INLINE void sgd(float* __restrict parameter, const float* __restrict gradient,
+                         float* __restrict momentum, std::int64_t count, const SgdFactors& factors) {
   const SgdFactors f = factors;
   if (!momentum)
-    for (std::int64_t i = 0; i < count; ++i) parameter[i] -= f.lr * (gradient[i] + f.weight_decay * parameter[i]);
+    for (std::int64_t i = 0; i < count; ++i)
+      parameter[i] -= f.lr * (gradient[i] + f.weight_decay * parameter[i]);
   else if (f.nesterov)
     momentum_sgd<true>(parameter, gradient, momentum, count, f);
   else
@@ -61,31 +66,42 @@ PENSTOCK_INLINE double square_sum(const float* values, std::int64_t count) {
   double sums[kLanes] = {};
   std::int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes)
-    for (int lane = 0; lane < kLanes; ++lane) sums[lane] += static_cast<double>(values[i + lane]) * static_cast<double>(values[i + lane]);
+    for (int lane = 0; lane < kLanes; ++lane)
+      sums[lane] += static_cast<double>(values[i + lane]) * static_cast<double>(values[i + lane]);
   double total = 0;
   for (; i < count; ++i) total += static_cast<double>(values[i]) * static_cast<double>(values[i]);
   for (const double sum : sums) total += sum;
   return total;
 }
 
-PENSTOCK_WIDE void wide_adamw(float* parameter, const float* gradient, float* exp_avg, float* exp_avg_sq, std::int64_t count, const AdamWFactors& factors) {
+PENSTOCK_WIDE void wide_adamw(float* parameter, const float* gradient, float* exp_avg, float* exp_avg_sq,
+                              std::int64_t count, const AdamWFactors& factors) {
   adamw(parameter, gradient, exp_avg, exp_avg_sq, count, factors);
 }
-PENSTOCK_WIDE void wide_sgd(float* parameter, const float* gradient, float* momentum, std::int64_t count, const SgdFactors& factors) { sgd(parameter, gradient, momentum, count, factors); }
-PENSTOCK_WIDE double wide_square_sum(const float* values, std::int64_t count) { return square_sum(values, count); }
+PENSTOCK_WIDE void wide_sgd(float* parameter, const float* gradient, float* momentum, std::int64_t count,
+                            const SgdFactors& factors) {
+  sgd(parameter, gradient, momentum, count, factors);
+}
+PENSTOCK_WIDE double wide_square_sum(const float* values, std::int64_t count) {
+  return square_sum(values, count);
+}
 
 }  // namespace
 
-void adamw_loop(float* parameter, const float* gradient, float* exp_avg, float* exp_avg_sq, std::int64_t count, const AdamWFactors& factors) {
+void adamw_loop(float* parameter, const float* gradient, float* exp_avg, float* exp_avg_sq,
+                std::int64_t count, const AdamWFactors& factors) {
   if (is_wide()) return wide_adamw(parameter, gradient, exp_avg, exp_avg_sq, count, factors);
   adamw(parameter, gradient, exp_avg, exp_avg_sq, count, factors);
 }
 
-void sgd_loop(float* parameter, const float* gradient, float* momentum, std::int64_t count, const SgdFactors& factors) {
+void sgd_loop(float* parameter, const float* gradient, float* momentum, std::int64_t count,
+              const SgdFactors& factors) {
   if (is_wide()) return wide_sgd(parameter, gradient, momentum, count, factors);
   sgd(parameter, gradient, momentum, count, factors);
 }
 
-double square_sum_loop(const float* values, std::int64_t count) { return is_wide() ? wide_square_sum(values, count) : square_sum(values, count); }
+double square_sum_loop(const float* values, std::int64_t count) {
+  return is_wide() ? wide_square_sum(values, count) : square_sum(values, count);
+}
 
 }  // namespace penstock::detail

@@ -6,14 +6,15 @@
 namespace penstock::detail {
 
 struct AdamWFactors {
-  float keep;                   // 1 - lr * weight_decay
+  float keep;  // 1 - lr * weight_decay
   float beta1, rest1, beta2, rest2;
-  float root;                   // 1 / sqrt(1 - beta2^step)
+  float root;  // 1 / sqrt(1 - beta2^step)
   float eps;
-  float size;                   // lr / (1 - beta1^step)
+  float size;  // lr / (1 - beta1^step)
 };
 
-void adamw_loop(float* parameter, const float* gradient, float* exp_avg, float* exp_avg_sq, std::int64_t count, const AdamWFactors& factors);
+void adamw_loop(float* parameter, const float* gradient, float* exp_avg, float* exp_avg_sq,
+                std::int64_t count, const AdamWFactors& factors);
 
 struct SgdFactors {
   float lr, momentum, weight_decay;
@@ -21,7 +22,8 @@ struct SgdFactors {
 };
 
 // `momentum` is null if there is none.
-void sgd_loop(float* parameter, const float* gradient, float* momentum, std::int64_t count, const SgdFactors& factors);
+void sgd_loop(float* parameter, const float* gradient, float* momentum, std::int64_t count,
+              const SgdFactors& factors);
 
 double square_sum_loop(const float* values, std::int64_t count);
 

@@ -11,7 +11,8 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double epsilo
   if (x.is_cuda()) return at::rms_norm(x, weight.sizes(), weight, epsilon);
 #endif
   const auto dtype = x.scalar_type();
-  if (dtype == at::kHalf || dtype == at::kBFloat16) return rms_norm(x.to(at::kFloat), weight.to(at::kFloat), epsilon).to(dtype);
+  if (dtype == at::kHalf || dtype == at::kBFloat16)
+    return rms_norm(x.to(at::kFloat), weight.to(at::kFloat), epsilon).to(dtype);
   const at::Tensor scale = at::rsqrt(at::mean(at::mul(x, x), -1, true).add(epsilon));
   return at::mul(at::mul(x, scale), weight);
 }

@@ -12,7 +12,8 @@
 namespace penstock {
 
 KeyedDropoutOptions::KeyedDropoutOptions(double p, std::int64_t layer) : p(p), layer(layer) {
-  if (!(p >= 0 && p <= 1)) throw ValueError(describe("KeyedDropout: probability", fmt::format("{}", p), "a number from 0 to 1"));
+  if (!(p >= 0 && p <= 1))
+    throw ValueError(describe("KeyedDropout: probability", fmt::format("{}", p), "a number from 0 to 1"));
 }
 
 void KeyedDropoutImpl::pretty_print(std::ostream& stream) const {
@@ -28,7 +29,8 @@ RandomKey KeyedDropoutImpl::key(std::int64_t use) const {
 torch::Tensor KeyedDropoutImpl::forward(const torch::Tensor& input, const GlobalBox& box, std::int64_t use) {
   if (!is_training() || options.p == 0) return input;
   const RandomKey now = key(use);
-  return keyed_dropout(input, options.p, now, box.whole() ? StepContext::current()->box_of(input.sizes()) : box);
+  return keyed_dropout(input, options.p, now,
+                       box.whole() ? StepContext::current()->box_of(input.sizes()) : box);
 }
 
 }  // namespace penstock

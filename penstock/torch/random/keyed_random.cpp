@@ -19,8 +19,8 @@ namespace {
 using at::IntArrayRef;
 using at::Tensor;
 using random::AnyConstants;
-using random::Kind;
 using random::DrawArguments;
+using random::Kind;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using Ints = std::vector<std::int64_t>;
@@ -39,18 +39,22 @@ void run(const random::RandomJob& job, const at::Device& device) {
   }
 }
 
-// --------------------------------------------------------------------------------- operators that fill a tensor
+// --------------------------------------------------------------------------------- operators that fill a
+// tensor
 
 // Autograd sees a tensor overwritten by constants: the derivative with respect to its previous contents is
 // zero.
 struct OverwriteFunction : torch::autograd::Function<OverwriteFunction> {
-  static Tensor forward(AutogradContext* context, Tensor self, const std::function<void(Tensor&)>* overwrite) {
+  static Tensor forward(AutogradContext* context, Tensor self,
+                        const std::function<void(Tensor&)>* overwrite) {
     at::AutoDispatchBelowAutograd below;
     (*overwrite)(self);
     context->mark_dirty({self});
     return self;
   }
-  static variable_list backward(AutogradContext*, variable_list gradients) { return {at::zeros_like(gradients[0]), Tensor()}; }
+  static variable_list backward(AutogradContext*, variable_list gradients) {
+    return {at::zeros_like(gradients[0]), Tensor()};
+  }
 };
 
 // All kernels of one kind of draw. Draw provides the names, the constants computed from the operator's own
@@ -60,7 +64,8 @@ struct FillOperator {
   using InPlace = Tensor&(Tensor&, IntArrayRef, IntArrayRef, IntArrayRef, Arguments...);
   using Functional = Tensor(const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef, Arguments...);
 
-  static Tensor& call(Tensor& self, IntArrayRef key, IntArrayRef shape, IntArrayRef offset, Arguments... arguments) {
+  static Tensor& call(Tensor& self, IntArrayRef key, IntArrayRef shape, IntArrayRef offset,
+                      Arguments... arguments) {
     static const auto handle = find_operator<InPlace>(Draw::kName);
     return handle.call(self, key, shape, offset, arguments...);
   }
@@ -71,7 +76,8 @@ struct FillOperator {
     return Draw::constants(arguments...);
   }
 
-  static Tensor& kernel(Tensor& self, IntArrayRef key, IntArrayRef shape, IntArrayRef offset, Arguments... arguments) {
+  static Tensor& kernel(Tensor& self, IntArrayRef key, IntArrayRef shape, IntArrayRef offset,
+                        Arguments... arguments) {
     const DrawArguments given{Draw::kName, key, shape, offset};
     const AnyConstants constants = checked(given, self, arguments...);
     at::assert_no_internal_overlap(self);
@@ -79,13 +85,15 @@ struct FillOperator {
     return self;
   }
 
-  static Tensor& meta(Tensor& self, IntArrayRef key, IntArrayRef shape, IntArrayRef offset, Arguments... arguments) {
+  static Tensor& meta(Tensor& self, IntArrayRef key, IntArrayRef shape, IntArrayRef offset,
+                      Arguments... arguments) {
     checked({Draw::kName, key, shape, offset}, self, arguments...);
     return self;
   }
 
   // Records the write for autograd; the kernels themselves do not bump the version.
-  static Tensor& in_place_or_view(Tensor& self, IntArrayRef key, IntArrayRef shape, IntArrayRef offset, Arguments... arguments) {
+  static Tensor& in_place_or_view(Tensor& self, IntArrayRef key, IntArrayRef shape, IntArrayRef offset,
+                                  Arguments... arguments) {
     {
       at::AutoDispatchBelowADInplaceOrView below;
       call(self, key, shape, offset, arguments...);
@@ -94,25 +102,30 @@ struct FillOperator {
     return self;
   }
 
-  static Tensor& autograd(Tensor& self, IntArrayRef key, IntArrayRef shape, IntArrayRef offset, Arguments... arguments) {
+  static Tensor& autograd(Tensor& self, IntArrayRef key, IntArrayRef shape, IntArrayRef offset,
+                          Arguments... arguments) {
     // Without derivatives there is nothing to record. Tangents of forward-mode AD take the slow path, which
     // rejects them.
     if (!(at::GradMode::is_enabled() && self.requires_grad()) && !self._fw_grad(0).defined()) {
       at::AutoDispatchBelowAutograd below;
       return call(self, key, shape, offset, arguments...);
     }
-    const std::function<void(Tensor&)> overwrite = [&](Tensor& tensor) { call(tensor, key, shape, offset, arguments...); };
+    const std::function<void(Tensor&)> overwrite = [&](Tensor& tensor) {
+      call(tensor, key, shape, offset, arguments...);
+    };
     OverwriteFunction::apply(self, &overwrite);
     return self;
   }
 
   // Returns a new tensor like self, of which only the sizes, dtype and device matter.
-  static Tensor functional(const Tensor& self, IntArrayRef key, IntArrayRef shape, IntArrayRef offset, Arguments... arguments) {
+  static Tensor functional(const Tensor& self, IntArrayRef key, IntArrayRef shape, IntArrayRef offset,
+                           Arguments... arguments) {
     Tensor result = at::empty_like(self);
     call(result, key, shape, offset, arguments...);
     return result;
   }
-  static Tensor functional_autograd(const Tensor& self, IntArrayRef key, IntArrayRef shape, IntArrayRef offset, Arguments... arguments) {
+  static Tensor functional_autograd(const Tensor& self, IntArrayRef key, IntArrayRef shape,
+                                    IntArrayRef offset, Arguments... arguments) {
     static const auto handle = find_operator<Functional>(Draw::kFunctionalName);
     at::AutoDispatchBelowAutograd below;
     return handle.call(self, key, shape, offset, arguments...);
@@ -123,14 +136,18 @@ struct UniformDraw {
   static constexpr const char* kName = "penstock::keyed_uniform_";
   static constexpr const char* kFunctionalName = "penstock::keyed_uniform";
   static constexpr Kind kKind = Kind::Uniform;
-  static AnyConstants constants(double low, double high, bool in_double) { return random::uniform_constants(low, high, in_double); }
+  static AnyConstants constants(double low, double high, bool in_double) {
+    return random::uniform_constants(low, high, in_double);
+  }
   static bool in_double(double, double, bool in_double) { return in_double; }
 };
 struct NormalDraw {
   static constexpr const char* kName = "penstock::keyed_normal_";
   static constexpr const char* kFunctionalName = "penstock::keyed_normal";
   static constexpr Kind kKind = Kind::Normal;
-  static AnyConstants constants(double mean, double deviation, bool in_double) { return random::normal_constants(mean, deviation, in_double); }
+  static AnyConstants constants(double mean, double deviation, bool in_double) {
+    return random::normal_constants(mean, deviation, in_double);
+  }
   static bool in_double(double, double, bool in_double) { return in_double; }
 };
 struct TruncNormalDraw {
@@ -155,7 +172,8 @@ using Normal = FillOperator<NormalDraw, double, double, bool>;
 using TruncNormal = FillOperator<TruncNormalDraw, double, double, double, double, bool>;
 using Bernoulli = FillOperator<BernoulliDraw, double>;
 
-// ------------------------------------------------------------------------------------------------------------ dropout
+// ------------------------------------------------------------------------------------------------------------
+// dropout
 
 constexpr const char* kDropoutName = "penstock::keyed_dropout";
 
@@ -186,7 +204,8 @@ Tensor call_dropout(const Tensor& input, IntArrayRef key, IntArrayRef shape, Int
 // Dropout with a given mask is linear and its own transpose, so the derivative is the same operator with the
 // same key.
 struct DropoutFunction : torch::autograd::Function<DropoutFunction> {
-  static Tensor forward(AutogradContext* context, const Tensor& input, Ints key, Ints shape, Ints offset, double p) {
+  static Tensor forward(AutogradContext* context, const Tensor& input, Ints key, Ints shape, Ints offset,
+                        double p) {
     at::AutoDispatchBelowADInplaceOrView below;
     Tensor output = call_dropout(input, key, shape, offset, p);
     context->saved_data["key"] = std::move(key);
@@ -197,16 +216,19 @@ struct DropoutFunction : torch::autograd::Function<DropoutFunction> {
   }
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     auto& saved = context->saved_data;
-    return {call_dropout(gradients[0], saved["key"].toIntVector(), saved["global_shape"].toIntVector(), saved["offset"].toIntVector(), saved["p"].toDouble()),
+    return {call_dropout(gradients[0], saved["key"].toIntVector(), saved["global_shape"].toIntVector(),
+                         saved["offset"].toIntVector(), saved["p"].toDouble()),
             Tensor(), Tensor(), Tensor(), Tensor()};
   }
 };
 
-Tensor dropout_autograd(const Tensor& input, IntArrayRef key, IntArrayRef shape, IntArrayRef offset, double p) {
+Tensor dropout_autograd(const Tensor& input, IntArrayRef key, IntArrayRef shape, IntArrayRef offset,
+                        double p) {
   return DropoutFunction::apply(input, key.vec(), shape.vec(), offset.vec(), p);
 }
 
-// ------------------------------------------------------------------------------------------------------- registration
+// -------------------------------------------------------------------------------------------------------
+// registration
 
 template <class Member>
 void for_each_fill(Member&& member) {
@@ -246,11 +268,14 @@ TORCH_LIBRARY_IMPL(penstock, Meta, library) {
 }
 
 TORCH_LIBRARY_IMPL(penstock, CompositeExplicitAutograd, library) {
-  for_each_fill([&]<class Fill>(Fill, const char*, const char* functional) { library.impl(functional, Fill::functional); });
+  for_each_fill([&]<class Fill>(Fill, const char*, const char* functional) {
+    library.impl(functional, Fill::functional);
+  });
 }
 
 TORCH_LIBRARY_IMPL(penstock, ADInplaceOrView, library) {
-  for_each_fill([&]<class Fill>(Fill, const char* name, const char*) { library.impl(name, Fill::in_place_or_view); });
+  for_each_fill(
+      [&]<class Fill>(Fill, const char* name, const char*) { library.impl(name, Fill::in_place_or_view); });
 }
 
 TORCH_LIBRARY_IMPL(penstock, Autograd, library) {
@@ -263,9 +288,12 @@ TORCH_LIBRARY_IMPL(penstock, Autograd, library) {
 
 void register_random_operators() {}
 
-// -------------------------------------------------------------------------------------------------------- public calls
+// --------------------------------------------------------------------------------------------------------
+// public calls
 
-std::vector<std::int64_t> RandomKey::to_ints() const { return {static_cast<std::int64_t>(seed), step, microbatch, layer, purpose}; }
+std::vector<std::int64_t> RandomKey::to_ints() const {
+  return {static_cast<std::int64_t>(seed), step, microbatch, layer, purpose};
+}
 
 std::int64_t layer_from_name(std::string_view name) {
   std::uint64_t hash = 0xcbf29ce484222325u;
@@ -273,22 +301,27 @@ std::int64_t layer_from_name(std::string_view name) {
   return static_cast<std::int64_t>(hash);
 }
 
-const Tensor& keyed_uniform_(const Tensor& tensor, const RandomKey& key, double low, double high, const GlobalBox& box, Precision precision) {
+const Tensor& keyed_uniform_(const Tensor& tensor, const RandomKey& key, double low, double high,
+                             const GlobalBox& box, Precision precision) {
   Tensor self = tensor;
   Uniform::call(self, key.to_ints(), box.global_shape, box.offset, low, high, precision == Precision::Double);
   return tensor;
 }
 
-const Tensor& keyed_normal_(const Tensor& tensor, const RandomKey& key, double mean, double standard_deviation, const GlobalBox& box, Precision precision) {
+const Tensor& keyed_normal_(const Tensor& tensor, const RandomKey& key, double mean,
+                            double standard_deviation, const GlobalBox& box, Precision precision) {
   Tensor self = tensor;
-  Normal::call(self, key.to_ints(), box.global_shape, box.offset, mean, standard_deviation, precision == Precision::Double);
+  Normal::call(self, key.to_ints(), box.global_shape, box.offset, mean, standard_deviation,
+               precision == Precision::Double);
   return tensor;
 }
 
-const Tensor& keyed_trunc_normal_(const Tensor& tensor, const RandomKey& key, double mean, double standard_deviation, double low, double high,
-                                  const GlobalBox& box, Precision precision) {
+const Tensor& keyed_trunc_normal_(const Tensor& tensor, const RandomKey& key, double mean,
+                                  double standard_deviation, double low, double high, const GlobalBox& box,
+                                  Precision precision) {
   Tensor self = tensor;
-  TruncNormal::call(self, key.to_ints(), box.global_shape, box.offset, mean, standard_deviation, low, high, precision == Precision::Double);
+  TruncNormal::call(self, key.to_ints(), box.global_shape, box.offset, mean, standard_deviation, low, high,
+                    precision == Precision::Double);
   return tensor;
 }
 

@@ -14,6 +14,7 @@ CpuPath best_cpu_path();
 inline constexpr long long kWordsSlack = 128;
 
 // Writes the words of `blocks` consecutive blocks of the stream.
-void fill_words(CpuPath path, const philox::Stream& stream, philox::u64 first_block, long long blocks, philox::u32* words);
+void fill_words(CpuPath path, const philox::Stream& stream, philox::u64 first_block, long long blocks,
+                philox::u32* words);
 
 }  // namespace penstock::random

@@ -24,6 +24,7 @@ void check_dtype(const DrawArguments& given, Kind kind, at::ScalarType dtype, bo
 // Returns the job that fills `out` (reading `in`, for dropout). Both must have the same sizes and dtype; the
 // arguments must have been checked. Dims that are contiguous with each other in the global tensor and in
 // memory are merged.
-RandomJob make_job(const DrawArguments& given, Kind kind, const AnyConstants& constants, const at::Tensor& out, const at::Tensor& in = {});
+RandomJob make_job(const DrawArguments& given, Kind kind, const AnyConstants& constants,
+                   const at::Tensor& out, const at::Tensor& in = {});
 
 }  // namespace penstock::random

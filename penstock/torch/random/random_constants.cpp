@@ -25,7 +25,8 @@ AnyConstants uniform(double low, double high) {
   if (!std::isfinite(constants.a) || !std::isfinite(constants.b) || !std::isfinite(constants.c))
     throw ValueError(describe("keyed_uniform_: interval", fmt::format("[{}, {})", low, high),
                               "bounds and a width that are finite in the precision of the draw",
-                              sizeof(Real) == 4 ? "draw in Precision::Double or choose a smaller interval" : "choose a smaller interval"));
+                              sizeof(Real) == 4 ? "draw in Precision::Double or choose a smaller interval"
+                                                : "choose a smaller interval"));
   return constants;
 }
 
@@ -67,20 +68,27 @@ AnyConstants trunc_normal(double mean, double deviation, double low, double high
   constants.b = static_cast<Real>(deviation);
   constants.c = static_cast<Real>(low);
   constants.d = static_cast<Real>(high);
-  const Real from = static_cast<Real>((low - mean) / deviation), to = static_cast<Real>((high - mean) / deviation);
+  const Real from = static_cast<Real>((low - mean) / deviation),
+             to = static_cast<Real>((high - mean) / deviation);
   constants.first = first_word(from, false);
   constants.last = normal_quantile(kAll) <= to ? kAll : first_word(to, true) - 1;
   // first_word(to) is 0 if no word is low enough; then `last` wraps around to the largest word.
-  const bool none = normal_quantile(Word{0}) > to || normal_quantile(kAll) < from || constants.last < constants.first;
+  const bool none =
+      normal_quantile(Word{0}) > to || normal_quantile(kAll) < from || constants.last < constants.first;
   if (none || constants.last - constants.first < kFewest - 1)
-    throw ValueError(describe("keyed_trunc_normal_: interval", fmt::format("[{}, {}], {:.3g} to {:.3g} deviations from the mean", low, high, from, to),
-                              fmt::format("an interval with at least 2^16 of the 2^{} quantiles", 8 * sizeof(Word)),
-                              sizeof(Real) == 4 ? "widen it, move it towards the mean or draw in Precision::Double" : "widen it or move it towards the mean"));
+    throw ValueError(
+        describe("keyed_trunc_normal_: interval",
+                 fmt::format("[{}, {}], {:.3g} to {:.3g} deviations from the mean", low, high, from, to),
+                 fmt::format("an interval with at least 2^16 of the 2^{} quantiles", 8 * sizeof(Word)),
+                 sizeof(Real) == 4 ? "widen it, move it towards the mean or draw in Precision::Double"
+                                   : "widen it or move it towards the mean"));
   return constants;
 }
 
 void check_normal(const char* operation, double mean, double deviation, bool zero_allowed) {
-  if (!std::isfinite(mean)) throw ValueError(describe(fmt::format("{}: mean", operation), fmt::format("{}", mean), "a finite number"));
+  if (!std::isfinite(mean))
+    throw ValueError(
+        describe(fmt::format("{}: mean", operation), fmt::format("{}", mean), "a finite number"));
   if (!std::isfinite(deviation) || deviation < 0 || (deviation == 0 && !zero_allowed))
     throw ValueError(describe(fmt::format("{}: standard deviation", operation), fmt::format("{}", deviation),
                               zero_allowed ? "a finite number, 0 or more" : "a finite number above 0"));
@@ -89,7 +97,9 @@ void check_normal(const char* operation, double mean, double deviation, bool zer
 // Words below p * 2^32 mean yes.
 template <class Real>
 Constants<Real, u32> yes_or_no(const char* operation, double p) {
-  if (!(p >= 0 && p <= 1)) throw ValueError(describe(fmt::format("{}: probability", operation), fmt::format("{}", p), "a number from 0 to 1"));
+  if (!(p >= 0 && p <= 1))
+    throw ValueError(
+        describe(fmt::format("{}: probability", operation), fmt::format("{}", p), "a number from 0 to 1"));
   const u64 yes = static_cast<u64>(std::floor(p * 0x1p32 + 0.5));
   Constants<Real, u32> constants;
   constants.any = yes > 0 ? 0xffffffffu : 0u;
@@ -108,7 +118,8 @@ AnyConstants dropout_as(double p) {
 
 AnyConstants uniform_constants(double low, double high, bool in_double) {
   if (!(low <= high) || !std::isfinite(low) || !std::isfinite(high))
-    throw ValueError(describe("keyed_uniform_: interval", fmt::format("[{}, {})", low, high), "two finite numbers, low before high"));
+    throw ValueError(describe("keyed_uniform_: interval", fmt::format("[{}, {})", low, high),
+                              "two finite numbers, low before high"));
   return in_double ? uniform<double>(low, high) : uniform<float>(low, high);
 }
 
@@ -120,12 +131,16 @@ AnyConstants normal_constants(double mean, double deviation, bool in_double) {
 AnyConstants trunc_normal_constants(double mean, double deviation, double low, double high, bool in_double) {
   check_normal("keyed_trunc_normal_", mean, deviation, false);
   if (!(low < high))
-    throw ValueError(describe("keyed_trunc_normal_: interval", fmt::format("[{}, {}]", low, high), "the lower bound first, below the upper one"));
-  return in_double ? trunc_normal<double>(mean, deviation, low, high) : trunc_normal<float>(mean, deviation, low, high);
+    throw ValueError(describe("keyed_trunc_normal_: interval", fmt::format("[{}, {}]", low, high),
+                              "the lower bound first, below the upper one"));
+  return in_double ? trunc_normal<double>(mean, deviation, low, high)
+                   : trunc_normal<float>(mean, deviation, low, high);
 }
 
 AnyConstants bernoulli_constants(double p) { return yes_or_no<float>("keyed_bernoulli_", p); }
 
-AnyConstants dropout_constants(double p, bool in_double) { return in_double ? dropout_as<double>(p) : dropout_as<float>(p); }
+AnyConstants dropout_constants(double p, bool in_double) {
+  return in_double ? dropout_as<double>(p) : dropout_as<float>(p);
+}
 
 }  // namespace penstock::random

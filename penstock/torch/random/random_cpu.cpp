@@ -22,7 +22,7 @@ namespace penstock::random {
 
 namespace {
 
-constexpr i64 kPieceWords = 1024;     // 4 KiB of words
+constexpr i64 kPieceWords = 1024;      // 4 KiB of words
 constexpr i64 kGrainElements = 16384;  // minimum per thread
 
 template <class Word>
@@ -36,11 +36,13 @@ PENSTOCK_ALWAYS_INLINE Word word_at(const u32* words, i64 element) {
 
 // Fills `count` elements whose global indices start at `global`.
 template <CpuPath path, Kind kind, class Real, class Word, class Element>
-PENSTOCK_ALWAYS_INLINE void fill_run(const philox::Stream& stream, const Constants<Real, Word>& given, i64 global, i64 count,
-                                     Element* out, i64 out_stride, const Element* in, i64 in_stride) {
+PENSTOCK_ALWAYS_INLINE void fill_run(const philox::Stream& stream, const Constants<Real, Word>& given,
+                                     i64 global, i64 count, Element* out, i64 out_stride, const Element* in,
+                                     i64 in_stride) {
   constexpr int kCount = kPerBlock<Word>;
   constexpr i64 kPieceElements = kPieceWords / sizeof(Word) * 4 - kCount;
-  const Constants<Real, Word> constants = given;  // a copy that no store can alias, so that the loop keeps it in registers
+  const Constants<Real, Word> constants =
+      given;  // a copy that no store can alias, so that the loop keeps it in registers
   u32 words[kPieceWords + kWordsSlack];
   Element gathered[kind == Kind::Dropout ? kPieceElements : 1];
   Element scattered[kPieceElements];
@@ -55,7 +57,8 @@ PENSTOCK_ALWAYS_INLINE void fill_run(const philox::Stream& stream, const Constan
       if (in_stride != 1)
         for (i64 i = 0; i < piece; ++i) gathered[i] = in[i * in_stride];
       const Element* __restrict const source = in_stride == 1 ? in : gathered;
-      for (i64 i = 0; i < piece; ++i) store(dropout(word_at<Word>(own, i), load(source[i]), constants), target[i]);
+      for (i64 i = 0; i < piece; ++i)
+        store(dropout(word_at<Word>(own, i), load(source[i]), constants), target[i]);
       in += piece * in_stride;
     } else {
       for (i64 i = 0; i < piece; ++i) store(draw<kind>(word_at<Word>(own, i), constants), target[i]);
@@ -78,11 +81,12 @@ PENSTOCK_ALWAYS_INLINE void fill_range(const RandomJob& job, i64 begin, i64 end)
     const i64 row = begin / walk.size[0], column = begin % walk.size[0];
     const RowStart start = row_start(walk, row);
     const i64 count = std::min(end - begin, walk.size[0] - column);
-    fill_run<path, kind, Real, Word, Element>(job.stream, constants, start.global + column, count,
-                                        static_cast<Element*>(job.out) + start.out + column * walk.out_stride[0],
-                                        walk.out_stride[0],
-                                        kind == Kind::Dropout ? static_cast<const Element*>(job.in) + start.in + column * walk.in_stride[0] : nullptr,
-                                        walk.in_stride[0]);
+    fill_run<path, kind, Real, Word, Element>(
+        job.stream, constants, start.global + column, count,
+        static_cast<Element*>(job.out) + start.out + column * walk.out_stride[0], walk.out_stride[0],
+        kind == Kind::Dropout ? static_cast<const Element*>(job.in) + start.in + column * walk.in_stride[0]
+                              : nullptr,
+        walk.in_stride[0]);
     begin += count;
   }
 }
@@ -98,7 +102,8 @@ __attribute__((target("avx2"))) void fill_avx2(const RandomJob& job, i64 begin, 
   fill_range<CpuPath::Avx2, kind, Real, Word, Element>(job, begin, end);
 }
 template <Kind kind, class Real, class Word, class Element>
-__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"))) void fill_avx512(const RandomJob& job, i64 begin, i64 end) {
+__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"))) void fill_avx512(
+    const RandomJob& job, i64 begin, i64 end) {
   fill_range<CpuPath::Avx512, kind, Real, Word, Element>(job, begin, end);
 }
 #endif
@@ -109,9 +114,12 @@ template <Kind kind, class Real, class Word, class Element>
 Fill fill_for(CpuPath path) {
 #ifdef __x86_64__
   switch (path) {
-    case CpuPath::Avx512: return fill_avx512<kind, Real, Word, Element>;
-    case CpuPath::Avx2: return fill_avx2<kind, Real, Word, Element>;
-    case CpuPath::Portable: break;
+    case CpuPath::Avx512:
+      return fill_avx512<kind, Real, Word, Element>;
+    case CpuPath::Avx2:
+      return fill_avx2<kind, Real, Word, Element>;
+    case CpuPath::Portable:
+      break;
   }
 #endif
   return fill_portable<kind, Real, Word, Element>;
@@ -122,9 +130,12 @@ Fill fill_for(CpuPath path) {
 void run_on_cpu(const RandomJob& job, CpuPath path) {
   if (job.walk.rows == 0) return;
   Fill fill = nullptr;
-  with_types(job, [&]<Kind kind, class Real, class Word, class Element>() { fill = fill_for<kind, Real, Word, Element>(path); });
+  with_types(job, [&]<Kind kind, class Real, class Word, class Element>() {
+    fill = fill_for<kind, Real, Word, Element>(path);
+  });
   PENSTOCK_INVARIANT(fill != nullptr, "no loop computes this kind of random value in this dtype");
-  at::parallel_for(0, job.walk.rows * job.walk.size[0], kGrainElements, [&](std::int64_t begin, std::int64_t end) { fill(job, begin, end); });
+  at::parallel_for(0, job.walk.rows * job.walk.size[0], kGrainElements,
+                   [&](std::int64_t begin, std::int64_t end) { fill(job, begin, end); });
 }
 
 }  // namespace penstock::random

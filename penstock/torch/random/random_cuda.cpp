@@ -22,11 +22,16 @@ constexpr i64 kBlocksPerMultiprocessor = 16;  // above that, a thread processes 
 
 constexpr const char* name_of(Kind kind) {
   switch (kind) {
-    case Kind::Uniform: return "Uniform";
-    case Kind::Normal: return "Normal";
-    case Kind::TruncNormal: return "TruncNormal";
-    case Kind::Bernoulli: return "Bernoulli";
-    case Kind::Dropout: return "Dropout";
+    case Kind::Uniform:
+      return "Uniform";
+    case Kind::Normal:
+      return "Normal";
+    case Kind::TruncNormal:
+      return "TruncNormal";
+    case Kind::Bernoulli:
+      return "Bernoulli";
+    case Kind::Dropout:
+      return "Dropout";
   }
   return "";
 }
@@ -45,7 +50,9 @@ CudaKernel& kernel_for() {
   static CudaKernel* const kernel = new CudaKernel({
       .name = "penstock_random",
       .text = "#include \"penstock/torch/random/random_kernel.h\"\n",
-      .headers = {{"penstock/base/philox.h", kPhiloxText}, {"penstock/torch/random/random_math.h", kRandomMathText}, {"penstock/torch/random/random_kernel.h", kRandomKernelText}},
+      .headers = {{"penstock/base/philox.h", kPhiloxText},
+                  {"penstock/torch/random/random_math.h", kRandomMathText},
+                  {"penstock/torch/random/random_kernel.h", kRandomKernelText}},
       .macros = {{"PENSTOCK_RANDOM_KIND", name_of(kind)},
                  {"PENSTOCK_RANDOM_REAL", name_of(static_cast<Real*>(nullptr))},
                  {"PENSTOCK_RANDOM_WORD", name_of(static_cast<Word*>(nullptr))},
@@ -59,11 +66,13 @@ CudaKernel& kernel_for() {
 void run_on_cuda(const RandomJob& job, int device) {
   if (job.walk.rows == 0) return;
   const i64 blocks = (job.walk.rows * job.walk.blocks_per_row + kThreads - 1) / kThreads;
-  const auto grid = static_cast<unsigned>(std::min<i64>(blocks, multiprocessors(device) * kBlocksPerMultiprocessor));
+  const auto grid =
+      static_cast<unsigned>(std::min<i64>(blocks, multiprocessors(device) * kBlocksPerMultiprocessor));
   bool launched = false;
   with_types(job, [&]<Kind kind, class Real, class Word, class Element>() {
-    kernel_for<kind, Real, Word, Element>().launch(device, grid, kThreads, job.walk, job.stream, std::get<Constants<Real, Word>>(job.constants),
-                                                   static_cast<Element*>(job.out), static_cast<const Element*>(job.in));
+    kernel_for<kind, Real, Word, Element>().launch(
+        device, grid, kThreads, job.walk, job.stream, std::get<Constants<Real, Word>>(job.constants),
+        static_cast<Element*>(job.out), static_cast<const Element*>(job.in));
     launched = true;
   });
   PENSTOCK_INVARIANT(launched, "no kernel computes this kind of random value in this dtype");

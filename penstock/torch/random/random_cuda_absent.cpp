@@ -5,7 +5,8 @@
 namespace penstock::random {
 
 void run_on_cuda(const RandomJob&, int) {
-  throw ConfigError("random numbers on a CUDA tensor: this build has no CUDA kernels; build against a LibTorch with CUDA");
+  throw ConfigError(
+      "random numbers on a CUDA tensor: this build has no CUDA kernels; build against a LibTorch with CUDA");
 }
 
 }  // namespace penstock::random

@@ -45,9 +45,12 @@ void with_element(Element element, Visitor& visitor) {
     visitor.template operator()<kind, Real, Word, double>();
   } else {
     switch (element) {
-      case Element::Float32: return visitor.template operator()<kind, Real, Word, float>();
-      case Element::BFloat16: return visitor.template operator()<kind, Real, Word, BFloat16Bits>();
-      case Element::Float16: return visitor.template operator()<kind, Real, Word, Float16Bits>();
+      case Element::Float32:
+        return visitor.template operator()<kind, Real, Word, float>();
+      case Element::BFloat16:
+        return visitor.template operator()<kind, Real, Word, BFloat16Bits>();
+      case Element::Float16:
+        return visitor.template operator()<kind, Real, Word, Float16Bits>();
       case Element::Float64:
         if constexpr (kind != Kind::Dropout) visitor.template operator()<kind, Real, Word, double>();
         return;
@@ -68,14 +71,19 @@ void with_types(const RandomJob& job, Visitor&& visitor) {
           detail::with_element<Kind::Dropout, Real, Word>(job.element, visitor);
         } else {
           switch (job.kind) {
-            case Kind::Uniform: return detail::with_element<Kind::Uniform, Real, Word>(job.element, visitor);
-            case Kind::Normal: return detail::with_element<Kind::Normal, Real, Word>(job.element, visitor);
-            case Kind::TruncNormal: return detail::with_element<Kind::TruncNormal, Real, Word>(job.element, visitor);
+            case Kind::Uniform:
+              return detail::with_element<Kind::Uniform, Real, Word>(job.element, visitor);
+            case Kind::Normal:
+              return detail::with_element<Kind::Normal, Real, Word>(job.element, visitor);
+            case Kind::TruncNormal:
+              return detail::with_element<Kind::TruncNormal, Real, Word>(job.element, visitor);
             case Kind::Bernoulli:
-              if constexpr (sizeof(Real) == 4) detail::with_element<Kind::Bernoulli, Real, Word>(job.element, visitor);
+              if constexpr (sizeof(Real) == 4)
+                detail::with_element<Kind::Bernoulli, Real, Word>(job.element, visitor);
               return;
             case Kind::Dropout:
-              if constexpr (sizeof(Real) == 4) detail::with_element<Kind::Dropout, Real, Word>(job.element, visitor);
+              if constexpr (sizeof(Real) == 4)
+                detail::with_element<Kind::Dropout, Real, Word>(job.element, visitor);
               return;
           }
         }

@@ -69,7 +69,8 @@ PENSTOCK_HOST_DEVICE Word word_of(const philox::Block& block, int element) {
 }
 
 template <Kind kind, class Real, class Word, class Element>
-PENSTOCK_HOST_DEVICE void write_element(Word word, const Constants<Real, Word>& constants, Element& out, const Element* in) {
+PENSTOCK_HOST_DEVICE void write_element(Word word, const Constants<Real, Word>& constants, Element& out,
+                                        const Element* in) {
   if constexpr (kind == Kind::Dropout) {
     store(dropout(word, load(*in), constants), out);
   } else {
@@ -90,8 +91,9 @@ PENSTOCK_HOST_DEVICE bool aligned(const void* pointer) {
 
 // The work of thread `thread` of `threads`: every threads-th block of the box.
 template <Kind kind, class Real, class Word, class Element>
-PENSTOCK_HOST_DEVICE void walk_blocks(const BoxWalk& walk, const philox::Stream& stream, const Constants<Real, Word>& constants,
-                                      Element* out, const Element* in, i64 thread, i64 threads) {
+PENSTOCK_HOST_DEVICE void walk_blocks(const BoxWalk& walk, const philox::Stream& stream,
+                                      const Constants<Real, Word>& constants, Element* out, const Element* in,
+                                      i64 thread, i64 threads) {
   constexpr int kCount = kPerBlock<Word>;
   using Whole = Pack<Element, kCount>;
   const i64 blocks = walk.rows * walk.blocks_per_row;
@@ -107,13 +109,15 @@ PENSTOCK_HOST_DEVICE void walk_blocks(const BoxWalk& walk, const philox::Stream&
     }
     const RowStart start = row_start(walk, row);
     const i64 block = static_cast<i64>(static_cast<u64>(start.global) / kCount) + within;
-    const i64 first = block * kCount - start.global;  // position in the row of the block's first element; may be negative
-    if (first >= walk.size[0]) continue;              // this row touches one block less than others
+    const i64 first =
+        block * kCount - start.global;    // position in the row of the block's first element; may be negative
+    if (first >= walk.size[0]) continue;  // this row touches one block less than others
     const philox::Block numbers = philox::numbers(stream, static_cast<u64>(block));
 
     Element* const target = out + start.out + first * walk.out_stride[0];
     const Element* const source = kind == Kind::Dropout ? in + start.in + first * walk.in_stride[0] : nullptr;
-    const bool whole = first >= 0 && first + kCount <= walk.size[0] && walk.out_stride[0] == 1 && aligned<Whole>(target) &&
+    const bool whole = first >= 0 && first + kCount <= walk.size[0] && walk.out_stride[0] == 1 &&
+                       aligned<Whole>(target) &&
                        (kind != Kind::Dropout || (walk.in_stride[0] == 1 && aligned<Whole>(source)));
     if (whole) {
       Whole result;
@@ -143,10 +147,11 @@ PENSTOCK_HOST_DEVICE void walk_blocks(const BoxWalk& walk, const philox::Stream&
 #ifdef PENSTOCK_RANDOM_KIND
 extern "C" __global__ void penstock_random(
     penstock::random::BoxWalk walk, penstock::philox::Stream stream,
-    penstock::random::Constants<PENSTOCK_RANDOM_REAL, PENSTOCK_RANDOM_WORD> constants, PENSTOCK_RANDOM_ELEMENT* out,
-    const PENSTOCK_RANDOM_ELEMENT* in) {
+    penstock::random::Constants<PENSTOCK_RANDOM_REAL, PENSTOCK_RANDOM_WORD> constants,
+    PENSTOCK_RANDOM_ELEMENT* out, const PENSTOCK_RANDOM_ELEMENT* in) {
   const long long thread = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
   const long long threads = static_cast<long long>(gridDim.x) * blockDim.x;
-  penstock::random::walk_blocks<penstock::random::Kind::PENSTOCK_RANDOM_KIND>(walk, stream, constants, out, in, thread, threads);
+  penstock::random::walk_blocks<penstock::random::Kind::PENSTOCK_RANDOM_KIND>(walk, stream, constants, out,
+                                                                              in, thread, threads);
 }
 #endif

@@ -7,8 +7,8 @@
 //
 // This file is also the source text of the CUDA kernels: no includes other than philox.h.
 //
-// Accuracy: a standard normal number is within 4.4e-7 of the exact quantile in float32 (measured over all words) and within
-// 1e-15 in float64 (over three million), relative.
+// Accuracy: a standard normal number is within 4.4e-7 of the exact quantile in float32 (measured over all
+// words) and within 1e-15 in float64 (over three million), relative.
 #pragma once
 
 #include "penstock/base/philox.h"
@@ -18,7 +18,8 @@ namespace penstock::random {
 using philox::u32;
 using philox::u64;
 
-// ------------------------------------------------------------------------------------------------------------- bits
+// -------------------------------------------------------------------------------------------------------------
+// bits
 
 #ifdef __CUDACC__
 PENSTOCK_HOST_DEVICE u32 bits_of(float value) { return __float_as_uint(value); }
@@ -42,7 +43,8 @@ PENSTOCK_HOST_DEVICE u64 upper_product(u64 a, u64 b) {
 #endif
 PENSTOCK_HOST_DEVICE u32 upper_product(u32 a, u32 b) { return philox::high(u64{a} * b); }
 
-// --------------------------------------------------------------------------------------------------------- logarithm
+// ---------------------------------------------------------------------------------------------------------
+// logarithm
 
 // Natural logarithm of a positive normal number, to about one unit in the last place: the number is split
 // into 2^k * m with m in [sqrt(1/2), sqrt(2)); log m is a polynomial of Cephes (float) or fdlibm (double).
@@ -73,21 +75,24 @@ PENSTOCK_HOST_DEVICE double natural_log(double x) {
   const double s = f / (2.0 + f);
   const double z = s * s;
   const double w = z * z;
-  const double even = w * (3.999999999940941908e-01 + w * (2.222219843214978396e-01 + w * 1.531383769920937332e-01));
-  const double odd = z * (6.666666666666735130e-01 +
-                          w * (2.857142874366239149e-01 + w * (1.818357216161805012e-01 + w * 1.479819860511658591e-01)));
+  const double even =
+      w * (3.999999999940941908e-01 + w * (2.222219843214978396e-01 + w * 1.531383769920937332e-01));
+  const double odd =
+      z * (6.666666666666735130e-01 +
+           w * (2.857142874366239149e-01 + w * (1.818357216161805012e-01 + w * 1.479819860511658591e-01)));
   const double half_square = 0.5 * f * f;
   return power * 6.93147180369123816490e-01 -
          ((half_square - (s * (half_square + (even + odd)) + power * 1.90821492927058770002e-10)) - f);
 }
 
-// ------------------------------------------------------------------------------------------------------------ normal
+// ------------------------------------------------------------------------------------------------------------
+// normal
 
-// The quantile of the standard normal distribution at probability (word + 1/2) / 2^32: increasing in the word, up to
-// rounding errors. The word is split into a sign and a number below 2^31, from which the distances to the
-// tail and to the centre are both computed without cancellation, so that both ends keep their relative
-// accuracy. Quotients of polynomials:
-// PPND7 of Wichura, algorithm AS 241, Applied Statistics 37 (1988). The largest value is 6.34.
+// The quantile of the standard normal distribution at probability (word + 1/2) / 2^32: increasing in the
+// word, up to rounding errors. The word is split into a sign and a number below 2^31, from which the
+// distances to the tail and to the centre are both computed without cancellation, so that both ends keep
+// their relative accuracy. Quotients of polynomials: PPND7 of Wichura, algorithm AS 241, Applied Statistics
+// 37 (1988). The largest value is 6.34.
 PENSTOCK_HOST_DEVICE float normal_quantile(u32 word) {
   const u32 upper = static_cast<u32>(static_cast<int>(word) >> 31);  // all ones in the upper half
   const u32 count = word ^ upper;
@@ -95,11 +100,13 @@ PENSTOCK_HOST_DEVICE float normal_quantile(u32 word) {
   const float centre = (static_cast<float>(static_cast<int>(0x7fffffffu - count)) + 0.5f) * 0x1p-32f;
 
   const float r = 0.180625f - centre * centre;
-  const float inner_top = centre * (((5.9109374720e+1f * r + 1.5929113202e+2f) * r + 5.0434271938e+1f) * r + 3.3871327179e+0f);
+  const float inner_top =
+      centre * (((5.9109374720e+1f * r + 1.5929113202e+2f) * r + 5.0434271938e+1f) * r + 3.3871327179e+0f);
   const float inner_bottom = ((6.7187563600e+1f * r + 7.8757757664e+1f) * r + 1.7895169469e+1f) * r + 1.0f;
 
   const float t = square_root(-natural_log(tail)) - 1.6f;
-  const float outer_top = ((1.7023821103e-1f * t + 1.3067284816e+0f) * t + 2.7568153900e+0f) * t + 1.4234372777e+0f;
+  const float outer_top =
+      ((1.7023821103e-1f * t + 1.3067284816e+0f) * t + 2.7568153900e+0f) * t + 1.4234372777e+0f;
   const float outer_bottom = (1.2021132975e-1f * t + 7.3700164250e-1f) * t + 1.0f;
 
   const bool inner = centre <= 0.425f;
@@ -112,34 +119,88 @@ PENSTOCK_HOST_DEVICE double normal_quantile(u64 word) {
   const u64 upper = static_cast<u64>(static_cast<long long>(word) >> 63);
   const u64 count = word ^ upper;
   const double tail = (static_cast<double>(static_cast<long long>(count)) + 0.5) * 0x1p-64;
-  const double centre = (static_cast<double>(static_cast<long long>(0x7fffffffffffffffull - count)) + 0.5) * 0x1p-64;
+  const double centre =
+      (static_cast<double>(static_cast<long long>(0x7fffffffffffffffull - count)) + 0.5) * 0x1p-64;
   double top, bottom;
   if (centre <= 0.425) {
     const double r = 0.180625 - centre * centre;
-    top = centre * (((((((2.5090809287301226727e+3 * r + 3.3430575583588128105e+4) * r + 6.7265770927008700853e+4) * r +
-                        4.5921953931549871457e+4) * r + 1.3731693765509461125e+4) * r + 1.9715909503065514427e+3) * r +
-                     1.3314166789178437745e+2) * r + 3.3871328727963666080e+0);
-    bottom = ((((((5.2264952788528545610e+3 * r + 2.8729085735721942674e+4) * r + 3.9307895800092710610e+4) * r +
-                 2.1213794301586595867e+4) * r + 5.3941960214247511077e+3) * r + 6.8718700749205790830e+2) * r +
-              4.2313330701600911252e+1) * r + 1.0;
+    top =
+        centre *
+        (((((((2.5090809287301226727e+3 * r + 3.3430575583588128105e+4) * r + 6.7265770927008700853e+4) * r +
+             4.5921953931549871457e+4) *
+                r +
+            1.3731693765509461125e+4) *
+               r +
+           1.9715909503065514427e+3) *
+              r +
+          1.3314166789178437745e+2) *
+             r +
+         3.3871328727963666080e+0);
+    bottom =
+        ((((((5.2264952788528545610e+3 * r + 2.8729085735721942674e+4) * r + 3.9307895800092710610e+4) * r +
+            2.1213794301586595867e+4) *
+               r +
+           5.3941960214247511077e+3) *
+              r +
+          6.8718700749205790830e+2) *
+             r +
+         4.2313330701600911252e+1) *
+            r +
+        1.0;
   } else {
     const double root = square_root(-natural_log(tail));
     if (root <= 5.0) {
       const double t = root - 1.6;
-      top = ((((((7.74545014278341407640e-4 * t + 2.27238449892691845833e-2) * t + 2.41780725177450611770e-1) * t +
-                1.27045825245236838258e+0) * t + 3.64784832476320460504e+0) * t + 5.76949722146069140550e+0) * t +
-             4.63033784615654529590e+0) * t + 1.42343711074968357734e+0;
-      bottom = ((((((1.05075007164441684324e-9 * t + 5.47593808499534494600e-4) * t + 1.51986665636164571966e-2) * t +
-                   1.48103976427480074590e-1) * t + 6.89767334985100004550e-1) * t + 1.67638483018380384940e+0) * t +
-                2.05319162663775882187e+0) * t + 1.0;
+      top =
+          ((((((7.74545014278341407640e-4 * t + 2.27238449892691845833e-2) * t + 2.41780725177450611770e-1) *
+                  t +
+              1.27045825245236838258e+0) *
+                 t +
+             3.64784832476320460504e+0) *
+                t +
+            5.76949722146069140550e+0) *
+               t +
+           4.63033784615654529590e+0) *
+              t +
+          1.42343711074968357734e+0;
+      bottom =
+          ((((((1.05075007164441684324e-9 * t + 5.47593808499534494600e-4) * t + 1.51986665636164571966e-2) *
+                  t +
+              1.48103976427480074590e-1) *
+                 t +
+             6.89767334985100004550e-1) *
+                t +
+            1.67638483018380384940e+0) *
+               t +
+           2.05319162663775882187e+0) *
+              t +
+          1.0;
     } else {
       const double t = root - 5.0;
-      top = ((((((2.01033439929228813265e-7 * t + 2.71155556874348757815e-5) * t + 1.24266094738807843860e-3) * t +
-                2.65321895265761230930e-2) * t + 2.96560571828504891230e-1) * t + 1.78482653991729133580e+0) * t +
-             5.46378491116411436990e+0) * t + 6.65790464350110377720e+0;
-      bottom = ((((((2.04426310338993978564e-15 * t + 1.42151175831644588870e-7) * t + 1.84631831751005468180e-5) * t +
-                   7.86869131145613259100e-4) * t + 1.48753612908506148525e-2) * t + 1.36929880922735805310e-1) * t +
-                5.99832206555887937690e-1) * t + 1.0;
+      top =
+          ((((((2.01033439929228813265e-7 * t + 2.71155556874348757815e-5) * t + 1.24266094738807843860e-3) *
+                  t +
+              2.65321895265761230930e-2) *
+                 t +
+             2.96560571828504891230e-1) *
+                t +
+            1.78482653991729133580e+0) *
+               t +
+           5.46378491116411436990e+0) *
+              t +
+          6.65790464350110377720e+0;
+      bottom =
+          ((((((2.04426310338993978564e-15 * t + 1.42151175831644588870e-7) * t + 1.84631831751005468180e-5) *
+                  t +
+              7.86869131145613259100e-4) *
+                 t +
+             1.48753612908506148525e-2) *
+                t +
+            1.36929880922735805310e-1) *
+               t +
+           5.99832206555887937690e-1) *
+              t +
+          1.0;
     }
   }
   const double size = top / bottom;
@@ -147,10 +208,15 @@ PENSTOCK_HOST_DEVICE double normal_quantile(u64 word) {
 }
 
 // [0, 1) in steps of 2^-24 or 2^-53.
-PENSTOCK_HOST_DEVICE float unit_interval(u32 word) { return static_cast<float>(static_cast<int>(word >> 8)) * 0x1p-24f; }
-PENSTOCK_HOST_DEVICE double unit_interval(u64 word) { return static_cast<double>(static_cast<long long>(word >> 11)) * 0x1p-53; }
+PENSTOCK_HOST_DEVICE float unit_interval(u32 word) {
+  return static_cast<float>(static_cast<int>(word >> 8)) * 0x1p-24f;
+}
+PENSTOCK_HOST_DEVICE double unit_interval(u64 word) {
+  return static_cast<double>(static_cast<long long>(word >> 11)) * 0x1p-53;
+}
 
-// ------------------------------------------------------------------------------------------------------------- draws
+// -------------------------------------------------------------------------------------------------------------
+// draws
 
 enum class Kind : int { Uniform, Normal, TruncNormal, Bernoulli, Dropout };
 
@@ -189,7 +255,8 @@ PENSTOCK_HOST_DEVICE Real dropout(u32 word, Real value, const Constants<Real, u3
   return (word <= k.last ? k.any : 0u) != 0 ? Real{0} : value * k.a;
 }
 
-// ---------------------------------------------------------------------------------------------------------- elements
+// ----------------------------------------------------------------------------------------------------------
+// elements
 
 // Storage of the 16-bit formats. Each rounds once, to nearest even; NaN becomes the quiet NaN.
 struct BFloat16Bits {

@@ -20,20 +20,27 @@ class StepInfo final : public c10::DebugInfoBase {
 
 void check(const StepContext& context) {
   if (!context.running)
-    throw ValueError("step context: got a context outside of any step; set `running` or create a new StepContext");
+    throw ValueError(
+        "step context: got a context outside of any step; set `running` or create a new StepContext");
   if (context.microbatches < 1)
-    throw ValueError(describe("step context: number of microbatches", fmt::format("{}", context.microbatches), "1 or more"));
+    throw ValueError(describe("step context: number of microbatches", fmt::format("{}", context.microbatches),
+                              "1 or more"));
   if (context.microbatch && (*context.microbatch < 0 || *context.microbatch >= context.microbatches))
-    throw ValueError(describe("step context: microbatch", fmt::format("{}", *context.microbatch), fmt::format("0 to {}", context.microbatches - 1),
+    throw ValueError(describe("step context: microbatch", fmt::format("{}", *context.microbatch),
+                              fmt::format("0 to {}", context.microbatches - 1),
                               "set `microbatches` to the number of this step"));
   if (!(context.loss_scale > 0) || !std::isfinite(context.loss_scale))
-    throw ValueError(describe("step context: loss scale", fmt::format("{}", context.loss_scale), "a finite number above 0"));
-  if (const auto& rows = context.rows; rows && (rows->first < 0 || rows->count < 1 || rows->first > rows->global - rows->count))
-    throw ValueError(describe("step context: rows", fmt::format("{} from {}", rows->count, rows->first), fmt::format("a part of the {} rows of the microbatch", rows->global)));
+    throw ValueError(describe("step context: loss scale", fmt::format("{}", context.loss_scale),
+                              "a finite number above 0"));
+  if (const auto& rows = context.rows;
+      rows && (rows->first < 0 || rows->count < 1 || rows->first > rows->global - rows->count))
+    throw ValueError(describe("step context: rows", fmt::format("{} from {}", rows->count, rows->first),
+                              fmt::format("a part of the {} rows of the microbatch", rows->global)));
 }
 
 std::shared_ptr<c10::DebugInfoBase> info_of(std::shared_ptr<const StepContext> context) {
-  if (context == nullptr) throw ValueError("step context: got a null pointer; pass a snapshot from StepContext::current()");
+  if (context == nullptr)
+    throw ValueError("step context: got a null pointer; pass a snapshot from StepContext::current()");
   check(*context);
   return std::make_shared<StepInfo>(std::move(context));
 }
@@ -44,7 +51,9 @@ std::shared_ptr<const StepContext> StepContext::current() {
   if (const c10::DebugInfoBase* info = c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PRODUCER_INFO)) {
     if (const auto* step = dynamic_cast<const StepInfo*>(info)) return step->context;
     // It may hide the context of an outer scope; continuing without it would change random numbers.
-    throw StateError("step context: other code has set PRODUCER_INFO in c10::ThreadLocalDebugInfo, which Penstock uses; it must use another kind");
+    throw StateError(
+        "step context: other code has set PRODUCER_INFO in c10::ThreadLocalDebugInfo, which Penstock uses; "
+        "it must use another kind");
   }
   static const std::shared_ptr<const StepContext> outside = [] {
     auto context = std::make_shared<StepContext>();
@@ -57,12 +66,16 @@ std::shared_ptr<const StepContext> StepContext::current() {
 RandomKey StepContext::key(std::int64_t layer, std::int64_t purpose) const {
   if (!running)
     throw StateError(
-        "step context: random numbers were requested outside of any step, where every call would return the same ones; run under a StepGuard, or "
+        "step context: random numbers were requested outside of any step, where every call would return the "
+        "same ones; run under a StepGuard, or "
         "pass an explicit RandomKey");
   if (recorded)
-    throw StateError(describe("random numbers of a step", "requested while the step is recorded, so that every replay would draw the same", "a step that runs on the host each time",
-                              "disable PipelineOptions::device_graph or keyed dropout"));
-  return {.seed = seed, .step = step, .microbatch = microbatch.value_or(-1), .layer = layer, .purpose = purpose};
+    throw StateError(describe(
+        "random numbers of a step",
+        "requested while the step is recorded, so that every replay would draw the same",
+        "a step that runs on the host each time", "disable PipelineOptions::device_graph or keyed dropout"));
+  return {
+      .seed = seed, .step = step, .microbatch = microbatch.value_or(-1), .layer = layer, .purpose = purpose};
 }
 
 StepContext StepContext::recomputation() const {
@@ -76,7 +89,8 @@ GlobalBox StepContext::box_of(at::IntArrayRef sizes) const {
   if (sizes.empty() || sizes[0] % rows->count != 0)
     throw ValueError(describe("step context: dim 0 of a tensor that is split by the rows of the microbatch",
                               sizes.empty() ? std::string("none") : fmt::format("{}", sizes[0]),
-                              fmt::format("a multiple of the {} rows here", rows->count), "pass the GlobalBox of this tensor"));
+                              fmt::format("a multiple of the {} rows here", rows->count),
+                              "pass the GlobalBox of this tensor"));
   const std::int64_t per_row = sizes[0] / rows->count;
   GlobalBox box{sizes.vec(), std::vector<std::int64_t>(sizes.size(), 0)};
   box.global_shape[0] = rows->global * per_row;
@@ -84,8 +98,10 @@ GlobalBox StepContext::box_of(at::IntArrayRef sizes) const {
   return box;
 }
 
-StepGuard::StepGuard(StepContext context) : StepGuard(std::make_shared<const StepContext>(std::move(context))) {}
+StepGuard::StepGuard(StepContext context)
+    : StepGuard(std::make_shared<const StepContext>(std::move(context))) {}
 
-StepGuard::StepGuard(std::shared_ptr<const StepContext> context) : guard_(c10::DebugInfoKind::PRODUCER_INFO, info_of(std::move(context))) {}
+StepGuard::StepGuard(std::shared_ptr<const StepContext> context)
+    : guard_(c10::DebugInfoKind::PRODUCER_INFO, info_of(std::move(context))) {}
 
 }  // namespace penstock

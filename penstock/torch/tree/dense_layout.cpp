@@ -22,7 +22,8 @@ TensorMeta with_local_strides(const TensorMeta& meta, std::vector<std::int64_t> 
   TensorRecord changed(local.shape(), std::move(strides), local.dtype(), local.requires_grad());
   const auto* whole = std::get_if<DistributedRecord>(&meta);
   if (whole == nullptr) return changed;
-  return DistributedRecord(std::move(changed), whole->global_shape(), whole->global_stride(), whole->placements(), whole->mesh_key());
+  return DistributedRecord(std::move(changed), whole->global_shape(), whole->global_stride(),
+                           whole->placements(), whole->mesh_key());
 }
 
 }  // namespace
@@ -54,7 +55,8 @@ bool same_layout(at::IntArrayRef sizes, at::IntArrayRef strides, at::IntArrayRef
 }
 
 at::Tensor in_layout(const at::Tensor& tensor, at::IntArrayRef strides) {
-  if (!tensor.is_conj() && !tensor.is_neg() && same_layout(tensor.sizes(), tensor.strides(), strides)) return tensor;
+  if (!tensor.is_conj() && !tensor.is_neg() && same_layout(tensor.sizes(), tensor.strides(), strides))
+    return tensor;
   const at::NoGradGuard no_grad;
   at::Tensor copy = at::empty_strided(tensor.sizes(), strides, tensor.options().requires_grad(false));
   copy.copy_(tensor);
@@ -64,8 +66,9 @@ at::Tensor in_layout(const at::Tensor& tensor, at::IntArrayRef strides) {
 at::Tensor memory_of(const at::Tensor& dense) {
   if (dense.is_contiguous()) return dense;
   if (!is_dense(dense.sizes(), dense.strides()))
-    throw ValueError(describe("memory of a tensor as one block", "strides " + shape_text(dense.strides()) + " for " + describe_tensor(dense), "a dense layout",
-                              "copy it with in_layout first"));
+    throw ValueError(describe("memory of a tensor as one block",
+                              "strides " + shape_text(dense.strides()) + " for " + describe_tensor(dense),
+                              "a dense layout", "copy it with in_layout first"));
   return dense.as_strided({dense.numel()}, {1}, dense.storage_offset());
 }
 
@@ -78,7 +81,8 @@ TensorMeta dense_meta(const TensorMeta& meta) {
 TensorMeta comparable_meta(const TensorMeta& meta) {
   const TensorRecord& local = local_record(meta);
   std::vector<std::int64_t> strides = dense_strides(local.shape(), local.stride());
-  const std::vector<std::int64_t> contiguous = TensorRecord::contiguous(local.shape(), local.dtype()).stride();
+  const std::vector<std::int64_t> contiguous =
+      TensorRecord::contiguous(local.shape(), local.dtype()).stride();
   for (std::size_t i = 0; i < strides.size(); ++i)
     if (local.shape()[i] == 1 || has_no_elements(local.shape())) strides[i] = contiguous[i];
   return with_local_strides(meta, std::move(strides));

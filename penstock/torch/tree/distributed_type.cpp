@@ -62,9 +62,7 @@ std::shared_ptr<const DistributedType> distributed_type_of(const at::Tensor& ten
   return found == all.types.end() ? nullptr : *found;
 }
 
-bool is_distributed_tensor(const at::Tensor& tensor) {
-  return distributed_type_of(tensor) != nullptr;
-}
+bool is_distributed_tensor(const at::Tensor& tensor) { return distributed_type_of(tensor) != nullptr; }
 
 at::Tensor local_if_distributed(const at::Tensor& tensor) {
   const auto type = distributed_type_of(tensor);

@@ -7,8 +7,8 @@
 #include <set>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/text.h"
+#include "penstock/errors.h"
 #include "penstock/pytree_convert.h"
 #include "penstock/torch/tree/tensor_text.h"
 
@@ -149,12 +149,8 @@ Tree Tree::contain(Container container) {
   return tree;
 }
 
-Tree Tree::tuple(std::vector<Tree> entries) {
-  return contain({Kind::Tuple, std::move(entries), {}});
-}
-Tree Tree::list(std::vector<Tree> entries) {
-  return contain({Kind::List, std::move(entries), {}});
-}
+Tree Tree::tuple(std::vector<Tree> entries) { return contain({Kind::Tuple, std::move(entries), {}}); }
+Tree Tree::list(std::vector<Tree> entries) { return contain({Kind::List, std::move(entries), {}}); }
 
 Tree Tree::dict(std::vector<Item> items) {
   Container container{Kind::Dict, {}, {}};
@@ -176,13 +172,13 @@ Tree::Kind Tree::kind() const {
 }
 
 void Tree::refuse(std::string_view expected) const {
-  throw TypeError(
-      describe("value of a tree", in_words(*this), expected, "read it as the type it has, or pass another value"));
+  throw TypeError(describe("value of a tree", in_words(*this), expected,
+                           "read it as the type it has, or pass another value"));
 }
 
 void Tree::refuse_number(const std::string& number) {
-  throw ValueError(
-      describe("number in a tree", number, "a number that fits a signed 64-bit integer", "pass it as a double"));
+  throw ValueError(describe("number in a tree", number, "a number that fits a signed 64-bit integer",
+                            "pass it as a double"));
 }
 
 const at::Tensor& Tree::tensor() const {
@@ -278,9 +274,7 @@ bool TreeSpec::operator==(const TreeSpec& other) const {
          node_->entries == other.node_->entries;
 }
 
-std::size_t TreeSpec::hash() const {
-  return std::hash<std::string>{}(to_string());
-}
+std::size_t TreeSpec::hash() const { return std::hash<std::string>{}(to_string()); }
 
 void TreeSpec::append_text(std::string& text) const {
   if (!node_) {
@@ -356,9 +350,7 @@ Tree TreeSpec::build(std::vector<Tree>::iterator& next) const {
 
 // ---- walking ----
 
-FlatTree flatten_tree(const Tree& tree) {
-  return {flatten_args(tree), TreeSpec(tree)};
-}
+FlatTree flatten_tree(const Tree& tree) { return {flatten_args(tree), TreeSpec(tree)}; }
 
 Tree unflatten_tree(std::vector<Tree> leaves, const TreeSpec& spec) {
   if (leaves.size() != spec.leaf_count())
@@ -402,13 +394,10 @@ DetachedArgs flatten_args(const Tree& args, DetachTag) {
   return {unflatten_tree(leaves, spec), leaves};
 }
 
-DetachedArgs flatten_args_detach(const Tree& args) {
-  return flatten_args(args, kDetach);
-}
+DetachedArgs flatten_args_detach(const Tree& args) { return flatten_args(args, kDetach); }
 
 void detail::refuse_tree(const Tree& tree, const TreePath& path, std::string_view expected) {
-  throw TypeError(
-      describe(path.to_string(), in_words(tree), expected, "pass a value of that type here"));
+  throw TypeError(describe(path.to_string(), in_words(tree), expected, "pass a value of that type here"));
 }
 
 }  // namespace penstock

@@ -7,8 +7,8 @@
 #include <utility>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/hash.h"
+#include "penstock/errors.h"
 #include "penstock/torch/tree/distributed_type.h"
 #include "penstock/torch/tree/tensor_text.h"
 
@@ -48,14 +48,15 @@ DistributedRecord::DistributedRecord(TensorRecord local, std::vector<std::int64_
   for (const auto& [name, list] :
        {std::pair{"global shape", &global_shape_}, {"global stride", &global_stride_}}) {
     if (list->size() != ndim)
-      refuse_meta(name, shape_text(*list), in_count(ndim, "dim, as the local part", "dims, as the local part"));
+      refuse_meta(name, shape_text(*list),
+                  in_count(ndim, "dim, as the local part", "dims, as the local part"));
     if (std::any_of(list->begin(), list->end(), [](std::int64_t n) { return n < 0; }))
       refuse_meta(name, shape_text(*list), "no negative number");
   }
   for (const Placement& placement : placements_) {
     if (placement.splits() && (placement.dim() < 0 || placement.dim() >= static_cast<std::int64_t>(ndim)))
       refuse_meta("placements", to_string(placements_),
-             fmt::format("dims below {}, counted from the front", ndim));
+                  fmt::format("dims below {}, counted from the front", ndim));
     if (placement.is_strided_shard() && placement.split_factor() < 1)
       refuse_meta("placements", to_string(placements_), "split factors of at least 1");
   }
@@ -63,14 +64,14 @@ DistributedRecord::DistributedRecord(TensorRecord local, std::vector<std::int64_
     const auto axes = static_cast<std::size_t>(layout->ndim());
     if (placements_.size() != axes)
       refuse_meta("placements", to_string(placements_),
-             in_count(axes, "placement, one for each mesh axis", "placements, one for each mesh axis"));
+                  in_count(axes, "placement, one for each mesh axis", "placements, one for each mesh axis"));
     if (!mesh_key_.names.empty() && mesh_key_.names.size() != axes)
       refuse_meta("mesh axis names", names_text(mesh_key_.names),
-             in_count(axes, "name, one for each axis", "names, one for each axis"));
+                  in_count(axes, "name, one for each axis", "names, one for each axis"));
   } else if (!mesh_key_.names.empty() && placements_.size() != mesh_key_.names.size()) {
     refuse_meta("placements", to_string(placements_),
-           in_count(mesh_key_.names.size(), "placement, one for each mesh axis",
-                    "placements, one for each mesh axis"));
+                in_count(mesh_key_.names.size(), "placement, one for each mesh axis",
+                         "placements, one for each mesh axis"));
   }
 }
 
@@ -100,18 +101,14 @@ DistributedRecord distributed_record_of(const at::Tensor& tensor) {
       "a distributed one", "call record_of(tensor), or meta_of(tensor) for the record of either kind"));
 }
 
-bool is_distributed(const TensorMeta& meta) {
-  return std::holds_alternative<DistributedRecord>(meta);
-}
+bool is_distributed(const TensorMeta& meta) { return std::holds_alternative<DistributedRecord>(meta); }
 
 const TensorRecord& local_record(const TensorMeta& meta) {
   if (const auto* distributed = std::get_if<DistributedRecord>(&meta)) return distributed->local();
   return std::get<TensorRecord>(meta);
 }
 
-bool requires_grad(const TensorMeta& meta) {
-  return local_record(meta).requires_grad();
-}
+bool requires_grad(const TensorMeta& meta) { return local_record(meta).requires_grad(); }
 
 at::Tensor make_raw_tensor(const TensorMeta& meta, at::Device device) {
   return make_raw_tensor(local_record(meta), device);
@@ -160,8 +157,6 @@ std::string to_string(const TensorMeta& meta) {
   return std::visit([](const auto& record) { return to_string(record); }, meta);
 }
 
-std::string to_string(const std::optional<TensorMeta>& meta) {
-  return meta ? to_string(*meta) : "nothing";
-}
+std::string to_string(const std::optional<TensorMeta>& meta) { return meta ? to_string(*meta) : "nothing"; }
 
 }  // namespace penstock

@@ -11,10 +11,10 @@
 #include <utility>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/hash.h"
-#include "penstock/torch/tree/distributed_type.h"
+#include "penstock/errors.h"
 #include "penstock/torch/compat/dtype.h"
+#include "penstock/torch/tree/distributed_type.h"
 #include "penstock/torch/tree/tensor_text.h"
 
 namespace penstock {
@@ -55,7 +55,7 @@ std::optional<std::int64_t> bytes_spanned(const std::vector<std::int64_t>& shape
 }
 
 [[noreturn]] void refuse_record(std::string_view what, const std::string& actual, std::string_view expected,
-                         std::string_view remedy = {}) {
+                                std::string_view remedy = {}) {
   throw ValueError(describe(fmt::format("tensor record: {}", what), actual, expected, remedy));
 }
 
@@ -71,18 +71,19 @@ TensorRecord::TensorRecord(std::vector<std::int64_t> shape, std::vector<std::int
     : shape_(std::move(shape)), stride_(std::move(stride)), dtype_(dtype), requires_grad_(requires_grad) {
   if (shape_.size() != stride_.size())
     refuse_record("shape and stride", fmt::format("{} and {}", shape_text(shape_), shape_text(stride_)),
-           "the same number of dims");
+                  "the same number of dims");
   check_numbers("shape", shape_);
   check_numbers("stride", stride_);
   if (!dtype_number(dtype_))
     refuse_record("dtype", dtype_name(dtype_), "a type that has a number (docs/messages.md)",
-           "dequantize a quantized tensor first");
+                  "dequantize a quantized tensor first");
   if (requires_grad_ && !at::isFloatingType(dtype_) && !at::isComplexType(dtype_))
     refuse_record("requires_grad", fmt::format("true for {}", dtype_name(dtype_)),
-           "a floating point or complex type");
+                  "a floating point or complex type");
   if (!bytes_spanned(shape_, stride_, static_cast<std::int64_t>(c10::elementSize(dtype_))))
-    refuse_record("size", fmt::format("{}{} stride {}", dtype_name(dtype_), shape_text(shape_), shape_text(stride_)),
-           "fewer bytes than 2^63");
+    refuse_record("size",
+                  fmt::format("{}{} stride {}", dtype_name(dtype_), shape_text(shape_), shape_text(stride_)),
+                  "fewer bytes than 2^63");
 }
 
 TensorRecord TensorRecord::contiguous(std::vector<std::int64_t> shape, at::ScalarType dtype,

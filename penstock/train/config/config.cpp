@@ -55,15 +55,18 @@ std::string read_config_file(const std::filesystem::path& path) {
   // Reading a device might never end.
   struct stat status {};
   if (::fstat(::fileno(file.get()), &status) == 0 && (S_ISCHR(status.st_mode) || S_ISBLK(status.st_mode)))
-    throw ConfigError(describe(fmt::format("{}: configuration file", path.string()), "a device", "a file that can be read", "give another path"));
+    throw ConfigError(describe(fmt::format("{}: configuration file", path.string()), "a device",
+                               "a file that can be read", "give another path"));
   std::string text;
   char buffer[16384];
-  while (const std::size_t count = std::fread(buffer, 1, sizeof buffer, file.get())) text.append(buffer, count);
+  while (const std::size_t count = std::fread(buffer, 1, sizeof buffer, file.get()))
+    text.append(buffer, count);
   if (std::ferror(file.get()) != 0) refuse();
   return text;
 }
 
-ResolvedConfig parse_config(std::string_view toml, std::string_view name, const std::vector<std::string>& arguments) {
+ResolvedConfig parse_config(std::string_view toml, std::string_view name,
+                            const std::vector<std::string>& arguments) {
   return resolve_settings({parse_toml(toml, name), parse_arguments(arguments)});
 }
 

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/quote.h"
+#include "penstock/errors.h"
 #include "penstock/train/config/config_fields.h"
 
 namespace penstock::train {
@@ -42,7 +42,8 @@ std::vector<ConfigSetting> parse_arguments(const std::vector<std::string>& argum
       } else {
         while (is_value() && (field.is_list() || words.empty())) words.push_back(arguments[i++]);
         if (words.empty())
-          throw ConfigError(describe(flag, "nothing", field.type_text(), fmt::format("it means: {}", field.help)));
+          throw ConfigError(
+              describe(flag, "nothing", field.type_text(), fmt::format("it means: {}", field.help)));
       }
     }
     if (!seen.insert(&field).second)

@@ -13,14 +13,14 @@
 #include <vector>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/files.h"
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"
+#include "penstock/errors.h"
 #include "penstock/generators.h"
 #include "penstock/schedule.h"
-#include "penstock/validate.h"
 #include "penstock/train/config/config_fields.h"
+#include "penstock/validate.h"
 
 namespace penstock::train {
 
@@ -43,7 +43,8 @@ class Completion {
     without_effect();
     if (problems_.empty()) return;
     if (problems_.size() == 1) throw ConfigError(problems_.front());
-    throw ConfigError(fmt::format("{} problems in the configuration:\n  {}", problems_.size(), fmt::join(problems_, "\n  ")));
+    throw ConfigError(fmt::format("{} problems in the configuration:\n  {}", problems_.size(),
+                                  fmt::join(problems_, "\n  ")));
   }
 
  private:
@@ -73,19 +74,27 @@ class Completion {
     bool block_before = false;
     for (const char c : model.pattern) {
       if (c == '|') {
-        if (!block_before) return problem(describe(setting_text("model.pattern"), "a stage without blocks", "at least one block between two |"));
+        if (!block_before)
+          return problem(describe(setting_text("model.pattern"), "a stage without blocks",
+                                  "at least one block between two |"));
         block_before = false;
         continue;
       }
       if (c == 'M' || c == 'E')
-        return problem(describe(setting_text("model.pattern"), fmt::format("block {}", c), "A", "blocks M and E are not implemented yet"));
-      if (c != 'A') return problem(describe(setting_text("model.pattern"), fmt::format("'{}'", c), "A for a block, | for the end of a stage"));
+        return problem(describe(setting_text("model.pattern"), fmt::format("block {}", c), "A",
+                                "blocks M and E are not implemented yet"));
+      if (c != 'A')
+        return problem(describe(setting_text("model.pattern"), fmt::format("'{}'", c),
+                                "A for a block, | for the end of a stage"));
       ++blocks;
       block_before = true;
     }
-    if (!block_before) return problem(describe(setting_text("model.pattern"), "a stage without blocks", "at least one block after the last |"));
+    if (!block_before)
+      return problem(describe(setting_text("model.pattern"), "a stage without blocks",
+                              "at least one block after the last |"));
     if (given("model.layers") && model.layers != blocks)
-      return problem(fmt::format("{} has {}, but {}; leave out one of the two", setting_text("model.pattern"), count_of(blocks, "block"), setting_text("model.layers")));
+      return problem(fmt::format("{} has {}, but {}; leave out one of the two", setting_text("model.pattern"),
+                                 count_of(blocks, "block"), setting_text("model.layers")));
     derive("model.layers", model.layers, blocks);
   }
 
@@ -94,39 +103,51 @@ class Completion {
     if (model.key_value_heads == 0) derive("model.key_value_heads", model.key_value_heads, model.heads);
     if (model.feed_width == 0) derive("model.feed_width", model.feed_width, (model.width * 8 + 95) / 96 * 32);
     if (model.width % model.heads != 0) {
-      problem(fmt::format("{} is not a multiple of {}; set model.width to {}", setting_text("model.width"), setting_text("model.heads"),
-                          (model.width / model.heads + 1) * model.heads));
+      problem(fmt::format("{} is not a multiple of {}; set model.width to {}", setting_text("model.width"),
+                          setting_text("model.heads"), (model.width / model.heads + 1) * model.heads));
     } else if (model.width / model.heads % 2 != 0) {
-      problem(fmt::format("{} divided by {} makes heads of width {}, but rotary positions need an even width; set model.width to {}",
-                          setting_text("model.width"), setting_text("model.heads"), model.width / model.heads, model.width + model.heads));
+      problem(
+          fmt::format("{} divided by {} makes heads of width {}, but rotary positions need an even width; "
+                      "set model.width to {}",
+                      setting_text("model.width"), setting_text("model.heads"), model.width / model.heads,
+                      model.width + model.heads));
     }
     if (model.heads % model.key_value_heads != 0)
-      problem(fmt::format("{} is not a multiple of {}; each key/value head is shared by a whole number of heads", setting_text("model.heads"),
-                          setting_text("model.key_value_heads")));
+      problem(
+          fmt::format("{} is not a multiple of {}; each key/value head is shared by a whole number of heads",
+                      setting_text("model.heads"), setting_text("model.key_value_heads")));
   }
 
   void ranks() {
     LayoutConfig& layout = config_.layout;
     if (layout.dp % layout.shard != 0)
-      problem(fmt::format("{} is not a multiple of {}; parameters are sharded over groups of layout.shard data-parallel ranks: set layout.dp to {}, or layout.shard to {}", setting_text("layout.dp"),
-                          setting_text("layout.shard"), (layout.dp / layout.shard + 1) * layout.shard, layout.dp == 1 ? std::string("1") : fmt::format("1 or {}", layout.dp)));
+      problem(
+          fmt::format("{} is not a multiple of {}; parameters are sharded over groups of layout.shard "
+                      "data-parallel ranks: set layout.dp to {}, or layout.shard to {}",
+                      setting_text("layout.dp"), setting_text("layout.shard"),
+                      (layout.dp / layout.shard + 1) * layout.shard,
+                      layout.dp == 1 ? std::string("1") : fmt::format("1 or {}", layout.dp)));
     const std::int64_t product = layout.pp * layout.dp * layout.tp;
     if (product > 65536)
-      return problem(fmt::format("{}, {}, {} make {} ranks; at most 65536 are supported", setting_text("layout.pp"), setting_text("layout.dp"),
+      return problem(fmt::format("{}, {}, {} make {} ranks; at most 65536 are supported",
+                                 setting_text("layout.pp"), setting_text("layout.dp"),
                                  setting_text("layout.tp"), product));
     if (layout.ranks == 0) return derive("layout.ranks", layout.ranks, product);
     if (layout.ranks == product) return;
     // The most likely remedy is another value of dp.
     const std::int64_t rest = layout.pp * layout.tp;
-    problem(fmt::format("{} is not pp * dp * tp = {} * {} * {} = {}; {}", setting_text("layout.ranks"), layout.pp, layout.dp, layout.tp,
-                        product, layout.ranks % rest == 0
-                            ? fmt::format("set layout.dp to {}, or leave layout.ranks out", layout.ranks / rest)
-                            : fmt::format("set layout.ranks to {} or leave it out", product)));
+    problem(
+        fmt::format("{} is not pp * dp * tp = {} * {} * {} = {}; {}", setting_text("layout.ranks"), layout.pp,
+                    layout.dp, layout.tp, product,
+                    layout.ranks % rest == 0
+                        ? fmt::format("set layout.dp to {}, or leave layout.ranks out", layout.ranks / rest)
+                        : fmt::format("set layout.ranks to {} or leave it out", product)));
   }
 
   void schedule() {
     LayoutConfig& layout = config_.layout;
-    const bool file = layout.schedule.find('/') != std::string::npos || to_lower(layout.schedule).ends_with(".csv");
+    const bool file =
+        layout.schedule.find('/') != std::string::npos || to_lower(layout.schedule).ends_with(".csv");
     try {
       if (file) {
         from_file();
@@ -145,7 +166,8 @@ class Completion {
     constexpr auto kBest = schedule::ScheduleKind::ZBVZeroBubble;
     const std::int64_t parts = 2 * layout.pp;
     const auto cuts = std::count(config_.model.pattern.begin(), config_.model.pattern.end(), '|');
-    const bool fits = layout.pp > 1 && layout.virtual_stages % 2 == 0 && layout.virtual_stages <= 2 && parts <= config_.model.layers && (cuts == 0 || cuts + 1 == parts);
+    const bool fits = layout.pp > 1 && layout.virtual_stages % 2 == 0 && layout.virtual_stages <= 2 &&
+                      parts <= config_.model.layers && (cuts == 0 || cuts + 1 == parts);
     try {
       schedule::PipelineShape shape;
       shape.ranks = static_cast<int>(layout.pp);
@@ -156,12 +178,14 @@ class Completion {
     } catch (const ValueError&) {
       // Too few microbatches.
     }
-    return layout.virtual_stages > 1 ? schedule::ScheduleKind::Interleaved1F1B : schedule::ScheduleKind::OneFOneB;
+    return layout.virtual_stages > 1 ? schedule::ScheduleKind::Interleaved1F1B
+                                     : schedule::ScheduleKind::OneFOneB;
   }
 
   void from_kind() {
     LayoutConfig& layout = config_.layout;
-    if (to_lower(layout.schedule) == "auto") derive("layout.schedule", layout.schedule, std::string(to_text(automatic_kind())));
+    if (to_lower(layout.schedule) == "auto")
+      derive("layout.schedule", layout.schedule, std::string(to_text(automatic_kind())));
     const schedule::ScheduleKind kind = schedule::schedule_kind(layout.schedule);
     layout.schedule = std::string(to_text(kind));
     const std::optional<int> required = required_stages_per_rank(kind);
@@ -169,8 +193,10 @@ class Completion {
     if (layout.virtual_stages == 0)
       derive<std::int64_t>("layout.virtual_stages", layout.virtual_stages, default_stages_per_rank(kind));
     if (required && layout.virtual_stages != *required)
-      return problem(fmt::format("{} needs {} on each rank, but {}; set layout.virtual_stages to {} or leave it out",
-                                 setting_text("layout.schedule"), count_of(*required, "stage"), setting_text("layout.virtual_stages"), *required));
+      return problem(
+          fmt::format("{} needs {} on each rank, but {}; set layout.virtual_stages to {} or leave it out",
+                      setting_text("layout.schedule"), count_of(*required, "stage"),
+                      setting_text("layout.virtual_stages"), *required));
     schedule::PipelineShape shape;
     shape.ranks = static_cast<int>(layout.pp);
     shape.stages_per_rank = static_cast<int>(layout.virtual_stages);
@@ -178,7 +204,8 @@ class Completion {
     try {
       check_shape(kind, shape);
     } catch (const ValueError& error) {
-      problem(fmt::format("{} with {}, {}, {}: {}", setting_text("layout.schedule"), setting_text("layout.pp"), setting_text("layout.virtual_stages"),
+      problem(fmt::format("{} with {}, {}, {}: {}", setting_text("layout.schedule"),
+                          setting_text("layout.pp"), setting_text("layout.virtual_stages"),
                           setting_text("layout.microbatches"), error.what()));
     }
     // Two copies of the model run in opposite directions: each rank has two stages, of a model that is cut
@@ -188,37 +215,48 @@ class Completion {
 
   void from_file() {
     LayoutConfig& layout = config_.layout;
-    const std::string text = penstock::read_file(layout.schedule, "schedule", "set the name of a schedule kind, or a path relative to the working folder");
+    const std::string text =
+        penstock::read_file(layout.schedule, "schedule",
+                            "set the name of a schedule kind, or a path relative to the working folder");
     const schedule::Schedule schedule = schedule::parse_schedule(text);
     schedule::ValidateOptions options;
     options.sends = schedule::SendModel::Posted;
     schedule::validate(schedule, options);
     const int stages = schedule.stages().stages();
     if (schedule.ranks() != layout.pp)
-      problem(fmt::format("{} has {}, but {}; set layout.pp to {}", setting_text("layout.schedule"), count_of(schedule.ranks(), "rank"),
-                          setting_text("layout.pp"), schedule.ranks()));
+      problem(fmt::format("{} has {}, but {}; set layout.pp to {}", setting_text("layout.schedule"),
+                          count_of(schedule.ranks(), "rank"), setting_text("layout.pp"), schedule.ranks()));
     if (schedule.microbatches() != layout.microbatches)
       problem(fmt::format("{} has {}, but {}; set layout.microbatches to {}", setting_text("layout.schedule"),
-                          count_of(schedule.microbatches(), "microbatch", "microbatches"), setting_text("layout.microbatches"), schedule.microbatches()));
+                          count_of(schedule.microbatches(), "microbatch", "microbatches"),
+                          setting_text("layout.microbatches"), schedule.microbatches()));
     if (stages % schedule.ranks() != 0)
-      return problem(fmt::format("{} has {} stages on {} ranks; each rank must have the same number", setting_text("layout.schedule"),
-                                 stages, schedule.ranks()));
+      return problem(fmt::format("{} has {} stages on {} ranks; each rank must have the same number",
+                                 setting_text("layout.schedule"), stages, schedule.ranks()));
     const std::int64_t per_rank = stages / schedule.ranks();
     if (layout.virtual_stages == 0) return derive("layout.virtual_stages", layout.virtual_stages, per_rank);
     if (layout.virtual_stages != per_rank)
       problem(fmt::format("{} has {} on each rank, but {}; set layout.virtual_stages to {} or leave it out",
-                          setting_text("layout.schedule"), count_of(per_rank, "stage"), setting_text("layout.virtual_stages"), per_rank));
+                          setting_text("layout.schedule"), count_of(per_rank, "stage"),
+                          setting_text("layout.virtual_stages"), per_rank));
   }
 
   void stages() {
-    const std::int64_t parts = config_.layout.pp * std::max<std::int64_t>(config_.layout.virtual_stages, 1) / copies_;
+    const std::int64_t parts =
+        config_.layout.pp * std::max<std::int64_t>(config_.layout.virtual_stages, 1) / copies_;
     if (parts > config_.model.layers)
-      problem(fmt::format("{} and {} make {} model stages, but {}: each stage needs at least one block; raise model.layers or lower layout.pp{}",
-                          setting_text("layout.pp"), setting_text("layout.virtual_stages"), parts, setting_text("model.layers"), config_.layout.virtual_stages > 1 && !fixed_stages_ ? " or layout.virtual_stages" : ""));
+      problem(fmt::format(
+          "{} and {} make {} model stages, but {}: each stage needs at least one block; raise model.layers "
+          "or lower layout.pp{}",
+          setting_text("layout.pp"), setting_text("layout.virtual_stages"), parts,
+          setting_text("model.layers"),
+          config_.layout.virtual_stages > 1 && !fixed_stages_ ? " or layout.virtual_stages" : ""));
     const auto cuts = std::count(config_.model.pattern.begin(), config_.model.pattern.end(), '|');
     if (cuts > 0 && cuts + 1 != parts)
-      problem(fmt::format("{} has {}, but {} and {} make {}; write {} (|) or none", setting_text("model.pattern"), count_of(cuts + 1, "stage"),
-                          setting_text("layout.pp"), setting_text("layout.virtual_stages"), parts, count_of(parts - 1, "cut")));
+      problem(fmt::format("{} has {}, but {} and {} make {}; write {} (|) or none",
+                          setting_text("model.pattern"), count_of(cuts + 1, "stage"),
+                          setting_text("layout.pp"), setting_text("layout.virtual_stages"), parts,
+                          count_of(parts - 1, "cut")));
   }
 
   void tensor_parallel() {
@@ -226,7 +264,9 @@ class Completion {
     if (tp == 1) return;
     const auto divides = [&](const char* name, std::int64_t value) {
       if (value % tp != 0)
-        problem(fmt::format("{} is not a multiple of {}: heads and layers must divide evenly over the tensor-parallel ranks", setting_text(name), setting_text("layout.tp")));
+        problem(fmt::format(
+            "{} is not a multiple of {}: heads and layers must divide evenly over the tensor-parallel ranks",
+            setting_text(name), setting_text("layout.tp")));
     };
     divides("model.heads", config_.model.heads);
     divides("model.key_value_heads", config_.model.key_value_heads);
@@ -237,65 +277,84 @@ class Completion {
     const LayoutConfig& layout = config_.layout;
     TrainingConfig& training = config_.training;
     const std::int64_t round = layout.dp * layout.microbatches * layout.microbatch_size;
-    constexpr std::int64_t kMostSamples = std::int64_t{1} << 40;  // the product of individually valid values could overflow
+    constexpr std::int64_t kMostSamples = std::int64_t{1}
+                                          << 40;  // the product of individually valid values could overflow
     if (round > kMostSamples / std::max<std::int64_t>(training.accumulation, 1))
-      return problem(fmt::format("{}, {}, {} and {} make too many samples per step; at most 2^40 are supported", setting_text("layout.dp"),
-                                 setting_text("layout.microbatches"), setting_text("layout.microbatch_size"), setting_text("training.accumulation")));
+      return problem(
+          fmt::format("{}, {}, {} and {} make too many samples per step; at most 2^40 are supported",
+                      setting_text("layout.dp"), setting_text("layout.microbatches"),
+                      setting_text("layout.microbatch_size"), setting_text("training.accumulation")));
     if (training.global_batch == 0) {
       if (training.accumulation == 0) derive<std::int64_t>("training.accumulation", training.accumulation, 1);
       return derive("training.global_batch", training.global_batch, round * training.accumulation);
     }
-    const std::string one = fmt::format("one run of the schedule takes dp * microbatches * microbatch_size = {} * {} * {} = {} samples",
-                                        layout.dp, layout.microbatches, layout.microbatch_size, round);
+    const std::string one = fmt::format(
+        "one run of the schedule takes dp * microbatches * microbatch_size = {} * {} * {} = {} samples",
+        layout.dp, layout.microbatches, layout.microbatch_size, round);
     if (training.global_batch % round != 0) {
       const std::int64_t below = training.global_batch / round * round;
-      return problem(fmt::format("{} is not a multiple of {}: {}; set training.global_batch to {}, or change layout.microbatches or "
-                                 "layout.microbatch_size",
-                                 setting_text("training.global_batch"), round, one,
-                                 below == 0 ? fmt::format("{}", round) : fmt::format("{} or {}", below, below + round)));
+      return problem(fmt::format(
+          "{} is not a multiple of {}: {}; set training.global_batch to {}, or change layout.microbatches or "
+          "layout.microbatch_size",
+          setting_text("training.global_batch"), round, one,
+          below == 0 ? fmt::format("{}", round) : fmt::format("{} or {}", below, below + round)));
     }
     const std::int64_t runs = training.global_batch / round;
     if (training.accumulation == 0) return derive("training.accumulation", training.accumulation, runs);
     if (training.accumulation != runs)
-      problem(fmt::format("{} needs {} of the schedule, but {} ({}); leave one of the two out", setting_text("training.global_batch"),
-                          count_of(runs, "run"), setting_text("training.accumulation"), one));
+      problem(fmt::format("{} needs {} of the schedule, but {} ({}); leave one of the two out",
+                          setting_text("training.global_batch"), count_of(runs, "run"),
+                          setting_text("training.accumulation"), one));
   }
 
   void training() {
     const TrainingConfig& training = config_.training;
     // A decaying learning rate needs at least one step after the warm-up.
-    if (training.warmup_steps > training.steps || (training.warmup_steps == training.steps && training.decay != "constant")) {
+    if (training.warmup_steps > training.steps ||
+        (training.warmup_steps == training.steps && training.decay != "constant")) {
       // Shorten a preset's warm-up for a short run; never change one that the user set.
       if (given("training.warmup_steps")) {
-        problem(fmt::format("{} leaves no steps after the warm-up, with {}; lower training.warmup_steps", setting_text("training.warmup_steps"), setting_text("training.steps")));
+        problem(fmt::format("{} leaves no steps after the warm-up, with {}; lower training.warmup_steps",
+                            setting_text("training.warmup_steps"), setting_text("training.steps")));
       } else {
         derive("training.warmup_steps", config_.training.warmup_steps, training.steps / 10);
       }
     }
     if (training.precision != "fp16" && training.loss_scale != 0)
-      problem(fmt::format("{} has no effect with {}; set training.precision to \"fp16\" or leave loss_scale out",
-                          setting_text("training.loss_scale"), setting_text("training.precision")));
+      problem(
+          fmt::format("{} has no effect with {}; set training.precision to \"fp16\" or leave loss_scale out",
+                      setting_text("training.loss_scale"), setting_text("training.precision")));
     if (config_.layout.transport == "nccl" && config_.layout.device == "cpu")
-      problem(fmt::format("{} supports CUDA tensors only, but {}; set layout.transport to \"auto\"", setting_text("layout.transport"),
-                          setting_text("layout.device")));
+      problem(fmt::format("{} supports CUDA tensors only, but {}; set layout.transport to \"auto\"",
+                          setting_text("layout.transport"), setting_text("layout.device")));
   }
 
   void data() {
     const DataConfig& data = config_.data;
     if (!data.shards.empty() && !data.sources.empty())
-      problem(fmt::format("{} and {} exclude each other; leave one of them out", setting_text("data.sources"), setting_text("data.shards")));
+      problem(fmt::format("{} and {} exclude each other; leave one of them out", setting_text("data.sources"),
+                          setting_text("data.shards")));
     if (!data.shards.empty() && !data.extensions.empty())
-      problem(fmt::format("{} selects files of data.sources, but {}; leave data.extensions out", setting_text("data.extensions"), setting_text("data.shards")));
+      problem(fmt::format("{} selects files of data.sources, but {}; leave data.extensions out",
+                          setting_text("data.extensions"), setting_text("data.shards")));
     if (!data.shards.empty() && (data.format != "auto" || data.end_of_document >= 0))
-      problem(fmt::format("{} applies to data.sources, but {}; leave {} out", setting_text(data.format != "auto" ? "data.format" : "data.end_of_document"), setting_text("data.shards"), data.format != "auto" ? "data.format" : "data.end_of_document"));
-    if (data.sources.empty() && data.format == "uint16") problem(fmt::format("{} needs files; set data.sources (--data)", setting_text("data.format")));
+      problem(fmt::format("{} applies to data.sources, but {}; leave {} out",
+                          setting_text(data.format != "auto" ? "data.format" : "data.end_of_document"),
+                          setting_text("data.shards"),
+                          data.format != "auto" ? "data.format" : "data.end_of_document"));
+    if (data.sources.empty() && data.format == "uint16")
+      problem(fmt::format("{} needs files; set data.sources (--data)", setting_text("data.format")));
     // The default cap is for this machine's headers; sources that the user names are used completely.
-    if (!data.sources.empty() && !given("data.cap_bytes")) derive<std::int64_t>("data.cap_bytes", config_.data.cap_bytes, 0);
+    if (!data.sources.empty() && !given("data.cap_bytes"))
+      derive<std::int64_t>("data.cap_bytes", config_.data.cap_bytes, 0);
     if (data.validation_fraction == 0 && config_.training.validate_every > 0)
-      problem(fmt::format("{} leaves no data for {}; set training.validate_every to 0 or raise data.validation_fraction",
-                          setting_text("data.validation_fraction"), setting_text("training.validate_every")));
+      problem(fmt::format(
+          "{} leaves no data for {}; set training.validate_every to 0 or raise data.validation_fraction",
+          setting_text("data.validation_fraction"), setting_text("training.validate_every")));
     if (config_.output.sample_prompt.empty() && config_.output.sample_tokens > 0)
-      problem(fmt::format("{} is empty, but {}; set a prompt of at least one byte, or set output.sample_tokens to 0", setting_text("output.sample_prompt"), setting_text("output.sample_tokens")));
+      problem(fmt::format(
+          "{} is empty, but {}; set a prompt of at least one byte, or set output.sample_tokens to 0",
+          setting_text("output.sample_prompt"), setting_text("output.sample_tokens")));
     if (config_.checkpoint.resume.empty())
       problem(describe(setting_text("checkpoint.resume"), "", "auto, never or the path of a checkpoint"));
   }
@@ -316,8 +375,10 @@ class Completion {
     idle(training.decay == "constant", "training.min_lr_ratio", setting_text("training.decay"));
     idle(!config_.data.shards.empty(), "data.cap_bytes", setting_text("data.shards"));
     idle(!config_.data.shards.empty(), "data.skip_bad_files", setting_text("data.shards"));
-    idle(config_.model.pattern.find('|') != std::string::npos, "layout.partition", setting_text("model.pattern"));
-    idle(config_.layout.pp == 1 && config_.layout.transport == "ucx", "layout.transport", setting_text("layout.pp") + ", because ucx is used for transfers between stages only");
+    idle(config_.model.pattern.find('|') != std::string::npos, "layout.partition",
+         setting_text("model.pattern"));
+    idle(config_.layout.pp == 1 && config_.layout.transport == "ucx", "layout.transport",
+         setting_text("layout.pp") + ", because ucx is used for transfers between stages only");
   }
 
   ResolvedConfig& resolved_;
@@ -329,8 +390,6 @@ class Completion {
 
 }  // namespace
 
-void complete_config(ResolvedConfig& resolved) {
-  Completion(resolved).run();
-}
+void complete_config(ResolvedConfig& resolved) { Completion(resolved).run(); }
 
 }  // namespace penstock::train

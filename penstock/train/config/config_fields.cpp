@@ -9,10 +9,10 @@
 #include <utility>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/number.h"
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"
+#include "penstock/errors.h"
 
 namespace penstock::train {
 
@@ -23,7 +23,7 @@ constexpr double kHuge = 1e30;
 
 // &TrainConfig::model, &ModelConfig::width -> pointer to the member of a config
 template <class Section, class Value>
-std::function<FieldPlace(TrainConfig&)> at(Section TrainConfig::* section, Value Section::* value) {
+std::function<FieldPlace(TrainConfig&)> at(Section TrainConfig::*section, Value Section::*value) {
   return [=](TrainConfig& config) -> FieldPlace { return &(config.*section.*value); };
 }
 
@@ -37,86 +37,229 @@ std::vector<ConfigField> make_fields() {
   using O = OutputConfig;
   using U = LaunchConfig;
   return {
-      {"model", "preset", "Named set of values; all other settings override it", at(&T::model, &M::preset), 0, 0, false, {}},
-      {"model", "vocabulary", "Vocabulary size; byte tokens need 257", at(&T::model, &M::vocabulary), 2, 4294967296.0},
-      {"model", "width", "Width of the residual stream; must be a multiple of heads", at(&T::model, &M::width), 1, 1 << 20},
+      {"model",
+       "preset",
+       "Named set of values; all other settings override it",
+       at(&T::model, &M::preset),
+       0,
+       0,
+       false,
+       {}},
+      {"model", "vocabulary", "Vocabulary size; byte tokens need 257", at(&T::model, &M::vocabulary), 2,
+       4294967296.0},
+      {"model", "width", "Width of the residual stream; must be a multiple of heads",
+       at(&T::model, &M::width), 1, 1 << 20},
       {"model", "layers", "Number of blocks in the model", at(&T::model, &M::layers), 1, 1 << 16},
       {"model", "heads", "Number of attention heads", at(&T::model, &M::heads), 1, 1 << 16},
-      {"model", "key_value_heads", "Number of key/value heads, each shared by heads / key_value_heads query heads; 0: same as heads", at(&T::model, &M::key_value_heads), 0, 1 << 16},
-      {"model", "feed_width", "Inner width of the feed-forward layers; 0: 8/3 of the width, rounded up to a multiple of 32", at(&T::model, &M::feed_width), 0, 1 << 22},
+      {"model", "key_value_heads",
+       "Number of key/value heads, each shared by heads / key_value_heads query heads; 0: same as heads",
+       at(&T::model, &M::key_value_heads), 0, 1 << 16},
+      {"model", "feed_width",
+       "Inner width of the feed-forward layers; 0: 8/3 of the width, rounded up to a multiple of 32",
+       at(&T::model, &M::feed_width), 0, 1 << 22},
       {"model", "context", "Tokens per sample (sequence length)", at(&T::model, &M::context), 1, 1 << 24},
-      {"model", "rope_theta", "Base of the rotary position embedding", at(&T::model, &M::rope_theta), 1, 1e12},
-      {"model", "norm_epsilon", "Epsilon of the normalization layers", at(&T::model, &M::norm_epsilon), 0, 1, true},
+      {"model", "rope_theta", "Base of the rotary position embedding", at(&T::model, &M::rope_theta), 1,
+       1e12},
+      {"model", "norm_epsilon", "Epsilon of the normalization layers", at(&T::model, &M::norm_epsilon), 0, 1,
+       true},
       {"model", "tie_head", "Share the embedding weight with the output layer", at(&T::model, &M::tie_head)},
       {"model", "dropout", "Dropout probability during training", at(&T::model, &M::dropout), 0, 0.99},
-      {"model", "pattern", "One letter per block (A: attention), with | where a pipeline stage ends; empty: A for each layer", at(&T::model, &M::pattern)},
+      {"model", "pattern",
+       "One letter per block (A: attention), with | where a pipeline stage ends; empty: A for each layer",
+       at(&T::model, &M::pattern)},
 
       {"layout", "ranks", "Number of processes; 0: pp * dp * tp", at(&T::layout, &L::ranks), 0, 65536},
       {"layout", "pp", "Pipeline-parallel ranks", at(&T::layout, &L::pp), 1, 65536},
-      {"layout", "virtual_stages", "Stages per pipeline rank; 0: the number that the schedule requires, 2 for interleaved schedules", at(&T::layout, &L::virtual_stages), 0, 65536},
-      {"layout", "dp", "Data-parallel ranks; each processes its share of every microbatch", at(&T::layout, &L::dp), 1, 65536},
-      {"layout", "shard", "Data-parallel ranks over which parameters, gradients and optimizer state are sharded (fully_shard); 1: no sharding, dp: full sharding, in between: replicated groups of sharded ranks", at(&T::layout, &L::shard), 1, 65536},
+      {"layout", "virtual_stages",
+       "Stages per pipeline rank; 0: the number that the schedule requires, 2 for interleaved schedules",
+       at(&T::layout, &L::virtual_stages), 0, 65536},
+      {"layout", "dp", "Data-parallel ranks; each processes its share of every microbatch",
+       at(&T::layout, &L::dp), 1, 65536},
+      {"layout", "shard",
+       "Data-parallel ranks over which parameters, gradients and optimizer state are sharded (fully_shard); "
+       "1: no sharding, dp: full sharding, in between: replicated groups of sharded ranks",
+       at(&T::layout, &L::shard), 1, 65536},
       {"layout", "tp", "Tensor-parallel ranks; they split each layer", at(&T::layout, &L::tp), 1, 65536},
-      {"layout", "schedule", "Pipeline schedule (penstock schedule --help lists the kinds), or the path of a CSV file; auto: ZBVZeroBubble if there are enough blocks for two stages per rank, else 1F1B or Interleaved1F1B", at(&T::layout, &L::schedule)},
-      {"layout", "microbatches", "Microbatches per run of the schedule", at(&T::layout, &L::microbatches), 1, 1 << 20},
-      {"layout", "microbatch_size", "Samples per microbatch", at(&T::layout, &L::microbatch_size), 1, 1 << 20},
-      {"layout", "partition", "Whether to balance stages by the number of blocks or by their cost", at(&T::layout, &L::partition), 0, 0, false, {"count", "cost"}},
-      {"layout", "transport", "Transport for tensors between stages; auto: nccl for cuda, ucx within one machine if available, else gloo. nccl works with cuda only, gloo and ucx with the CPU only", at(&T::layout, &L::transport), 0, 0, false, {"auto", "gloo", "ucx", "nccl"}},
-      {"layout", "device", "Device that the model runs on; auto: cuda if there is a GPU for each rank, else cpu", at(&T::layout, &L::device), 0, 0, false, {"auto", "cpu", "cuda"}},
+      {"layout", "schedule",
+       "Pipeline schedule (penstock schedule --help lists the kinds), or the path of a CSV file; auto: "
+       "ZBVZeroBubble if there are enough blocks for two stages per rank, else 1F1B or Interleaved1F1B",
+       at(&T::layout, &L::schedule)},
+      {"layout", "microbatches", "Microbatches per run of the schedule", at(&T::layout, &L::microbatches), 1,
+       1 << 20},
+      {"layout", "microbatch_size", "Samples per microbatch", at(&T::layout, &L::microbatch_size), 1,
+       1 << 20},
+      {"layout",
+       "partition",
+       "Whether to balance stages by the number of blocks or by their cost",
+       at(&T::layout, &L::partition),
+       0,
+       0,
+       false,
+       {"count", "cost"}},
+      {"layout",
+       "transport",
+       "Transport for tensors between stages; auto: nccl for cuda, ucx within one machine if available, else "
+       "gloo. nccl works with cuda only, gloo and ucx with the CPU only",
+       at(&T::layout, &L::transport),
+       0,
+       0,
+       false,
+       {"auto", "gloo", "ucx", "nccl"}},
+      {"layout",
+       "device",
+       "Device that the model runs on; auto: cuda if there is a GPU for each rank, else cpu",
+       at(&T::layout, &L::device),
+       0,
+       0,
+       false,
+       {"auto", "cpu", "cuda"}},
 
       {"training", "steps", "Total optimizer steps of the run", at(&T::training, &R::steps), 1, kMany},
-      {"training", "global_batch", "Samples per step over all ranks; 0: dp * microbatches * microbatch_size * accumulation", at(&T::training, &R::global_batch), 0, kMany},
-      {"training", "accumulation", "Runs of the schedule per step, whose gradients are accumulated; 0: derived from global_batch, else 1", at(&T::training, &R::accumulation), 0, 1 << 20},
+      {"training", "global_batch",
+       "Samples per step over all ranks; 0: dp * microbatches * microbatch_size * accumulation",
+       at(&T::training, &R::global_batch), 0, kMany},
+      {"training", "accumulation",
+       "Runs of the schedule per step, whose gradients are accumulated; 0: derived from global_batch, else 1",
+       at(&T::training, &R::accumulation), 0, 1 << 20},
       {"training", "optimizer", "Optimizer", at(&T::training, &R::optimizer), 0, 0, false, {"adamw", "sgd"}},
       {"training", "lr", "Peak learning rate", at(&T::training, &R::lr), 0, 1e3, true},
-      {"training", "warmup_steps", "Steps over which the learning rate increases from 0 to lr", at(&T::training, &R::warmup_steps), 0, kMany},
-      {"training", "decay", "Learning rate decay after the warm-up", at(&T::training, &R::decay), 0, 0, false, {"cosine", "linear", "constant"}},
-      {"training", "min_lr_ratio", "Final learning rate as a fraction of lr", at(&T::training, &R::min_lr_ratio), 0, 1},
+      {"training", "warmup_steps", "Steps over which the learning rate increases from 0 to lr",
+       at(&T::training, &R::warmup_steps), 0, kMany},
+      {"training",
+       "decay",
+       "Learning rate decay after the warm-up",
+       at(&T::training, &R::decay),
+       0,
+       0,
+       false,
+       {"cosine", "linear", "constant"}},
+      {"training", "min_lr_ratio", "Final learning rate as a fraction of lr",
+       at(&T::training, &R::min_lr_ratio), 0, 1},
       {"training", "weight_decay", "Decoupled weight decay", at(&T::training, &R::weight_decay), 0, 1e3},
-      {"training", "betas", "AdamW decay rates of the running averages of gradients and squared gradients", at(&T::training, &R::betas), 0, 0.999999999, false, {}, 2},
+      {"training",
+       "betas",
+       "AdamW decay rates of the running averages of gradients and squared gradients",
+       at(&T::training, &R::betas),
+       0,
+       0.999999999,
+       false,
+       {},
+       2},
       {"training", "epsilon", "Added to AdamW's denominator", at(&T::training, &R::epsilon), 0, 1, true},
       {"training", "momentum", "SGD momentum", at(&T::training, &R::momentum), 0, 0.999999999},
-      {"training", "clip_norm", "Maximum norm of all gradients together; 0: no clipping", at(&T::training, &R::clip_norm), 0, kHuge},
-      {"training", "precision", "Compute precision; parameters stay in fp32", at(&T::training, &R::precision), 0, 0, false, {"fp32", "bf16", "fp16"}},
-      {"training", "loss_scale", "Loss scale for fp16; 0: dynamic", at(&T::training, &R::loss_scale), 0, kHuge},
-      {"training", "seed", "Seed for initial parameters, dropout and data order", at(&T::training, &R::seed), 0, kMany},
-      {"training", "validate_every", "Steps between validations; 0: no validation", at(&T::training, &R::validate_every), 0, kMany},
-      {"training", "validate_batches", "Global batches per validation", at(&T::training, &R::validate_batches), 1, kMany},
-      {"training", "time_limit_s", "Seconds after which the run saves a checkpoint and ends; 0: no limit", at(&T::training, &R::time_limit_s), 0, kHuge},
+      {"training", "clip_norm", "Maximum norm of all gradients together; 0: no clipping",
+       at(&T::training, &R::clip_norm), 0, kHuge},
+      {"training",
+       "precision",
+       "Compute precision; parameters stay in fp32",
+       at(&T::training, &R::precision),
+       0,
+       0,
+       false,
+       {"fp32", "bf16", "fp16"}},
+      {"training", "loss_scale", "Loss scale for fp16; 0: dynamic", at(&T::training, &R::loss_scale), 0,
+       kHuge},
+      {"training", "seed", "Seed for initial parameters, dropout and data order", at(&T::training, &R::seed),
+       0, kMany},
+      {"training", "validate_every", "Steps between validations; 0: no validation",
+       at(&T::training, &R::validate_every), 0, kMany},
+      {"training", "validate_batches", "Global batches per validation",
+       at(&T::training, &R::validate_batches), 1, kMany},
+      {"training", "time_limit_s", "Seconds after which the run saves a checkpoint and ends; 0: no limit",
+       at(&T::training, &R::time_limit_s), 0, kHuge},
 
-      {"data", "sources", "Files, folders and patterns (*.txt) of text or token files; empty and no shards: the C++ headers of this machine", at(&T::data, &D::sources)},
-      {"data", "shards", "Folder of token shards (made by penstock data make), instead of sources", at(&T::data, &D::shards)},
-      {"data", "format", "Format of the sources; auto: token files if they begin with an llm.c header, else text; uint16: 16-bit tokens without a header (nanoGPT)", at(&T::data, &D::format), 0, 0, false, {"auto", "text", "uint16"}},
-      {"data", "end_of_document", "Token that separates documents in token files; -1: 50256 (GPT-2) or 128000 (Llama 3) according to the llm.c header, none without a header", at(&T::data, &D::end_of_document), -1, 4294967295.0},
-      {"data", "extensions", "Use only files with these extensions; empty: all files of the given sources, C++ files for the default sources", at(&T::data, &D::extensions)},
-      {"data", "validation_fraction", "Fraction of the text held out for validation: whole files, or the end of each file if there are few", at(&T::data, &D::validation_fraction), 0, 0.9},
-      {"data", "cap_bytes", "Maximum bytes of text; 0: no limit, the default if sources are given", at(&T::data, &D::cap_bytes), 0, kMany},
-      {"data", "document_mask", "Mask attention between documents; false: tokens also attend to earlier documents of the sample, which is faster on GPUs", at(&T::data, &D::document_mask)},
-      {"data", "skip_bad_files", "Skip unreadable, empty and binary files instead of failing", at(&T::data, &D::skip_bad_files)},
+      {"data", "sources",
+       "Files, folders and patterns (*.txt) of text or token files; empty and no shards: the C++ headers of "
+       "this machine",
+       at(&T::data, &D::sources)},
+      {"data", "shards", "Folder of token shards (made by penstock data make), instead of sources",
+       at(&T::data, &D::shards)},
+      {"data",
+       "format",
+       "Format of the sources; auto: token files if they begin with an llm.c header, else text; uint16: "
+       "16-bit tokens without a header (nanoGPT)",
+       at(&T::data, &D::format),
+       0,
+       0,
+       false,
+       {"auto", "text", "uint16"}},
+      {"data", "end_of_document",
+       "Token that separates documents in token files; -1: 50256 (GPT-2) or 128000 (Llama 3) according to "
+       "the llm.c header, none without a header",
+       at(&T::data, &D::end_of_document), -1, 4294967295.0},
+      {"data", "extensions",
+       "Use only files with these extensions; empty: all files of the given sources, C++ files for the "
+       "default sources",
+       at(&T::data, &D::extensions)},
+      {"data", "validation_fraction",
+       "Fraction of the text held out for validation: whole files, or the end of each file if there are few",
+       at(&T::data, &D::validation_fraction), 0, 0.9},
+      {"data", "cap_bytes", "Maximum bytes of text; 0: no limit, the default if sources are given",
+       at(&T::data, &D::cap_bytes), 0, kMany},
+      {"data", "document_mask",
+       "Mask attention between documents; false: tokens also attend to earlier documents of the sample, "
+       "which is faster on GPUs",
+       at(&T::data, &D::document_mask)},
+      {"data", "skip_bad_files", "Skip unreadable, empty and binary files instead of failing",
+       at(&T::data, &D::skip_bad_files)},
 
-      {"checkpoint", "folder", "Folder for checkpoints; empty: checkpoints/ in the run folder", at(&T::checkpoint, &C::folder)},
-      {"checkpoint", "every", "Steps between checkpoints; 0: only at the end", at(&T::checkpoint, &C::every), 0, kMany},
+      {"checkpoint", "folder", "Folder for checkpoints; empty: checkpoints/ in the run folder",
+       at(&T::checkpoint, &C::folder)},
+      {"checkpoint", "every", "Steps between checkpoints; 0: only at the end", at(&T::checkpoint, &C::every),
+       0, kMany},
       {"checkpoint", "keep", "Number of checkpoints to keep", at(&T::checkpoint, &C::keep), 1, kMany},
-      {"checkpoint", "resume", "What a new run starts from; auto: the newest checkpoint in its folder, if any; never: no checkpoint; or the path of a checkpoint. A run that has checkpoints always continues from its newest one", at(&T::checkpoint, &C::resume)},
-      {"checkpoint", "fallback", "Use the previous checkpoint if the newest is damaged", at(&T::checkpoint, &C::fallback)},
-      {"checkpoint", "on_failure", "What to do if a checkpoint cannot be written; auto: continue and retry if there is an older checkpoint, else stop", at(&T::checkpoint, &C::on_failure), 0, 0, false, {"auto", "continue", "stop"}},
+      {"checkpoint", "resume",
+       "What a new run starts from; auto: the newest checkpoint in its folder, if any; never: no checkpoint; "
+       "or the path of a checkpoint. A run that has checkpoints always continues from its newest one",
+       at(&T::checkpoint, &C::resume)},
+      {"checkpoint", "fallback", "Use the previous checkpoint if the newest is damaged",
+       at(&T::checkpoint, &C::fallback)},
+      {"checkpoint",
+       "on_failure",
+       "What to do if a checkpoint cannot be written; auto: continue and retry if there is an older "
+       "checkpoint, else stop",
+       at(&T::checkpoint, &C::on_failure),
+       0,
+       0,
+       false,
+       {"auto", "continue", "stop"}},
 
-      {"output", "run_folder", "Folder for all output of the run; empty: a new folder under runs/", at(&T::output, &O::run_folder)},
-      {"output", "metrics_every", "Steps between records in metrics.jsonl", at(&T::output, &O::metrics_every), 1, kMany},
+      {"output", "run_folder", "Folder for all output of the run; empty: a new folder under runs/",
+       at(&T::output, &O::run_folder)},
+      {"output", "metrics_every", "Steps between records in metrics.jsonl", at(&T::output, &O::metrics_every),
+       1, kMany},
       {"output", "trace_steps", "Steps to record a timeline of", at(&T::output, &O::trace_steps), 0, kMany},
-      {"output", "progress", "Progress display; auto: a bar on a terminal, else lines", at(&T::output, &O::progress), 0, 0, false, {"auto", "bar", "lines", "none"}},
-      {"output", "sample_prompt", "Prompt of the text sample at the end of the run; at least one byte", at(&T::output, &O::sample_prompt)},
-      {"output", "sample_tokens", "Tokens in the sample; 0: no sample", at(&T::output, &O::sample_tokens), 0, 1 << 24},
+      {"output",
+       "progress",
+       "Progress display; auto: a bar on a terminal, else lines",
+       at(&T::output, &O::progress),
+       0,
+       0,
+       false,
+       {"auto", "bar", "lines", "none"}},
+      {"output", "sample_prompt", "Prompt of the text sample at the end of the run; at least one byte",
+       at(&T::output, &O::sample_prompt)},
+      {"output", "sample_tokens", "Tokens in the sample; 0: no sample", at(&T::output, &O::sample_tokens), 0,
+       1 << 24},
 
-      {"launch", "grace_s", "Seconds that the other ranks have to exit after one has failed, before they are stopped", at(&T::launch, &U::grace_s), 0, 86400},
-      {"launch", "stop_grace_s", "Seconds that the ranks have after SIGTERM or Ctrl-C to finish the step and save a checkpoint, before they are killed", at(&T::launch, &U::stop_grace_s), 0, 86400},
-      {"launch", "timeout_s", "Seconds that a rank waits for the others in rendezvous and in each operation before it fails; 0: PENSTOCK_TIMEOUT_S, else 300", at(&T::launch, &U::timeout_s), 0, 1e6},
+      {"launch", "grace_s",
+       "Seconds that the other ranks have to exit after one has failed, before they are stopped",
+       at(&T::launch, &U::grace_s), 0, 86400},
+      {"launch", "stop_grace_s",
+       "Seconds that the ranks have after SIGTERM or Ctrl-C to finish the step and save a checkpoint, before "
+       "they are killed",
+       at(&T::launch, &U::stop_grace_s), 0, 86400},
+      {"launch", "timeout_s",
+       "Seconds that a rank waits for the others in rendezvous and in each operation before it fails; 0: "
+       "PENSTOCK_TIMEOUT_S, else 300",
+       at(&T::launch, &U::timeout_s), 0, 1e6},
   };
 }
 
 [[noreturn]] void refuse(const ConfigField& field, const std::string& origin, const std::string& actual) {
   const std::string range = field.range_text();
-  const std::string expected = range.empty() ? field.type_text() : fmt::format("{} {}", field.type_text(), range);
+  const std::string expected =
+      range.empty() ? field.type_text() : fmt::format("{} {}", field.type_text(), range);
   throw ConfigError(describe(fmt::format("{}: {}", origin, field.name()), actual, expected,
                              fmt::format("it means: {}", field.help)));
 }
@@ -145,7 +288,8 @@ struct TomlText {
   std::string operator()(std::int64_t number) const { return fmt::format("{}", number); }
   std::string operator()(double number) const {
     std::string text = fmt::format("{}", number);
-    if (text.find_first_of(".en") == std::string::npos) text += ".0";  // else TOML reads an integer; nan and inf stay
+    if (text.find_first_of(".en") == std::string::npos)
+      text += ".0";  // else TOML reads an integer; nan and inf stay
     return text;
   }
   std::string operator()(bool flag) const { return flag ? "true" : "false"; }
@@ -196,12 +340,11 @@ void ConfigField::set(TrainConfig& config, const FieldData& value) const {
 bool ConfigField::is_list() const {
   const FieldData value = get(TrainConfig{});
   return std::holds_alternative<std::vector<std::string>>(value) ||
-         std::holds_alternative<std::vector<std::int64_t>>(value) || std::holds_alternative<std::vector<double>>(value);
+         std::holds_alternative<std::vector<std::int64_t>>(value) ||
+         std::holds_alternative<std::vector<double>>(value);
 }
 
-bool ConfigField::is_flag() const {
-  return std::holds_alternative<bool>(get(TrainConfig{}));
-}
+bool ConfigField::is_flag() const { return std::holds_alternative<bool>(get(TrainConfig{})); }
 
 std::string ConfigField::type_text() const {
   struct Visitor {
@@ -224,7 +367,8 @@ std::string ConfigField::range_text() const {
   return NumberRange{low, high, above_low}.text();
 }
 
-const ConfigField& find_field(std::string_view name, std::string_view where, std::span<const ConfigField> fields) {
+const ConfigField& find_field(std::string_view name, std::string_view where,
+                              std::span<const ConfigField> fields) {
   const bool full = name.find('.') != std::string_view::npos;
   std::vector<const ConfigField*> found;
   std::vector<std::string> names;  // candidates for a suggestion
@@ -236,7 +380,8 @@ const ConfigField& find_field(std::string_view name, std::string_view where, std
   if (found.size() > 1) {
     std::vector<std::string> full_names;
     for (const ConfigField* field : found) full_names.push_back(field->name());
-    throw ConfigError(describe(fmt::format("{}: key", where), fmt::format("{}, which is in several sections", quote(name)),
+    throw ConfigError(describe(fmt::format("{}: key", where),
+                               fmt::format("{}, which is in several sections", quote(name)),
                                fmt::format("one of {}", fmt::join(full_names, ", "))));
   }
   std::string meant;
@@ -248,11 +393,13 @@ const ConfigField& find_field(std::string_view name, std::string_view where, std
   }
   if (meant.empty()) meant = key_for_synonym(full ? name.substr(name.rfind('.') + 1) : name);
   if (meant.empty()) meant = nearest_name(name, names);
-  throw ConfigError(describe(fmt::format("{}: unknown key", where), quote(name), "",
-                             meant.empty() ? "penstock train --help lists all keys" : fmt::format("did you mean {}?", meant)));
+  throw ConfigError(describe(
+      fmt::format("{}: unknown key", where), quote(name), "",
+      meant.empty() ? "penstock train --help lists all keys" : fmt::format("did you mean {}?", meant)));
 }
 
-ConfigSetting parse_setting(const ConfigField& field, const std::vector<std::string>& words, const std::string& origin) {
+ConfigSetting parse_setting(const ConfigField& field, const std::vector<std::string>& words,
+                            const std::string& origin) {
   std::vector<std::string> items;
   if (field.is_list()) {
     for (const std::string& word : words) {
@@ -267,8 +414,10 @@ ConfigSetting parse_setting(const ConfigField& field, const std::vector<std::str
   }
   const auto number = [&]<class T>(const std::string& text, T) {
     std::optional<T> value;
-    if constexpr (std::is_same_v<T, double>) value = parse_number(text);
-    else value = parse_integer(text);
+    if constexpr (std::is_same_v<T, double>)
+      value = parse_number(text);
+    else
+      value = parse_integer(text);
     if (!value) refuse(field, origin, quote(text));
     return *value;
   };
@@ -319,7 +468,8 @@ void check_setting(ConfigSetting& setting) {
           value = lower;
         } else if constexpr (std::is_same_v<Value, std::int64_t> || std::is_same_v<Value, double>) {
           check_number(value);
-        } else if constexpr (std::is_same_v<Value, std::vector<std::int64_t>> || std::is_same_v<Value, std::vector<double>>) {
+        } else if constexpr (std::is_same_v<Value, std::vector<std::int64_t>> ||
+                             std::is_same_v<Value, std::vector<double>>) {
           if (field.count > 0 && value.size() != field.count)
             refuse(field, setting.origin, count_of(value.size(), "value"));
           for (const auto item : value) check_number(item);
@@ -328,8 +478,6 @@ void check_setting(ConfigSetting& setting) {
       setting.value);
 }
 
-std::string to_toml(const FieldData& value) {
-  return std::visit(TomlText{}, value);
-}
+std::string to_toml(const FieldData& value) { return std::visit(TomlText{}, value); }
 
 }  // namespace penstock::train

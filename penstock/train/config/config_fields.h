@@ -1,7 +1,7 @@
 // The table of all fields of TrainConfig: their names, types, limits and help texts.
 //
-// To add a field, add a member in penstock/train_config.h and a line in config_fields.cpp, then regenerate the documentation
-// page (PENSTOCK_UPDATE_DOCS=1 ./test -R train_config_test).
+// To add a field, add a member in penstock/train_config.h and a line in config_fields.cpp, then regenerate
+// the documentation page (PENSTOCK_UPDATE_DOCS=1 ./test -R train_config_test).
 #pragma once
 
 #include <cstddef>
@@ -28,7 +28,7 @@ using FieldPlace = std::variant<std::int64_t*, double*, bool*, std::string*, std
 struct ConfigField {
   std::string_view section;
   std::string_view key;
-  std::string_view help;                  // one line, no full stop
+  std::string_view help;  // one line, no full stop
   std::function<FieldPlace(TrainConfig&)> place;
   // Limits of numbers, or of each number in a list.
   double low = 0;
@@ -75,7 +75,8 @@ struct ConfigSetting {
 };
 
 // Parses words of the command line or of a preset. Throws ConfigError that begins with the origin.
-ConfigSetting parse_setting(const ConfigField& field, const std::vector<std::string>& words, const std::string& origin);
+ConfigSetting parse_setting(const ConfigField& field, const std::vector<std::string>& words,
+                            const std::string& origin);
 // Throws ConfigError unless the value is in range. Converts choices to lower case.
 void check_setting(ConfigSetting& setting);
 

@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"
+#include "penstock/errors.h"
 #include "penstock/train/config/config_fields.h"
 
 namespace penstock::train {
@@ -79,8 +79,8 @@ std::vector<ConfigSetting> parse_toml(std::string_view text, std::string_view na
   try {
     document = toml::parse(text, name);
   } catch (const toml::parse_error& error) {
-    throw ConfigError(printable(fmt::format("{}:{}: column {}: {}", name, error.source().begin.line, error.source().begin.column,
-                                            error.description())));
+    throw ConfigError(printable(fmt::format("{}:{}: column {}: {}", name, error.source().begin.line,
+                                            error.source().begin.column, error.description())));
   }
   std::vector<ConfigSetting> settings;
   for (const auto& [section, node] : document) {
@@ -88,7 +88,8 @@ std::vector<ConfigSetting> parse_toml(std::string_view text, std::string_view na
     const toml::table* fields = node.as_table();
     if (fields == nullptr) {
       const ConfigField& meant = find_field(section.str(), where);
-      throw ConfigError(describe(fmt::format("{}: key", where), fmt::format("\"{}\" outside any section", section.str()), "",
+      throw ConfigError(describe(fmt::format("{}: key", where),
+                                 fmt::format("\"{}\" outside any section", section.str()), "",
                                  fmt::format("put it under [{}]", meant.section)));
     }
     bool known = false;
@@ -99,8 +100,8 @@ std::vector<ConfigSetting> parse_toml(std::string_view text, std::string_view na
       const ConfigField& field = find_field(fmt::format("{}.{}", section.str(), key.str()), origin);
       ConfigSetting setting{&field, field.get(TrainConfig{}), origin};
       if (!std::visit([&node_value = value](auto& to) { return read(node_value, to); }, setting.value))
-        throw ConfigError(describe(fmt::format("{}: {}", origin, field.name()), kind_of(value), field.type_text(),
-                                   fmt::format("it means: {}", field.help)));
+        throw ConfigError(describe(fmt::format("{}: {}", origin, field.name()), kind_of(value),
+                                   field.type_text(), fmt::format("it means: {}", field.help)));
       check_setting(setting);
       settings.push_back(std::move(setting));
     }

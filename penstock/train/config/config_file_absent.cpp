@@ -8,9 +8,10 @@
 namespace penstock::train {
 
 std::vector<ConfigSetting> parse_toml(std::string_view, std::string_view name) {
-  throw ConfigError(describe(fmt::format("{}: configuration file", name), "a build without toml++", "",
-                             "install libtomlplusplus-dev (or set PENSTOCK_EXTRA_INCLUDE) and rebuild, or pass the "
-                             "values as --section.key value"));
+  throw ConfigError(
+      describe(fmt::format("{}: configuration file", name), "a build without toml++", "",
+               "install libtomlplusplus-dev (or set PENSTOCK_EXTRA_INCLUDE) and rebuild, or pass the "
+               "values as --section.key value"));
 }
 
 }  // namespace penstock::train

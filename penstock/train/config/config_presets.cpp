@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/text.h"
+#include "penstock/errors.h"
 #include "penstock/train/config/config_fields.h"
 
 namespace penstock::train {
@@ -14,7 +14,8 @@ namespace penstock::train {
 const std::vector<ConfigPreset>& config_presets() {
   static const std::vector<ConfigPreset> kPresets = {
       {"tiny", "1.6 million parameters; about two minutes on two cores. The default value of every key", {}},
-      {"small", "24 million parameters; hours on a desktop CPU, minutes on a GPU",
+      {"small",
+       "24 million parameters; hours on a desktop CPU, minutes on a GPU",
        {{"model.width", "512"},
         {"model.layers", "8"},
         {"model.heads", "8"},
@@ -28,7 +29,8 @@ const std::vector<ConfigPreset>& config_presets() {
         {"training.validate_every", "200"},
         {"data.cap_bytes", "67108864"},
         {"checkpoint.every", "500"}}},
-      {"gpt2-124m", "124 million parameters, the sizes of GPT-2's smallest model; for one GPU",
+      {"gpt2-124m",
+       "124 million parameters, the sizes of GPT-2's smallest model; for one GPU",
        {{"model.vocabulary", "50304"},  // 50257, rounded up for the tensor cores
         {"model.width", "768"},
         {"model.layers", "12"},

@@ -18,8 +18,10 @@ std::string key_for_synonym(std::string_view name) {
       {"lr_decay", "training.decay"},
       {"lr_schedule", "training.decay"},
       {"lr_scheduler", "training.decay"},
-      {"batch_size", "training.global_batch (samples per step) or layout.microbatch_size (samples per microbatch)"},
-      {"batch", "training.global_batch (samples per step) or layout.microbatch_size (samples per microbatch)"},
+      {"batch_size",
+       "training.global_batch (samples per step) or layout.microbatch_size (samples per microbatch)"},
+      {"batch",
+       "training.global_batch (samples per step) or layout.microbatch_size (samples per microbatch)"},
       {"global_batch_size", "training.global_batch"},
       {"train_batch_size", "training.global_batch"},
       {"total_batch_size", "training.global_batch"},
@@ -138,7 +140,8 @@ std::string key_for_synonym(std::string_view name) {
   });
   std::string key = to_lower(name);
   std::replace(key.begin(), key.end(), '-', '_');
-  const auto found = std::find_if(kNames.begin(), kNames.end(), [&](const Pair& pair) { return pair.first == key; });
+  const auto found =
+      std::find_if(kNames.begin(), kNames.end(), [&](const Pair& pair) { return pair.first == key; });
   return found == kNames.end() ? std::string() : std::string(found->second);
 }
 

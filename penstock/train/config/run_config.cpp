@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/text.h"
+#include "penstock/errors.h"
 #include "penstock/train/config/config_fields.h"
 
 namespace penstock::train {
@@ -36,8 +36,10 @@ void change_paths(const std::string& name, FieldData& value, const PathChange& c
   }
   auto* text = std::get_if<std::string>(&value);
   if (text == nullptr || text->empty()) return;
-  const bool is_path = name == "data.shards" || name == "checkpoint.folder" || (name == "checkpoint.resume" && *text != "auto" && *text != "never") ||
-                       (name == "layout.schedule" && (text->find('/') != std::string::npos || to_lower(*text).ends_with(".csv")));
+  const bool is_path = name == "data.shards" || name == "checkpoint.folder" ||
+                       (name == "checkpoint.resume" && *text != "auto" && *text != "never") ||
+                       (name == "layout.schedule" &&
+                        (text->find('/') != std::string::npos || to_lower(*text).ends_with(".csv")));
   if (is_path) *text = change(*text);
 }
 
@@ -61,7 +63,9 @@ std::optional<fs::path> inside(const fs::path& path, const fs::path& folder) {
   return rest;
 }
 
-bool begins_with_run(const std::string& path) { return path == kRun || path.starts_with(std::string(kRun) + "/"); }
+bool begins_with_run(const std::string& path) {
+  return path == kRun || path.starts_with(std::string(kRun) + "/");
+}
 
 PathChange to_absolute(const fs::path& folder) {
   return [folder](const std::string& path) {
@@ -73,8 +77,10 @@ PathChange to_absolute(const fs::path& folder) {
 std::vector<std::string> lines_of(const std::string& text) {
   std::vector<std::string> lines{""};
   for (const char each : text) {
-    if (each == '\n') lines.emplace_back();
-    else lines.back() += each;
+    if (each == '\n')
+      lines.emplace_back();
+    else
+      lines.back() += each;
   }
   return lines;
 }
@@ -99,8 +105,10 @@ OwnSettings read_settings(const fs::path& file) {
     const std::string expected = fmt::format("{} = {}", setting.field->key, to_toml(setting.value));
     if (!line.starts_with(expected)) continue;
     const std::string rest = line.substr(expected.size());
-    if (rest.empty()) own.written[setting.field->name()] = "";
-    else if (rest.starts_with("  # ")) own.written[setting.field->name()] = rest.substr(4);
+    if (rest.empty())
+      own.written[setting.field->name()] = "";
+    else if (rest.starts_with("  # "))
+      own.written[setting.field->name()] = rest.substr(4);
   }
   return own;
 }
@@ -109,16 +117,20 @@ OwnSettings read_settings(const fs::path& file) {
 OwnSettings read_run(const fs::path& given) {
   const fs::path folder = normal(given);
   if (!contains_run(folder))
-    throw ConfigError(describe("run folder", folder.string(), fmt::format("a folder with a {}", kRunConfigName), "give the folder of a penstock train run (runs/...)"));
+    throw ConfigError(describe("run folder", folder.string(),
+                               fmt::format("a folder with a {}", kRunConfigName),
+                               "give the folder of a penstock train run (runs/...)"));
   OwnSettings own = read_settings(folder / kRunConfigName);
   fs::path former;  // run folder according to a file of an earlier version
   for (const ConfigSetting& setting : own.settings)
     if (setting.field->name() == "output.run_folder") former = std::get<std::string>(setting.value);
-  std::erase_if(own.settings, [](const ConfigSetting& setting) { return setting.field->name() == "output.run_folder"; });
+  std::erase_if(own.settings,
+                [](const ConfigSetting& setting) { return setting.field->name() == "output.run_folder"; });
   for (ConfigSetting& setting : own.settings)
     change_paths(setting.field->name(), setting.value, [&](const std::string& path) {
       if (former.is_absolute() && fs::path(path).is_absolute())
-        if (const auto rest = inside(fs::path(path).lexically_normal(), normal(former))) return (folder / *rest).lexically_normal().string();
+        if (const auto rest = inside(fs::path(path).lexically_normal(), normal(former)))
+          return (folder / *rest).lexically_normal().string();
       return to_absolute(folder)(path);
     });
   return own;
@@ -132,25 +144,30 @@ ResolvedConfig resolve_own(const OwnSettings& own, std::vector<std::vector<Confi
     const std::string name = setting.field->name();
     const auto written = own.written.find(name);
     if (written == own.written.end() || resolved.origins[name] != setting.origin) continue;
-    if (written->second.empty()) resolved.origins.erase(name);
-    else resolved.origins[name] = written->second;
+    if (written->second.empty())
+      resolved.origins.erase(name);
+    else
+      resolved.origins[name] = written->second;
   }
   return resolved;
 }
 
 bool changes_layout(const std::vector<ConfigSetting>& given) {
   return std::any_of(given.begin(), given.end(), [](const ConfigSetting& setting) {
-    return setting.field->section == "layout" || setting.field->name() == "training.global_batch" || setting.field->name() == "training.accumulation";
+    return setting.field->section == "layout" || setting.field->name() == "training.global_batch" ||
+           setting.field->name() == "training.accumulation";
   });
 }
 
 // Removes what was derived for the former layout: only what the file marks as derived and what would be
 // derived again. Values that the user has edited in the file stay.
 OwnSettings without_derived(const OwnSettings& own) {
-  static const std::set<std::string> kDerived = {"layout.ranks", "layout.virtual_stages", "layout.schedule", "training.accumulation"};
+  static const std::set<std::string> kDerived = {"layout.ranks", "layout.virtual_stages", "layout.schedule",
+                                                 "training.accumulation"};
   const auto is_candidate = [&](const ConfigSetting& setting) {
     const auto written = own.written.find(setting.field->name());
-    return written != own.written.end() && written->second == "derived" && kDerived.contains(setting.field->name());
+    return written != own.written.end() && written->second == "derived" &&
+           kDerived.contains(setting.field->name());
   };
   OwnSettings rest = own;
   std::erase_if(rest.settings, is_candidate);
@@ -161,7 +178,9 @@ OwnSettings without_derived(const OwnSettings& own) {
     return own;  // the file was edited; errors are reported when the whole configuration is resolved
   }
   rest = own;
-  std::erase_if(rest.settings, [&](const ConfigSetting& setting) { return is_candidate(setting) && setting.field->get(again) == setting.value; });
+  std::erase_if(rest.settings, [&](const ConfigSetting& setting) {
+    return is_candidate(setting) && setting.field->get(again) == setting.value;
+  });
   return rest;
 }
 
@@ -170,14 +189,17 @@ OwnSettings without_derived(const OwnSettings& own) {
 bool is_fixed(const ConfigField& field) {
   if (field.section == "model") return field.key != "dropout";
   if (field.section == "data") return field.key != "document_mask";
-  return field.name() == "training.optimizer" || field.name() == "training.seed" || field.name() == "checkpoint.folder";
+  return field.name() == "training.optimizer" || field.name() == "training.seed" ||
+         field.name() == "checkpoint.folder";
 }
 
 bool is_same(const ConfigField& field, const TrainConfig& own, const TrainConfig& wanted) {
   if (field.name() == "model.pattern" && !(own.model.pattern.empty() && wanted.model.pattern.empty())) {
     // Stage boundaries belong to the layout.
     const auto blocks = [](const TrainConfig& config) {
-      std::string letters = config.model.pattern.empty() ? std::string(static_cast<std::size_t>(config.model.layers), 'A') : config.model.pattern;
+      std::string letters = config.model.pattern.empty()
+                                ? std::string(static_cast<std::size_t>(config.model.layers), 'A')
+                                : config.model.pattern;
       std::erase(letters, '|');
       return letters;
     };
@@ -194,18 +216,26 @@ void refuse_changes(const fs::path& folder, const TrainConfig& own, const Resolv
   for (const ConfigField& field : config_fields()) {
     if (!is_fixed(field) || is_same(field, own, wanted.config)) continue;
     const auto origin = wanted.origins.find(field.name());
-    problems.push_back(fmt::format("{} = {} ({}), but the run was started with {}", field.name(), to_toml(field.get(wanted.config)), origin == wanted.origins.end() ? "default" : origin->second, to_toml(field.get(own))));
+    problems.push_back(fmt::format(
+        "{} = {} ({}), but the run was started with {}", field.name(), to_toml(field.get(wanted.config)),
+        origin == wanted.origins.end() ? "default" : origin->second, to_toml(field.get(own))));
     (field.section == "data" ? data : other) = true;
   }
   if (problems.empty()) return;
-  const char* remedy = data && !other ? "leave it out, or train on other data in a new run: set another --run_folder, and --resume to the path of a checkpoint of this run"
-                                      : "leave it out to continue the run, or start a new run in another --run_folder";
-  throw ConfigError(fmt::format("run folder {} contains a run, and {} cannot change when it continues: {}; {}", folder.string(), problems.size() == 1 ? "this" : "these", fmt::join(problems, "; "), remedy));
+  const char* remedy = data && !other
+                           ? "leave it out, or train on other data in a new run: set another --run_folder, "
+                             "and --resume to the path of a checkpoint of this run"
+                           : "leave it out to continue the run, or start a new run in another --run_folder";
+  throw ConfigError(fmt::format(
+      "run folder {} contains a run, and {} cannot change when it continues: {}; {}", folder.string(),
+      problems.size() == 1 ? "this" : "these", fmt::join(problems, "; "), remedy));
 }
 
 std::vector<ConfigSetting> given_settings(std::vector<ConfigSetting> settings, const fs::path& folder) {
-  std::erase_if(settings, [](const ConfigSetting& setting) { return setting.field->name() == "output.run_folder"; });
-  for (ConfigSetting& setting : settings) change_paths(setting.field->name(), setting.value, to_absolute(folder));
+  std::erase_if(settings,
+                [](const ConfigSetting& setting) { return setting.field->name() == "output.run_folder"; });
+  for (ConfigSetting& setting : settings)
+    change_paths(setting.field->name(), setting.value, to_absolute(folder));
   return settings;
 }
 
@@ -226,7 +256,8 @@ ResolvedConfig load_run_config(const fs::path& folder) { return resolve_own(read
 ResolvedConfig continue_run_config(const fs::path& given, const ConfigSources& sources) {
   const fs::path folder = normal(given);
   const OwnSettings own = read_run(folder);
-  const std::vector<ConfigSetting> file = given_settings(file_settings(sources), folder), arguments = given_settings(parse_arguments(sources.arguments), folder);
+  const std::vector<ConfigSetting> file = given_settings(file_settings(sources), folder),
+                                   arguments = given_settings(parse_arguments(sources.arguments), folder);
   const ResolvedConfig former = resolve_own(own, {});
   if (file.empty() && arguments.empty()) return former;
   const bool derives = changes_layout(file) || changes_layout(arguments);
@@ -250,7 +281,9 @@ fs::path named_run_folder(const ConfigSources& sources) {
   // if the run has been moved.
   const fs::path file_folder = normal(*sources.file).parent_path();
   std::error_code error;
-  const bool of_a_run = sources.file->filename() == kRunConfigName && fs::path(in_file).is_absolute() && (fs::exists(file_folder / "metrics.jsonl", error) || fs::exists(file_folder / "checkpoints", error));
+  const bool of_a_run =
+      sources.file->filename() == kRunConfigName && fs::path(in_file).is_absolute() &&
+      (fs::exists(file_folder / "metrics.jsonl", error) || fs::exists(file_folder / "checkpoints", error));
   return of_a_run ? file_folder : fs::path(in_file);
 }
 

@@ -43,9 +43,11 @@ class BinTokens final : public TokenSource {
   static constexpr std::uint64_t kSampleBytes = std::uint64_t{64} << 10;
 
   // Throws ConfigError that names the file if it is not such a file.
-  static std::shared_ptr<const BinTokens> open(const std::filesystem::path& path, const BinTokensOptions& options);
+  static std::shared_ptr<const BinTokens> open(const std::filesystem::path& path,
+                                               const BinTokensOptions& options);
   // Reads from bytes that the caller keeps alive; `name` is for messages.
-  static std::shared_ptr<const BinTokens> over(std::span<const std::uint8_t> bytes, std::string name, const BinTokensOptions& options);
+  static std::shared_ptr<const BinTokens> over(std::span<const std::uint8_t> bytes, std::string name,
+                                               const BinTokensOptions& options);
   // Returns whether the bytes begin with a magic number of an llm.c token file, of any version.
   static bool has_magic(std::span<const std::uint8_t> bytes);
   // The same for a file; false if it cannot be read.
@@ -66,7 +68,8 @@ class BinTokens final : public TokenSource {
   std::uint32_t token_bytes() const { return token_bytes_; }
 
  private:
-  BinTokens(MappedFile file, std::span<const std::uint8_t> bytes, std::string name, const BinTokensOptions& options);
+  BinTokens(MappedFile file, std::span<const std::uint8_t> bytes, std::string name,
+            const BinTokensOptions& options);
   void read_header(const BinTokensOptions& options);
   // Throws unless all tokens in [begin, end) are below the vocabulary.
   void check(std::uint64_t begin, std::uint64_t end) const;

@@ -9,8 +9,8 @@
 #include <utility>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/text.h"
+#include "penstock/errors.h"
 #include "penstock/train/data/bin_tokens.h"
 #include "penstock/train/data/source_files.h"
 
@@ -40,7 +40,8 @@ std::vector<fs::path> entries_of(const fs::path& folder) {
   for (fs::directory_iterator entry(folder, error), end; !error && entry != end; entry.increment(error))
     if (!entry->path().filename().string().starts_with(".")) entries.push_back(entry->path());
   if (error)
-    throw ConfigError(describe(fmt::format("{}: source", folder.string()), error.message(), "a folder that can be read", "give another path"));
+    throw ConfigError(describe(fmt::format("{}: source", folder.string()), error.message(),
+                               "a folder that can be read", "give another path"));
   std::sort(entries.begin(), entries.end());
   return entries;
 }
@@ -75,8 +76,10 @@ class Finder {
       first_ = path;
       found_.kind = kind;
     } else if (kind != found_.kind) {
-      throw ConfigError(describe("data.sources", fmt::format("{} is {}, {} is {}", first_->string(), name_of_kind(found_.kind), path.string(), name_of_kind(kind)), "sources of one kind",
-                                 "train on one kind at a time"));
+      throw ConfigError(describe("data.sources",
+                                 fmt::format("{} is {}, {} is {}", first_->string(),
+                                             name_of_kind(found_.kind), path.string(), name_of_kind(kind)),
+                                 "sources of one kind", "train on one kind at a time"));
     }
     std::error_code ignored;
     const fs::path real = fs::weakly_canonical(path, ignored);
@@ -88,11 +91,16 @@ class Finder {
     if (BinTokens::has_magic(path)) return add(DataKind::LlmC, path);
     const std::string extension = to_lower(path.extension().string());
     if (extension == kShardExtension)
-      throw ConfigError(describe(fmt::format("{}: source", path.string()), "a token shard", "text, or a token file of another program", fmt::format("give its folder as data.shards ({})", path.parent_path().string())));
+      throw ConfigError(
+          describe(fmt::format("{}: source", path.string()), "a token shard",
+                   "text, or a token file of another program",
+                   fmt::format("give its folder as data.shards ({})", path.parent_path().string())));
     std::error_code ignored;
     if (extension == kTokenExtension && fs::is_regular_file(path, ignored))
-      throw ConfigError(describe(fmt::format("{}: source", path.string()), "a file that ends in .bin but has no llm.c header", "a known kind of file",
-                                 "for 16-bit tokens without a header (nanoGPT) set data.format = \"uint16\", for text data.format = \"text\""));
+      throw ConfigError(describe(fmt::format("{}: source", path.string()),
+                                 "a file that ends in .bin but has no llm.c header", "a known kind of file",
+                                 "for 16-bit tokens without a header (nanoGPT) set data.format = \"uint16\", "
+                                 "for text data.format = \"text\""));
     add(DataKind::Text, path);
   }
 
@@ -109,17 +117,26 @@ class Finder {
     }
     if (options_.format == "uint16") {
       if (tokens.empty())
-        throw ConfigError(describe(fmt::format("{}: source", path.string()), "a folder without token files", fmt::format("files that end in {}", fmt::join(extensions_, ", ")), "give the files themselves, or set data.extensions"));
+        throw ConfigError(describe(fmt::format("{}: source", path.string()), "a folder without token files",
+                                   fmt::format("files that end in {}", fmt::join(extensions_, ", ")),
+                                   "give the files themselves, or set data.extensions"));
       for (const fs::path& entry : tokens) add(DataKind::Uint16, entry);
       return;
     }
     if (has_shards && tokens.empty())
-      throw ConfigError(describe(fmt::format("{}: source", path.string()), "a folder of token shards", "text, or token files of another program", fmt::format("give it as data.shards ({})", path.string())));
-    const bool only_tokens = !tokens.empty() && (tokens.size() == entries.size() || !options_.extensions.empty());
+      throw ConfigError(describe(fmt::format("{}: source", path.string()), "a folder of token shards",
+                                 "text, or token files of another program",
+                                 fmt::format("give it as data.shards ({})", path.string())));
+    const bool only_tokens =
+        !tokens.empty() && (tokens.size() == entries.size() || !options_.extensions.empty());
     if (!has_magic && !(only_tokens && options_.extensions.empty())) return add(DataKind::Text, path);
     if (!only_tokens)
-      throw ConfigError(describe(fmt::format("{}: source", path.string()), "a folder of token files and other files", "one kind of files",
-                                 fmt::format("give the files or a pattern ({}/*.bin), or set data.format = \"text\" and data.extensions", path.string())));
+      throw ConfigError(describe(
+          fmt::format("{}: source", path.string()), "a folder of token files and other files",
+          "one kind of files",
+          fmt::format(
+              "give the files or a pattern ({}/*.bin), or set data.format = \"text\" and data.extensions",
+              path.string())));
     for (const fs::path& entry : tokens) file(entry);
   }
 
@@ -137,10 +154,13 @@ DataFiles find_data_files(const DataFilesOptions& options) {
   return Finder(options).find();
 }
 
-TokenSources open_token_files(const DataFiles& files, std::uint64_t vocabulary, std::optional<std::uint32_t> end_of_document) {
+TokenSources open_token_files(const DataFiles& files, std::uint64_t vocabulary,
+                              std::optional<std::uint32_t> end_of_document) {
   TokenSources sources;
   for (const fs::path& file : files.files)
-    sources.push_back(BinTokens::open(file, {.headerless = files.kind == DataKind::Uint16, .vocabulary = vocabulary, .end_of_document = end_of_document}));
+    sources.push_back(BinTokens::open(file, {.headerless = files.kind == DataKind::Uint16,
+                                             .vocabulary = vocabulary,
+                                             .end_of_document = end_of_document}));
   return sources;
 }
 

@@ -38,6 +38,7 @@ struct DataFiles {
 DataFiles find_data_files(const DataFilesOptions& options);
 
 // Opens token files. Throws ConfigError for damaged ones.
-TokenSources open_token_files(const DataFiles& files, std::uint64_t vocabulary, std::optional<std::uint32_t> end_of_document);
+TokenSources open_token_files(const DataFiles& files, std::uint64_t vocabulary,
+                              std::optional<std::uint32_t> end_of_document);
 
 }  // namespace penstock::train

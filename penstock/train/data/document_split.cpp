@@ -19,7 +19,8 @@ bool is_about(std::uint64_t actual, double wanted) {
 
 bool is_validation(std::uint64_t key, double validation_fraction) {
   if (!(validation_fraction >= 0 && validation_fraction <= 1))
-    throw ValueError(describe("validation fraction", fmt::format("{}", validation_fraction), "a number from 0 to 1"));
+    throw ValueError(
+        describe("validation fraction", fmt::format("{}", validation_fraction), "a number from 0 to 1"));
   // 32 bits of the key are exact in a double, so that the result is the same on every machine.
   return static_cast<double>(key >> 32) < validation_fraction * 4294967296.0;
 }
@@ -44,7 +45,9 @@ std::uint64_t DocumentSplit::validation_tokens(std::uint64_t tokens, std::uint64
   if (!cuts_) return is_validation(key, fraction_) ? tokens : 0;
   // Differences of rounded sums: later documents compensate for the rounding of earlier ones. Products of
   // numbers below 2^53 with a fraction are monotone and the same on every machine.
-  const auto share = [&](std::uint64_t count) { return static_cast<std::uint64_t>(static_cast<double>(count) * fraction_); };
+  const auto share = [&](std::uint64_t count) {
+    return static_cast<std::uint64_t>(static_cast<double>(count) * fraction_);
+  };
   return std::min(tokens, share(passed_) - share(before));
 }
 

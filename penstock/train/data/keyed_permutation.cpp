@@ -3,8 +3,8 @@
 #include <fmt/format.h>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/philox.h"  // plain integers: nothing of Torch in it
+#include "penstock/errors.h"
 
 namespace penstock::train {
 
@@ -15,7 +15,8 @@ constexpr std::uint64_t kShufflePurpose = 0x53485546464C45ULL;
 
 }  // namespace
 
-KeyedPermutation::KeyedPermutation(std::uint64_t size, std::uint64_t seed, std::uint64_t stream) : size_(size) {
+KeyedPermutation::KeyedPermutation(std::uint64_t size, std::uint64_t seed, std::uint64_t stream)
+    : size_(size) {
   if (size < 1 || size > std::uint64_t{1} << 62)
     throw ValueError(describe("size of a permutation", fmt::format("{}", size), "a number from 1 to 2^62"));
   while (size > std::uint64_t{1} << (2 * half_bits_)) ++half_bits_;
@@ -25,14 +26,16 @@ KeyedPermutation::KeyedPermutation(std::uint64_t size, std::uint64_t seed, std::
 }
 
 std::uint64_t KeyedPermutation::mixed(int round, std::uint64_t half) const {
-  const philox::Block block = philox::philox4x32(static_cast<std::uint32_t>(half), static_cast<std::uint32_t>(round),
-                                                 key_[2], key_[3], key_[0], key_[1]);
+  const philox::Block block =
+      philox::philox4x32(static_cast<std::uint32_t>(half), static_cast<std::uint32_t>(round), key_[2],
+                         key_[3], key_[0], key_[1]);
   return block.word[0] & half_mask_;  // a half has at most 31 bits
 }
 
 void KeyedPermutation::check(std::uint64_t index) const {
   if (index >= size_)
-    throw ValueError(describe("index of a permutation", fmt::format("{}", index), fmt::format("a number below {}", size_)));
+    throw ValueError(describe("index of a permutation", fmt::format("{}", index),
+                              fmt::format("a number below {}", size_)));
 }
 
 std::uint64_t KeyedPermutation::operator()(std::uint64_t index) const {

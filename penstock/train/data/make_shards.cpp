@@ -11,9 +11,9 @@
 #include <utility>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/files.h"
 #include "penstock/base/text.h"
+#include "penstock/errors.h"
 #include "penstock/train/data/byte_tokenizer.h"
 #include "penstock/train/data/token_dataset.h"
 #include "penstock/train/data/token_shard_writer.h"
@@ -40,16 +40,19 @@ void check_target(const fs::path& folder, bool overwrite) {
   if (!fs::is_directory(status)) refuse(folder, "a file", "give another name");
   for (fs::directory_iterator entry(folder, error), end; !error && entry != end; entry.increment(error)) {
     if (entry->path().extension() != kShardExtension)
-      refuse(folder, fmt::format("a folder that contains {}", entry->path().filename().string()), "give another folder");
+      refuse(folder, fmt::format("a folder that contains {}", entry->path().filename().string()),
+             "give another folder");
     if (!overwrite)
-      refuse(folder, "a folder that already contains token shards", "give another folder, or --overwrite to replace them");
+      refuse(folder, "a folder that already contains token shards",
+             "give another folder, or --overwrite to replace them");
   }
   if (error) refuse(folder, error.message(), "give another folder");
 }
 
 class TemporaryFolder {
  public:
-  explicit TemporaryFolder(const fs::path& target) : path_(fmt::format("{}.tmp-{}", target.string(), ::getpid())) {
+  explicit TemporaryFolder(const fs::path& target)
+      : path_(fmt::format("{}.tmp-{}", target.string(), ::getpid())) {
     std::error_code error;
     if (target.has_parent_path()) fs::create_directories(target.parent_path(), error);
     if (!error) remove_tree(path_, error);
@@ -87,16 +90,19 @@ void check_space_for_shards(const fs::path& folder, std::uint64_t text_bytes, st
   const std::uint64_t needed = kTokenBytes * text_bytes + kEntryBytes * files;
   std::error_code error;
   fs::path there = fs::absolute(folder, error).parent_path();
-  while (!there.empty() && !fs::exists(there, error) && there != there.parent_path()) there = there.parent_path();
+  while (!there.empty() && !fs::exists(there, error) && there != there.parent_path())
+    there = there.parent_path();
   const fs::space_info space = fs::space(there, error);
   if (error || space.available >= needed) return;
-  throw ConfigError(describe(fmt::format("{}: free space for token shards", folder.string()), format_bytes(space.available), fmt::format("{} for {} of text", format_bytes(needed), format_bytes(text_bytes)),
-                             "free some space, choose another disk (output.run_folder, --out), or use less text (data.cap_bytes, --cap-bytes)"));
+  throw ConfigError(describe(fmt::format("{}: free space for token shards", folder.string()),
+                             format_bytes(space.available),
+                             fmt::format("{} for {} of text", format_bytes(needed), format_bytes(text_bytes)),
+                             "free some space, choose another disk (output.run_folder, --out), or use less "
+                             "text (data.cap_bytes, --cap-bytes)"));
 }
 
 MakeShardsResult make_shards(const fs::path& given, const MakeShardsOptions& options) {
-  if (options.shard_tokens < 1)
-    throw ValueError(describe("tokens per shard", "0", "at least 1"));
+  if (options.shard_tokens < 1) throw ValueError(describe("tokens per shard", "0", "at least 1"));
   // "data/" means "data": the temporary folder is next to it.
   const fs::path folder = given.has_filename() ? given : given.parent_path();
   if (folder.empty()) throw ConfigError(describe("folder for token shards", "nothing", "a name"));
@@ -160,8 +166,8 @@ MakeShardsResult make_shards(const fs::path& given, const MakeShardsOptions& opt
   }
   if (writer) close();
   if (made.shards == 0)
-    throw ConfigError(describe("source files", fmt::format("{}, all of them unusable", made.bad.size()), "at least one text file",
-                               "give other paths"));
+    throw ConfigError(describe("source files", fmt::format("{}, all of them unusable", made.bad.size()),
+                               "at least one text file", "give other paths"));
   temporary.become(folder);
   return made;
 }

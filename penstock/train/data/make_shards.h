@@ -38,16 +38,17 @@ struct MakeShardsResult {
   std::uint64_t documents = 0;
   std::uint64_t tokens = 0;
   std::uint64_t bytes = 0;
-  std::vector<BadFile> bad;  // skipped
-  std::uint64_t max_file_bytes = 0;  // size limit that was used; 0: none
-  std::uint64_t too_large = 0;       // files above the limit
-  std::uint64_t beyond_cap = 0;      // files skipped because of the cap
+  std::vector<BadFile> bad;                // skipped
+  std::uint64_t max_file_bytes = 0;        // size limit that was used; 0: none
+  std::uint64_t too_large = 0;             // files above the limit
+  std::uint64_t beyond_cap = 0;            // files skipped because of the cap
   std::vector<std::filesystem::path> cut;  // files truncated by the cap
 };
 
 // Throws ConfigError if the folder's disk has too little space for shards of this much text. If the space is
 // unknown, writing reports the error.
-void check_space_for_shards(const std::filesystem::path& folder, std::uint64_t text_bytes, std::uint64_t files);
+void check_space_for_shards(const std::filesystem::path& folder, std::uint64_t text_bytes,
+                            std::uint64_t files);
 
 // Throws ConfigError for bad sources (see source_files.h), for a folder that is not empty, and for file
 // system errors. `overwrite` replaces a folder only if it contains nothing but shards.

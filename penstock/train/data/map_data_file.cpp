@@ -16,10 +16,17 @@ MappedFile map_data_file(const std::filesystem::path& path, std::string_view exp
     return MappedFile(path);
   } catch (const MapFileError& error) {
     switch (error.step()) {
-      case MapFileError::Step::Open: refuse("cannot be opened", error); break;
-      case MapFileError::Step::Examine: refuse("cannot be examined", error); break;
-      case MapFileError::Step::Map: refuse("cannot be mapped", error); break;
-      case MapFileError::Step::CheckType: break;
+      case MapFileError::Step::Open:
+        refuse("cannot be opened", error);
+        break;
+      case MapFileError::Step::Examine:
+        refuse("cannot be examined", error);
+        break;
+      case MapFileError::Step::Map:
+        refuse("cannot be mapped", error);
+        break;
+      case MapFileError::Step::CheckType:
+        break;
     }
     throw ConfigError(describe(path.string(), "something that is not a regular file", expected));
   }

@@ -12,11 +12,11 @@ namespace penstock::train {
 namespace {
 
 PrefetchOptions checked(const PrefetchOptions& options) {
-  if (options.stride < 1)
-    throw ValueError(describe("samples per round", "0", "at least 1"));
+  if (options.stride < 1) throw ValueError(describe("samples per round", "0", "at least 1"));
   if (options.depth < 1) throw ValueError(describe("maximum number of ready batches", "0", "at least 1"));
   const auto samples = static_cast<std::uint64_t>(options.share.samples);
-  if (options.share.samples < 1 || options.share.offset > options.stride || samples > options.stride - options.share.offset)
+  if (options.share.samples < 1 || options.share.offset > options.stride ||
+      samples > options.stride - options.share.offset)
     throw ValueError(describe("share of a round",
                               fmt::format("{} samples from {}", options.share.samples, options.share.offset),
                               fmt::format("a range within the {} samples of a round", options.stride),
@@ -81,7 +81,8 @@ void Prefetcher::next(Batch& batch) {
     changed_.wait(lock, [&] { return stopped_ || made_ > taken_ || error_; });
     if (made_ <= taken_ && error_) std::rethrow_exception(error_);
     if (stopped_)
-      throw StateError(describe("prefetcher", "next after stop", "", "create another prefetcher at its position()"));
+      throw StateError(
+          describe("prefetcher", "next after stop", "", "create another prefetcher at its position()"));
     std::swap(batch, ring_[taken_ % options_.depth]);
     ++taken_;
   }

@@ -7,8 +7,8 @@
 #include <utility>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/philox.h"  // plain integers: nothing of Torch in it
+#include "penstock/errors.h"
 #include "penstock/train/data/keyed_permutation.h"
 
 namespace penstock::train {
@@ -24,10 +24,15 @@ void check_enough_tokens(const TokenAmount& amount, std::int64_t context) {
   if (amount.tokens >= least) return;
   std::string remedy = "give more text or lower model.context";
   // The smallest sufficient fraction, in thousandths.
-  const std::uint64_t thousandths = amount.of_tokens == 0 ? 1000 : (1000 * least + amount.of_tokens - 1) / amount.of_tokens;
+  const std::uint64_t thousandths =
+      amount.of_tokens == 0 ? 1000 : (1000 * least + amount.of_tokens - 1) / amount.of_tokens;
   if (amount.split == DataSplit::Validation && thousandths <= 500)
-    remedy = fmt::format("raise data.validation_fraction to {}, or train without validation (--validation_fraction 0 --validate_every 0)", static_cast<double>(thousandths) / 1000);
-  throw ConfigError(describe(amount.name, fmt::format("{}", amount.tokens), fmt::format("more than the context of {}", context), remedy));
+    remedy = fmt::format(
+        "raise data.validation_fraction to {}, or train without validation (--validation_fraction 0 "
+        "--validate_every 0)",
+        static_cast<double>(thousandths) / 1000);
+  throw ConfigError(describe(amount.name, fmt::format("{}", amount.tokens),
+                             fmt::format("more than the context of {}", context), remedy));
 }
 
 Sampler::Sampler(std::shared_ptr<const TokenDataset> dataset, SamplerOptions options)
@@ -35,7 +40,11 @@ Sampler::Sampler(std::shared_ptr<const TokenDataset> dataset, SamplerOptions opt
   if (options_.context < 1)
     throw ValueError(describe("context", fmt::format("{}", options_.context), "a number of at least 1"));
   const auto context = static_cast<std::uint64_t>(options_.context);
-  check_enough_tokens({.name = dataset_->name(), .split = dataset_->split(), .tokens = dataset_->tokens(), .of_tokens = dataset_->tokens_of_all_splits()}, options_.context);
+  check_enough_tokens({.name = dataset_->name(),
+                       .split = dataset_->split(),
+                       .tokens = dataset_->tokens(),
+                       .of_tokens = dataset_->tokens_of_all_splits()},
+                      options_.context);
   windows_ = dataset_->tokens() / context;
 }
 
@@ -57,14 +66,16 @@ void Sampler::sample(std::uint64_t position, std::span<std::int64_t> tokens, std
                      std::span<std::int64_t> documents) const {
   const auto context = static_cast<std::size_t>(options_.context);
   if (tokens.size() != context || targets.size() != context || documents.size() != context)
-    throw ValueError(describe("buffers for a sample", fmt::format("{}, {}, {}", tokens.size(), targets.size(), documents.size()),
+    throw ValueError(describe("buffers for a sample",
+                              fmt::format("{}, {}, {}", tokens.size(), targets.size(), documents.size()),
                               fmt::format("{} elements each, the context", context)));
   const std::uint64_t first = first_token(position);
   // Includes the token after the last one: document numbers can be compared only within one call of read().
   std::vector<std::int64_t> read_tokens(context + 1), read_documents(context + 1);
   // First the part up to the end of the ring, then the part from its beginning, which counts as other
   // documents.
-  const auto before = static_cast<std::size_t>(std::min<std::uint64_t>(context + 1, dataset_->tokens() - first));
+  const auto before =
+      static_cast<std::size_t>(std::min<std::uint64_t>(context + 1, dataset_->tokens() - first));
   dataset_->read(first, std::span(read_tokens).first(before), std::span(read_documents).first(before));
   dataset_->read(0, std::span(read_tokens).subspan(before), std::span(read_documents).subspan(before));
   for (std::size_t i = before; i <= context; ++i) read_documents[i] += dataset_->document_numbers();
@@ -76,7 +87,8 @@ void Sampler::sample(std::uint64_t position, std::span<std::int64_t> tokens, std
 }
 
 void Sampler::fill(std::uint64_t position, std::int64_t samples, Batch& batch) const {
-  if (samples < 1) throw ValueError(describe("samples per batch", fmt::format("{}", samples), "a number of at least 1"));
+  if (samples < 1)
+    throw ValueError(describe("samples per batch", fmt::format("{}", samples), "a number of at least 1"));
   const auto context = static_cast<std::size_t>(options_.context);
   const auto count = static_cast<std::size_t>(samples);
   batch.position = position;
@@ -86,14 +98,17 @@ void Sampler::fill(std::uint64_t position, std::int64_t samples, Batch& batch) c
   batch.targets.resize(count * context);
   batch.documents.resize(count * context);
   for (std::size_t i = 0; i < count; ++i) {
-    const auto row = [&](std::vector<std::int64_t>& values) { return std::span(values).subspan(i * context, context); };
+    const auto row = [&](std::vector<std::int64_t>& values) {
+      return std::span(values).subspan(i * context, context);
+    };
     sample(position + i, row(batch.tokens), row(batch.targets), row(batch.documents));
   }
 }
 
 SampleShare sample_share(std::int64_t samples, int dp_rank, int dp) {
   if (dp < 1 || dp_rank < 0 || dp_rank >= dp)
-    throw ValueError(describe("data-parallel rank", fmt::format("{} of {}", dp_rank, dp), "a rank from 0 to the number of ranks minus 1"));
+    throw ValueError(describe("data-parallel rank", fmt::format("{} of {}", dp_rank, dp),
+                              "a rank from 0 to the number of ranks minus 1"));
   if (samples < 1 || samples % dp != 0)
     throw ValueError(describe("samples per round", fmt::format("{}", samples),
                               fmt::format("a positive multiple of the {} data-parallel ranks", dp)));

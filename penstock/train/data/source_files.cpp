@@ -14,10 +14,10 @@
 #include <system_error>
 #include <utility>
 
-#include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/checksum.h"
+#include "penstock/base/describe.h"
 #include "penstock/base/text.h"
+#include "penstock/errors.h"
 
 namespace penstock::train {
 
@@ -25,7 +25,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr const char* kSourceRemedy = "repair or remove it, or set data.skip_bad_files (--skip-bad-files) to skip it";
+constexpr const char* kSourceRemedy =
+    "repair or remove it, or set data.skip_bad_files (--skip-bad-files) to skip it";
 
 // Device and inode of a file, which identify it whatever its path.
 using Identity = std::pair<std::uint64_t, std::uint64_t>;
@@ -97,7 +98,8 @@ class Search {
 
   bool wanted(const fs::path& path) const {
     if (extensions_.empty()) return true;
-    return std::find(extensions_.begin(), extensions_.end(), to_lower(path.extension().string())) != extensions_.end();
+    return std::find(extensions_.begin(), extensions_.end(), to_lower(path.extension().string())) !=
+           extensions_.end();
   }
 
   const SourceOptions& options_;
@@ -156,8 +158,8 @@ std::vector<fs::path> default_source_paths() {
 }
 
 const std::vector<std::string>& cpp_extensions() {
-  static const std::vector<std::string> kExtensions = {".h",   ".hh",  ".hpp", ".hxx", ".inl", ".ipp", ".tcc", ".c",
-                                                       ".cc",  ".cpp", ".cxx", ".cu",  ".cuh", ""};
+  static const std::vector<std::string> kExtensions = {".h", ".hh", ".hpp", ".hxx", ".inl", ".ipp", ".tcc",
+                                                       ".c", ".cc", ".cpp", ".cxx", ".cu",  ".cuh", ""};
   return kExtensions;
 }
 
@@ -173,7 +175,8 @@ SourceList find_sources(const SourceOptions& options) {
                                  "set data.sources (--source) to files or folders"));
   }
   effective.paths = expand_patterns(effective.paths);
-  std::vector<std::string> extensions = defaults && options.extensions.empty() ? cpp_extensions() : options.extensions;
+  std::vector<std::string> extensions =
+      defaults && options.extensions.empty() ? cpp_extensions() : options.extensions;
   for (std::string& extension : extensions) {
     extension = to_lower(extension);
     if (!extension.empty() && extension.front() != '.') extension.insert(0, 1, '.');
@@ -185,9 +188,11 @@ SourceList find_sources(const SourceOptions& options) {
   if (options.cap_bytes > 0) apply_cap(list, options.cap_bytes);
   for (const SourceFile& file : list.files) list.bytes += file.bytes;
   if (list.files.empty())
-    throw ConfigError(describe("source files", list.too_large + list.bad.size() == 0
+    throw ConfigError(describe("source files",
+                               list.too_large + list.bad.size() == 0
                                    ? std::string("none")
-                                   : fmt::format("none ({} larger than {}, {} unusable)", list.too_large, format_bytes(list.max_file_bytes), list.bad.size()),
+                                   : fmt::format("none ({} larger than {}, {} unusable)", list.too_large,
+                                                 format_bytes(list.max_file_bytes), list.bad.size()),
                                "at least one file", "give other paths, extensions or limits"));
   return list;
 }
@@ -206,7 +211,9 @@ std::vector<fs::path> expand_patterns(const std::vector<fs::path>& paths) {
     } found;
     const int result = ::glob(path.c_str(), 0, nullptr, &found.names);
     if (result != 0)
-      throw ConfigError(describe(fmt::format("{}: source", path.string()), result == GLOB_NOMATCH ? "a pattern that matches nothing" : "a pattern whose folders cannot be read",
+      throw ConfigError(describe(fmt::format("{}: source", path.string()),
+                                 result == GLOB_NOMATCH ? "a pattern that matches nothing"
+                                                        : "a pattern whose folders cannot be read",
                                  "files or folders that can be read", "give another path"));
     for (std::size_t i = 0; i < found.names.gl_pathc; ++i) all.emplace_back(found.names.gl_pathv[i]);
   }
@@ -215,7 +222,8 @@ std::vector<fs::path> expand_patterns(const std::vector<fs::path>& paths) {
 
 void read_source(const SourceFile& file, const std::function<void(std::string_view)>& piece) {
   const auto refuse = [&](const std::string& why) {
-    throw ConfigError(describe(fmt::format("{}: source file", file.path.string()), why, "text", kSourceRemedy));
+    throw ConfigError(
+        describe(fmt::format("{}: source file", file.path.string()), why, "text", kSourceRemedy));
   };
   struct Descriptor {
     int number;
@@ -227,7 +235,9 @@ void read_source(const SourceFile& file, const std::function<void(std::string_vi
   std::vector<char> buffer(std::size_t{1} << 20);
   std::uint64_t done = 0;
   while (!file.cut || done < file.bytes) {
-    const std::size_t wanted = file.cut ? static_cast<std::size_t>(std::min<std::uint64_t>(buffer.size(), file.bytes - done)) : buffer.size();
+    const std::size_t wanted =
+        file.cut ? static_cast<std::size_t>(std::min<std::uint64_t>(buffer.size(), file.bytes - done))
+                 : buffer.size();
     const ::ssize_t count = ::read(opened.number, buffer.data(), wanted);
     if (count < 0 && errno == EINTR) continue;
     if (count < 0) refuse(std::strerror(errno));

@@ -22,7 +22,8 @@
 namespace penstock::train {
 
 struct SourceOptions {
-  std::vector<std::filesystem::path> paths;  // empty: default_source_paths(), whose bad files are always skipped
+  std::vector<std::filesystem::path>
+      paths;  // empty: default_source_paths(), whose bad files are always skipped
   // With the dot, any case; "" for names without one (the C++ standard headers). Empty: all files of a given
   // path, and C++ files for the default paths. A file that is given itself is used whatever its extension.
   std::vector<std::string> extensions;

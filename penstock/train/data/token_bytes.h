@@ -19,7 +19,8 @@ T number_from(const std::uint8_t* bytes) {
 // Reads out.size() consecutive numbers of type T.
 template <class T>
 void widen(const std::uint8_t* from, std::span<std::int64_t> out) {
-  for (std::size_t i = 0; i < out.size(); ++i) out[i] = static_cast<std::int64_t>(number_from<T>(from + i * sizeof(T)));
+  for (std::size_t i = 0; i < out.size(); ++i)
+    out[i] = static_cast<std::int64_t>(number_from<T>(from + i * sizeof(T)));
 }
 
 }  // namespace penstock::train

@@ -8,9 +8,9 @@
 #include <system_error>
 #include <utility>
 
+#include "penstock/base/checksum.h"
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/base/checksum.h"
 
 namespace penstock::train {
 
@@ -28,7 +28,8 @@ const char* to_text(DataSplit split) {
 
 bool has_shards(const std::filesystem::path& folder) {
   std::error_code error;
-  for (std::filesystem::directory_iterator entry(folder, error), end; !error && entry != end; entry.increment(error))
+  for (std::filesystem::directory_iterator entry(folder, error), end; !error && entry != end;
+       entry.increment(error))
     if (entry->path().extension() == kShardExtension) return true;
   return false;
 }
@@ -36,7 +37,8 @@ bool has_shards(const std::filesystem::path& folder) {
 std::vector<std::filesystem::path> shard_files(const std::filesystem::path& folder) {
   std::vector<std::filesystem::path> files;
   std::error_code error;
-  for (std::filesystem::directory_iterator entry(folder, error), end; !error && entry != end; entry.increment(error)) {
+  for (std::filesystem::directory_iterator entry(folder, error), end; !error && entry != end;
+       entry.increment(error)) {
     if (entry->path().extension() == kShardExtension) files.push_back(entry->path());
   }
   if (error)
@@ -59,13 +61,20 @@ TokenSources open_shards(const std::filesystem::path& folder) {
 TokenDataset::TokenDataset(TokenSources sources, DataSplit split, double validation_fraction)
     : sources_(std::move(sources)), split_(split) {
   if (sources_.empty()) throw ValueError(describe("dataset", "no token sources", "at least one source"));
-  std::string identity = fmt::format("{} {:a}", to_text(split), split == DataSplit::All ? 0.0 : validation_fraction);
+  std::string identity =
+      fmt::format("{} {:a}", to_text(split), split == DataSplit::All ? 0.0 : validation_fraction);
   DocumentSplit cut(split == DataSplit::All ? 0 : validation_fraction);
-  const auto end_text = [](const TokenSource& source) { return source.end_of_document() ? fmt::format("end of document {}", *source.end_of_document()) : std::string("no end of document"); };
+  const auto end_text = [](const TokenSource& source) {
+    return source.end_of_document() ? fmt::format("end of document {}", *source.end_of_document())
+                                    : std::string("no end of document");
+  };
   for (const auto& source : sources_) {
-    if (source->vocabulary() != vocabulary() || source->end_of_document() != sources_.front()->end_of_document())
-      throw ConfigError(describe(fmt::format("{}: vocabulary", source->name()), fmt::format("{} with {}", source->vocabulary(), end_text(*source)),
-                                 fmt::format("{} with {} as in {}", vocabulary(), end_text(*sources_.front()), sources_.front()->name()),
+    if (source->vocabulary() != vocabulary() ||
+        source->end_of_document() != sources_.front()->end_of_document())
+      throw ConfigError(describe(fmt::format("{}: vocabulary", source->name()),
+                                 fmt::format("{} with {}", source->vocabulary(), end_text(*source)),
+                                 fmt::format("{} with {} as in {}", vocabulary(), end_text(*sources_.front()),
+                                             sources_.front()->name()),
                                  "train on files of one tokenizer"));
     identity += fmt::format(" {:016x}", source->fingerprint());
     if (source->ends_are_in_tokens()) numbers_each_ = std::int64_t{1} << 32;
@@ -91,8 +100,9 @@ TokenDataset::TokenDataset(TokenSources sources, DataSplit split, double validat
   }
   if (spans_.empty())
     throw ConfigError(describe(name(), "none", "at least one token",
-                               split == DataSplit::Validation ? "raise data.validation_fraction or give more text"
-                                                          : "lower data.validation_fraction or give more text"));
+                               split == DataSplit::Validation
+                                   ? "raise data.validation_fraction or give more text"
+                                   : "lower data.validation_fraction or give more text"));
   fingerprint_ = checksum64(identity);
 }
 
@@ -102,11 +112,13 @@ std::shared_ptr<const TokenDataset> TokenDataset::open(const std::filesystem::pa
 }
 
 std::string TokenDataset::name() const {
-  return fmt::format("{}tokens of {}{}", split_ == DataSplit::All ? "" : fmt::format("{} ", to_text(split_)), sources_.front()->name(),
+  return fmt::format("{}tokens of {}{}", split_ == DataSplit::All ? "" : fmt::format("{} ", to_text(split_)),
+                     sources_.front()->name(),
                      sources_.size() == 1 ? "" : fmt::format(" and {} more", sources_.size() - 1));
 }
 
-void TokenDataset::read(std::uint64_t begin, std::span<std::int64_t> tokens, std::span<std::int64_t> documents) const {
+void TokenDataset::read(std::uint64_t begin, std::span<std::int64_t> tokens,
+                        std::span<std::int64_t> documents) const {
   if (tokens.size() != documents.size())
     throw ValueError(describe("buffer for documents", fmt::format("{}", documents.size()),
                               fmt::format("the size of the token buffer, {}", tokens.size())));
@@ -119,7 +131,8 @@ void TokenDataset::read(std::uint64_t begin, std::span<std::int64_t> tokens, std
   for (std::size_t done = 0; done < tokens.size(); ++span) {
     const std::uint64_t end = std::next(span) == spans_.end() ? tokens_ : std::next(span)->begin;
     const std::uint64_t inside = begin + done - span->begin;
-    const auto count = static_cast<std::size_t>(std::min<std::uint64_t>(tokens.size() - done, end - begin - done));
+    const auto count =
+        static_cast<std::size_t>(std::min<std::uint64_t>(tokens.size() - done, end - begin - done));
     const TokenSource& source = *sources_[span->source];
     source.read(span->source_begin + inside, tokens.subspan(done, count));
     std::int64_t number = (span - spans_.begin()) * numbers_each_;

@@ -7,9 +7,9 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/base/checksum.h"
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/base/checksum.h"
 #include "penstock/train/data/map_data_file.h"
 #include "penstock/train/data/token_bytes.h"
 
@@ -32,14 +32,19 @@ std::shared_ptr<const TokenShard> TokenShard::over(std::span<const std::uint8_t>
 }
 
 TokenShard::TokenShard(MappedFile file, std::span<const std::uint8_t> bytes, std::string name)
-    : file_(std::move(file)), bytes_(bytes), name_(std::move(name)), header_(decode_shard_header(bytes, name_)) {
+    : file_(std::move(file)),
+      bytes_(bytes),
+      name_(std::move(name)),
+      header_(decode_shard_header(bytes, name_)) {
   if (bytes_.size() != header_.file_bytes())
-    throw ConfigError(describe(fmt::format("{}: size of the file", name_), fmt::format("{} bytes", bytes_.size()),
+    throw ConfigError(describe(fmt::format("{}: size of the file", name_),
+                               fmt::format("{} bytes", bytes_.size()),
                                fmt::format("{} according to its header", header_.file_bytes()), kRemedy));
   const std::uint64_t table = checksum64(bytes_.subspan(header_.table_offset()));
   if (table != header_.table_checksum)
     throw ConfigError(describe(fmt::format("{}: the table of checksums is damaged: checksum", name_),
-                               fmt::format("{:016x}", table), fmt::format("{:016x}", header_.table_checksum), kRemedy));
+                               fmt::format("{:016x}", table), fmt::format("{:016x}", header_.table_checksum),
+                               kRemedy));
   fingerprint_ = checksum64(bytes_.first(kShardHeaderBytes));
   checked_ = std::make_unique<std::atomic<bool>[]>(header_.blocks());
   check_documents();
@@ -57,31 +62,35 @@ void TokenShard::check_documents() const {
   for (std::uint64_t i = 0; i < header_.documents; ++i) {
     const std::uint64_t end = number_at(header_.documents_offset() + 16 * i);
     if (end <= begin || end > header_.tokens)
-      throw ConfigError(describe(fmt::format("{}: end of document {}", name_, i), fmt::format("token {}", end),
+      throw ConfigError(describe(fmt::format("{}: end of document {}", name_, i),
+                                 fmt::format("token {}", end),
                                  fmt::format("a token from {} to {}", begin + 1, header_.tokens), kRemedy));
     begin = end;
   }
   if (begin != header_.tokens)
-    throw ConfigError(describe(fmt::format("{}: end of the last document", name_), fmt::format("token {}", begin),
+    throw ConfigError(describe(fmt::format("{}: end of the last document", name_),
+                               fmt::format("token {}", begin),
                                fmt::format("the number of tokens, {}", header_.tokens), kRemedy));
 }
 
 void TokenShard::check_blocks(std::uint64_t begin, std::uint64_t end) const {
   if (begin >= end) return;
   const std::uint64_t last = (end - 1 - kShardHeaderBytes) / header_.block_bytes;
-  for (std::uint64_t block = (begin - kShardHeaderBytes) / header_.block_bytes; block <= last; ++block) check_block(block);
+  for (std::uint64_t block = (begin - kShardHeaderBytes) / header_.block_bytes; block <= last; ++block)
+    check_block(block);
 }
 
 void TokenShard::check_block(std::uint64_t block) const {
-  if (checked_[block].load(std::memory_order_relaxed)) return;  // the bytes never change, so no ordering is needed
+  if (checked_[block].load(std::memory_order_relaxed))
+    return;  // the bytes never change, so no ordering is needed
   const std::uint64_t offset = kShardHeaderBytes + block * header_.block_bytes;
   const std::uint64_t size = std::min(header_.block_bytes, header_.table_offset() - offset);
   const std::uint64_t actual = checksum64(bytes_.subspan(offset, size));
   const std::uint64_t expected = number_at(header_.table_offset() + 8 * block);
   if (actual != expected)
-    throw ConfigError(describe(
-        fmt::format("{}: bytes {} to {} are damaged: checksum", name_, offset, offset + size - 1),
-        fmt::format("{:016x}", actual), fmt::format("{:016x}", expected), kRemedy));
+    throw ConfigError(
+        describe(fmt::format("{}: bytes {} to {} are damaged: checksum", name_, offset, offset + size - 1),
+                 fmt::format("{:016x}", actual), fmt::format("{:016x}", expected), kRemedy));
   checked_[block].store(true, std::memory_order_relaxed);
 }
 
@@ -112,7 +121,8 @@ std::uint64_t TokenShard::document_of(std::uint64_t token) const {
 
 void TokenShard::read(std::uint64_t begin, std::span<std::int64_t> out) const {
   if (begin > header_.tokens || out.size() > header_.tokens - begin)
-    throw ValueError(describe(fmt::format("{}: tokens to read", name_), fmt::format("{} from {}", out.size(), begin),
+    throw ValueError(describe(fmt::format("{}: tokens to read", name_),
+                              fmt::format("{} from {}", out.size(), begin),
                               fmt::format("a range within the {} tokens", header_.tokens)));
   const std::uint64_t offset = kShardHeaderBytes + begin * header_.token_bytes;
   check_blocks(offset, offset + out.size() * header_.token_bytes);
@@ -127,7 +137,8 @@ void TokenShard::read(std::uint64_t begin, std::span<std::int64_t> out) const {
   for (std::size_t i = 0; i < out.size(); ++i) {
     if (static_cast<std::uint64_t>(out[i]) >= header_.vocabulary)
       throw ConfigError(describe(fmt::format("{}: token {}", name_, begin + i), fmt::format("{}", out[i]),
-                                 fmt::format("a number below the vocabulary of {}", header_.vocabulary), kRemedy));
+                                 fmt::format("a number below the vocabulary of {}", header_.vocabulary),
+                                 kRemedy));
   }
 }
 

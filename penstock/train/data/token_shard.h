@@ -64,7 +64,8 @@ class TokenShard final : public TokenSource {
   std::string name_;
   TokenShardHeader header_;
   std::uint64_t fingerprint_ = 0;
-  std::unique_ptr<std::atomic<bool>[]> checked_;  // per block; two threads may harmlessly check the same block
+  std::unique_ptr<std::atomic<bool>[]>
+      checked_;  // per block; two threads may harmlessly check the same block
 };
 
 }  // namespace penstock::train

@@ -6,9 +6,9 @@
 #include <bit>
 #include <cstring>
 
+#include "penstock/base/checksum.h"
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/base/checksum.h"
 
 namespace penstock::train {
 
@@ -87,11 +87,13 @@ TokenShardHeader decode_shard_header(std::span<const std::uint8_t> bytes, std::s
   // Before the checksum: another version may store its checksum elsewhere.
   if (const auto version = load<std::uint32_t>(bytes, 8); version != kShardVersion)
     refuse("version of the token shard", fmt::format("{}", version), fmt::format("{}", kShardVersion),
-           version > kShardVersion ? "it was written by a newer version of Penstock: use that version, or make the shards again" : kFormatRemedy);
+           version > kShardVersion
+               ? "it was written by a newer version of Penstock: use that version, or make the shards again"
+               : kFormatRemedy);
   const std::uint64_t actual = checksum64(bytes.first(kChecksumOffset));
   if (const auto expected = load<std::uint64_t>(bytes, kChecksumOffset); actual != expected)
-    refuse("the header is damaged: checksum", fmt::format("{:016x}", actual), fmt::format("{:016x}", expected),
-           kFormatRemedy);
+    refuse("the header is damaged: checksum", fmt::format("{:016x}", actual),
+           fmt::format("{:016x}", expected), kFormatRemedy);
   TokenShardHeader header;
   header.token_bytes = load<std::uint32_t>(bytes, 12);
   header.vocabulary = load<std::uint64_t>(bytes, 16);

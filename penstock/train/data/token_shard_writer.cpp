@@ -11,9 +11,9 @@
 #include <system_error>
 #include <utility>
 
+#include "penstock/base/checksum.h"
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/base/checksum.h"
 
 namespace penstock::train {
 
@@ -21,7 +21,8 @@ TokenShardWriter::TokenShardWriter(std::filesystem::path path, const TokenShardO
     : path_(std::move(path)), temporary_(fmt::format("{}.tmp-{}", path_.string(), ::getpid())) {
   header_.vocabulary = options.vocabulary;
   header_.end_of_document = options.end_of_document;
-  header_.token_bytes = options.token_bytes == 0 ? least_token_bytes(options.vocabulary) : options.token_bytes;
+  header_.token_bytes =
+      options.token_bytes == 0 ? least_token_bytes(options.vocabulary) : options.token_bytes;
   header_.block_bytes = options.block_bytes;
   TokenShardHeader with_counts = header_;
   with_counts.tokens = with_counts.documents = 1;
@@ -79,23 +80,27 @@ void TokenShardWriter::add_document(std::span<const std::uint32_t> tokens, std::
 }
 
 void TokenShardWriter::add_tokens(std::span<const std::uint32_t> tokens) {
-  if (finished_) throw StateError(describe("token shard", "a document after finish", "", "create another writer"));
+  if (finished_)
+    throw StateError(describe("token shard", "a document after finish", "", "create another writer"));
   if (header_.tokens + tokens.size() + 1 > kMostShardTokens)
     throw ValueError(describe("tokens per shard", "more than 2^48", "", "start another shard"));
   // Everything is checked before anything is written.
   for (std::size_t i = 0; i < tokens.size(); ++i) {
     if (tokens[i] >= header_.vocabulary || tokens[i] == header_.end_of_document)
-      throw ValueError(describe(fmt::format("token {} of document {}", i, header_.documents), fmt::format("{}", tokens[i]),
-                                fmt::format("a token below the vocabulary of {} other than the end-of-document token ({})",
-                                            header_.vocabulary, header_.end_of_document),
-                                "pass one document at a time, in tokens of this vocabulary"));
+      throw ValueError(
+          describe(fmt::format("token {} of document {}", i, header_.documents), fmt::format("{}", tokens[i]),
+                   fmt::format("a token below the vocabulary of {} other than the end-of-document token ({})",
+                               header_.vocabulary, header_.end_of_document),
+                   "pass one document at a time, in tokens of this vocabulary"));
   }
   inside_ = true;
   put(tokens);
 }
 
 void TokenShardWriter::end_document(std::uint64_t key) {
-  if (!inside_) throw StateError(describe("token shard", "the end of a document that was not started", "", "call add_tokens first"));
+  if (!inside_)
+    throw StateError(
+        describe("token shard", "the end of a document that was not started", "", "call add_tokens first"));
   put({&header_.end_of_document, 1});
   inside_ = false;
   ++header_.documents;
@@ -113,9 +118,11 @@ void TokenShardWriter::put(std::span<const std::uint32_t> tokens) {
 
 TokenShardHeader TokenShardWriter::finish() {
   if (finished_) throw StateError(describe("token shard", "a second call of finish", "one call"));
-  if (inside_) throw StateError(describe("token shard", "finish inside a document", "", "call end_document first"));
+  if (inside_)
+    throw StateError(describe("token shard", "finish inside a document", "", "call end_document first"));
   if (header_.documents == 0)
-    throw StateError(describe("token shard", "no document", "at least one document", "add documents before finish"));
+    throw StateError(
+        describe("token shard", "no document", "at least one document", "add documents before finish"));
   const std::array<std::uint8_t, 8> zeros{};
   append(zeros.data(), header_.documents_offset() - kShardHeaderBytes - header_.tokens * header_.token_bytes);
   append(documents_.data(), documents_.size() * sizeof(std::uint64_t));
@@ -132,7 +139,8 @@ TokenShardHeader TokenShardWriter::finish() {
   if (::rename(temporary_.c_str(), path_.c_str()) != 0) fail("cannot be renamed");
   finished_ = true;
   // The name is durable only after its folder is synced.
-  const std::filesystem::path folder = path_.has_parent_path() ? path_.parent_path() : std::filesystem::path(".");
+  const std::filesystem::path folder =
+      path_.has_parent_path() ? path_.parent_path() : std::filesystem::path(".");
   const int directory = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (directory < 0) fail("its folder cannot be opened");
   const int synced = ::fsync(directory);

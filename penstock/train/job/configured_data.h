@@ -12,11 +12,11 @@
 #include <optional>
 #include <string>
 
-#include "penstock/world.h"
-#include "penstock/train_config.h"
 #include "penstock/train/data/data_files.h"
-#include "penstock/train/job/job.h"
 #include "penstock/train/data/source_files.h"
+#include "penstock/train/job/job.h"
+#include "penstock/train_config.h"
+#include "penstock/world.h"
 
 namespace penstock::train {
 
@@ -49,6 +49,7 @@ std::string check_data(const TrainConfig& config, DataCheck check, const DataChe
 // do not apply. `stop` becomes true when the ranks cannot wait any longer because one of them is gone: the
 // work should then throw. An error of the work is thrown on every rank.
 using LongWork = std::function<void(const std::atomic<bool>& stop)>;
-void run_on_first_rank(const comm::World& world, const std::string& topic, std::chrono::milliseconds between, const LongWork& work);
+void run_on_first_rank(const comm::World& world, const std::string& topic, std::chrono::milliseconds between,
+                       const LongWork& work);
 
 }  // namespace penstock::train

@@ -1,7 +1,7 @@
 // Finds where NaN or infinity first appeared, for the error message of a run that stops because of them.
 //
-//   std::optional<NonFiniteOrigin> place = earliest(world, bad_parameter(layout, model));  // the same on every rank
-//   if (!place) {
+//   std::optional<NonFiniteOrigin> place = earliest(world, bad_parameter(layout, model));  // the same on
+//   every rank if (!place) {
 //     OperatorWatch watch(layout, model);
 //     watch.begin_run(0);
 //     {
@@ -27,11 +27,11 @@
 #include <string>
 #include <vector>
 
-#include "penstock/world.h"
-#include "penstock/optimizer.h"
 #include "penstock/mode.h"
+#include "penstock/optimizer.h"
 #include "penstock/train/job/layout.h"
 #include "penstock/train/job/model_stages.h"
+#include "penstock/world.h"
 
 namespace penstock::train {
 
@@ -65,9 +65,9 @@ class OperatorWatch final : public Mode {
   const std::optional<NonFiniteOrigin>& found() const { return found_; }
 
  private:
-  struct Seen {  // in a tensor
-    bool bad = false;        // NaN or plus infinity
-    bool minus = false;      // minus infinity
+  struct Seen {          // in a tensor
+    bool bad = false;    // NaN or plus infinity
+    bool minus = false;  // minus infinity
   };
   static Seen look(const at::Tensor& tensor);
   // Returns the name of the parameter that the tensor is or is a view of; empty if none.
@@ -80,7 +80,7 @@ class OperatorWatch final : public Mode {
   int stages_;
   std::int64_t run_ = 0, runs_ = 1;
   std::int64_t microbatch_ = -1, stage_ = -1, order_ = 0;
-  std::string last_parameter_;                     // last one used by an operator in this forward
+  std::string last_parameter_;  // last one used by an operator in this forward
   std::optional<NonFiniteOrigin> found_;
 };
 

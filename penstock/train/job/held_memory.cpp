@@ -7,11 +7,11 @@
 #include <set>
 
 #include "penstock/fully_shard.h"
-#include "penstock/shard/state/shard_info.h"
 #include "penstock/shard/state/shard_context.h"
+#include "penstock/shard/state/shard_info.h"
 #include "penstock/torch/tree/distributed_type.h"
-#include "penstock/train/job/replica_gradient_sync.h"
 #include "penstock/train/job/model_stages.h"
+#include "penstock/train/job/replica_gradient_sync.h"
 
 namespace penstock::train {
 
@@ -36,7 +36,8 @@ void reset_gathered_peaks(const ModelStages& model) {
     if (group->has_context()) group->context().reset_peak();
 }
 
-HeldMemory held_memory(const ModelStages& model, const optim::Optimizer& optimizer, const ReplicaGradientSync& sync) {
+HeldMemory held_memory(const ModelStages& model, const optim::Optimizer& optimizer,
+                       const ReplicaGradientSync& sync) {
   HeldMemory held;
   std::int64_t reduced = 0;
   for (const optim::NamedParameter& parameter : model.parameters()) {
@@ -49,7 +50,8 @@ HeldMemory held_memory(const ModelStages& model, const optim::Optimizer& optimiz
   }
   // The second leaf of a tied weight has its own gradient; its shard, if any, belongs to its group.
   const ModelStages::TiedWeight& tied = model.tied();
-  if (tied.embed.defined() && tied.head.defined()) (shard_of(tied.head) ? reduced : held.gradients) += local_bytes(tied.head.grad());
+  if (tied.embed.defined() && tied.head.defined())
+    (shard_of(tied.head) ? reduced : held.gradients) += local_bytes(tied.head.grad());
   held.gradients += sync.buffer_bytes();
   std::map<ShardContext*, std::int64_t> by_context;  // gathered now
   for (ShardGroup* group : groups_of(model)) {
@@ -64,8 +66,10 @@ HeldMemory held_memory(const ModelStages& model, const optim::Optimizer& optimiz
     held.pooled += static_cast<std::int64_t>(context->pool().held_bytes());
     held.gathered_peak = std::max(held.gathered_peak, held.gathered - now + context->peak_gathered_bytes());
   }
-  for (const optim::NamedTensor& entry : optimizer.state().tensors) held.optimizer += local_bytes(entry.tensor);
-  held.in_memory = held.parameters + held.gradients + held.optimizer + (held.pooled > 0 ? held.pooled : held.gathered + reduced);
+  for (const optim::NamedTensor& entry : optimizer.state().tensors)
+    held.optimizer += local_bytes(entry.tensor);
+  held.in_memory = held.parameters + held.gradients + held.optimizer +
+                   (held.pooled > 0 ? held.pooled : held.gathered + reduced);
   held.gradients += reduced;
   return held;
 }

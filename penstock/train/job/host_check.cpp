@@ -6,15 +6,15 @@
 #include <limits>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/text.h"
-#include "penstock/world.h"
-#include "penstock/transformer_options.h"
-#include "penstock/torch/kernels/attention_scores.h"
+#include "penstock/errors.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
+#include "penstock/torch/kernels/attention_scores.h"
 #include "penstock/train/job/job.h"
 #include "penstock/train/job/model_stages.h"
 #include "penstock/train/job/process_memory.h"
+#include "penstock/transformer_options.h"
+#include "penstock/world.h"
 
 namespace penstock::train {
 
@@ -29,7 +29,9 @@ double block_parameters(const ModelConfig& model) {
   return 2 * width * width + 2 * keys * width + 3 * feed * width + 2 * width;
 }
 
-double embedding_parameters(const ModelConfig& model) { return static_cast<double>(model.vocabulary) * static_cast<double>(model.width); }
+double embedding_parameters(const ModelConfig& model) {
+  return static_cast<double>(model.vocabulary) * static_cast<double>(model.width);
+}
 
 double square(std::int64_t value) { return static_cast<double>(value) * static_cast<double>(value); }
 
@@ -38,14 +40,24 @@ std::string key_text(const char* key, std::int64_t value) { return fmt::format("
 void add_activations(MinimumMemory& need, const TrainConfig& config, double rows) {
   const ModelConfig& model = config.model;
   const double positions = rows * static_cast<double>(model.context);
-  need.parts.push_back({fmt::format("the logits of {:.0f} tokens, {}", positions, key_text("vocabulary", model.vocabulary)), "lower model.vocabulary, model.context or layout.microbatch_size",
-                        kFloat * positions * static_cast<double>(model.vocabulary) / static_cast<double>(config.layout.tp)});
-  need.parts.push_back({fmt::format("hidden states of {:.0f} tokens, {}", positions, key_text("width", model.width)), "lower model.width, model.context or layout.microbatch_size", kFloat * positions * static_cast<double>(model.width)});
+  need.parts.push_back(
+      {fmt::format("the logits of {:.0f} tokens, {}", positions, key_text("vocabulary", model.vocabulary)),
+       "lower model.vocabulary, model.context or layout.microbatch_size",
+       kFloat * positions * static_cast<double>(model.vocabulary) / static_cast<double>(config.layout.tp)});
+  need.parts.push_back(
+      {fmt::format("hidden states of {:.0f} tokens, {}", positions, key_text("width", model.width)),
+       "lower model.width, model.context or layout.microbatch_size",
+       kFloat * positions * static_cast<double>(model.width)});
   if (attention_materializes_scores())
-    need.parts.push_back({fmt::format("the attention scores of {}", key_text("context", model.context)), "lower model.context or layout.microbatch_size", kFloat * rows * static_cast<double>(model.heads) / static_cast<double>(config.layout.tp) * square(model.context)});
+    need.parts.push_back({fmt::format("the attention scores of {}", key_text("context", model.context)),
+                          "lower model.context or layout.microbatch_size",
+                          kFloat * rows * static_cast<double>(model.heads) /
+                              static_cast<double>(config.layout.tp) * square(model.context)});
   // One byte for each pair of tokens, computed from their document numbers.
   if (config.data.document_mask)
-    need.parts.push_back({fmt::format("the attention mask of {}", key_text("context", model.context)), "lower model.context, or set data.document_mask to false", rows * square(model.context)});
+    need.parts.push_back({fmt::format("the attention mask of {}", key_text("context", model.context)),
+                          "lower model.context, or set data.document_mask to false",
+                          rows * square(model.context)});
 }
 
 }  // namespace
@@ -62,11 +74,18 @@ MinimumMemory minimum_memory(const TrainConfig& config, std::int64_t ranks) {
   const double states = config.training.optimizer == "adamw" ? 2 : config.training.momentum > 0 ? 1 : 0;
   // Parameters, gradients and optimizer state; each group of `shard` replicas has one copy, distributed over
   // the pipeline and the tensor-parallel ranks. `ranks` of these are on this machine.
-  const double copies = static_cast<double>(layout.dp) / static_cast<double>(layout.shard) * static_cast<double>(ranks) / static_cast<double>(layout.ranks);
+  const double copies = static_cast<double>(layout.dp) / static_cast<double>(layout.shard) *
+                        static_cast<double>(ranks) / static_cast<double>(layout.ranks);
   const double each = kFloat * (2 + states) * copies;
   MinimumMemory need;
-  need.parts.push_back({fmt::format("blocks with gradients and optimizer, {} of {}", key_text("layers", model.layers), key_text("width", model.width)), "lower model.layers, model.width or model.feed_width", each * static_cast<double>(model.layers) * block_parameters(model)});
-  need.parts.push_back({fmt::format("the embedding with gradients and optimizer, {}", key_text("vocabulary", model.vocabulary)), "lower model.vocabulary or model.width", each * (model.tie_head ? 1 : 2) * embedding_parameters(model)});
+  need.parts.push_back({fmt::format("blocks with gradients and optimizer, {} of {}",
+                                    key_text("layers", model.layers), key_text("width", model.width)),
+                        "lower model.layers, model.width or model.feed_width",
+                        each * static_cast<double>(model.layers) * block_parameters(model)});
+  need.parts.push_back({fmt::format("the embedding with gradients and optimizer, {}",
+                                    key_text("vocabulary", model.vocabulary)),
+                        "lower model.vocabulary or model.width",
+                        each * (model.tie_head ? 1 : 2) * embedding_parameters(model)});
   // At least one microbatch is in flight somewhere; the rank of the last stage is unknown here.
   if (ranks == layout.ranks) add_activations(need, config, static_cast<double>(layout.microbatch_size));
   return need;
@@ -75,38 +94,63 @@ MinimumMemory minimum_memory(const TrainConfig& config, std::int64_t ranks) {
 MinimumMemory minimum_memory_of_parts(const TrainConfig& config) {
   const ModelConfig& model = config.model;
   MinimumMemory need;
-  need.parts.push_back({fmt::format("a block with its gradients, {}", key_text("width", model.width)), "lower model.width or model.feed_width", kFloat * 2 * block_parameters(model)});
-  need.parts.push_back({fmt::format("the embedding with its gradients, {}", key_text("vocabulary", model.vocabulary)), "lower model.vocabulary or model.width", kFloat * 2 * embedding_parameters(model)});
+  need.parts.push_back({fmt::format("a block with its gradients, {}", key_text("width", model.width)),
+                        "lower model.width or model.feed_width", kFloat * 2 * block_parameters(model)});
+  need.parts.push_back(
+      {fmt::format("the embedding with its gradients, {}", key_text("vocabulary", model.vocabulary)),
+       "lower model.vocabulary or model.width", kFloat * 2 * embedding_parameters(model)});
   add_activations(need, config, 1);
   // Parts are measured one after the other: only the largest must fit.
-  const auto largest = std::max_element(need.parts.begin(), need.parts.end(), [](const auto& a, const auto& b) { return a.bytes < b.bytes; });
+  const auto largest = std::max_element(need.parts.begin(), need.parts.end(),
+                                        [](const auto& a, const auto& b) { return a.bytes < b.bytes; });
   return {{*largest}};
 }
 
 MinimumMemory minimum_memory_of_capture(const TrainConfig& config) {
   const ModelConfig& model = config.model;
   MinimumMemory need;
-  need.parts.push_back({fmt::format("{} blocks of {}", model.layers, key_text("width", model.width)), "lower model.layers, model.width or model.feed_width", kFloat * static_cast<double>(model.layers) * block_parameters(model)});
-  need.parts.push_back({fmt::format("the embedding, {}", key_text("vocabulary", model.vocabulary)), "lower model.vocabulary or model.width", kFloat * (model.tie_head ? 1 : 2) * embedding_parameters(model)});
+  need.parts.push_back({fmt::format("{} blocks of {}", model.layers, key_text("width", model.width)),
+                        "lower model.layers, model.width or model.feed_width",
+                        kFloat * static_cast<double>(model.layers) * block_parameters(model)});
+  need.parts.push_back({fmt::format("the embedding, {}", key_text("vocabulary", model.vocabulary)),
+                        "lower model.vocabulary or model.width",
+                        kFloat * (model.tie_head ? 1 : 2) * embedding_parameters(model)});
   // One rotation of each pair of features at each position, and the tokens themselves.
-  need.parts.push_back({fmt::format("rotary positions, {}", key_text("context", model.context)), "lower model.context", kFloat * static_cast<double>(model.context) * static_cast<double>(model.width) / static_cast<double>(model.heads)});
-  need.parts.push_back({fmt::format("tokens and targets, layout.microbatch_size = {}", config.layout.microbatch_size), "lower layout.microbatch_size or model.context", 16.0 * static_cast<double>(config.layout.microbatch_size) * static_cast<double>(model.context)});
+  need.parts.push_back({fmt::format("rotary positions, {}", key_text("context", model.context)),
+                        "lower model.context",
+                        kFloat * static_cast<double>(model.context) * static_cast<double>(model.width) /
+                            static_cast<double>(model.heads)});
+  need.parts.push_back(
+      {fmt::format("tokens and targets, layout.microbatch_size = {}", config.layout.microbatch_size),
+       "lower layout.microbatch_size or model.context",
+       16.0 * static_cast<double>(config.layout.microbatch_size) * static_cast<double>(model.context)});
   return need;
 }
 
 void require_memory(const MinimumMemory& need, std::int64_t available_bytes) {
   const double bytes = need.bytes();
   if (available_bytes <= 0 || need.parts.empty() || bytes <= static_cast<double>(available_bytes)) return;
-  const auto text = [](double value) { return format_bytes(static_cast<std::uint64_t>(std::min(value, 9e18))); };
-  const auto largest = std::max_element(need.parts.begin(), need.parts.end(), [](const auto& a, const auto& b) { return a.bytes < b.bytes; });
-  throw ConfigError(describe("memory", fmt::format("a need of at least {}, {} of it for {}", text(bytes), text(largest->bytes), largest->what), fmt::format("at most the {} of this machine", text(static_cast<double>(available_bytes))), largest->remedy));
+  const auto text = [](double value) {
+    return format_bytes(static_cast<std::uint64_t>(std::min(value, 9e18)));
+  };
+  const auto largest = std::max_element(need.parts.begin(), need.parts.end(),
+                                        [](const auto& a, const auto& b) { return a.bytes < b.bytes; });
+  throw ConfigError(describe(
+      "memory",
+      fmt::format("a need of at least {}, {} of it for {}", text(bytes), text(largest->bytes), largest->what),
+      fmt::format("at most the {} of this machine", text(static_cast<double>(available_bytes))),
+      largest->remedy));
 }
 
 void require_precision(const TrainConfig& config, at::Device device) {
   const std::string& precision = config.training.precision;
-  if (precision == "fp32" || can_autocast(device.type(), precision == "bf16" ? at::kBFloat16 : at::kHalf)) return;
-  throw ConfigError(describe("training.precision", fmt::format("{} on {}", precision, device.is_cpu() ? "the CPU" : "this device"), device.is_cpu() ? "fp32 or bf16, with this LibTorch" : "fp32",
-                             device.is_cpu() ? "set training.precision to bf16, or train on a GPU" : "set training.precision to fp32"));
+  if (precision == "fp32" || can_autocast(device.type(), precision == "bf16" ? at::kBFloat16 : at::kHalf))
+    return;
+  throw ConfigError(describe("training.precision",
+                             fmt::format("{} on {}", precision, device.is_cpu() ? "the CPU" : "this device"),
+                             device.is_cpu() ? "fp32 or bf16, with this LibTorch" : "fp32",
+                             device.is_cpu() ? "set training.precision to bf16, or train on a GPU"
+                                             : "set training.precision to fp32"));
 }
 
 void check_host(const TrainConfig& config, std::int64_t ranks) {

@@ -15,23 +15,23 @@
 #include <utility>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/checkpoint/tensors/load.h"
 #include "penstock/checkpoint/tensors/tensor_part.h"
 #include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/comm/backend/backend.h"
 #include "penstock/comm/transport/ucx_transport.h"
-#include "penstock/transformer.h"
-#include "penstock/optimizer.h"
+#include "penstock/errors.h"
 #include "penstock/gradients.h"
 #include "penstock/lr_schedule.h"
 #include "penstock/mode.h"
-#include "penstock/train/report/elapsed.h"
+#include "penstock/observer.h"
+#include "penstock/optimizer.h"
+#include "penstock/train/data/prefetcher.h"
 #include "penstock/train/job/find_not_finite.h"
 #include "penstock/train/job/replica_gradient_sync.h"
-#include "penstock/observer.h"
-#include "penstock/train/data/prefetcher.h"
+#include "penstock/train/report/elapsed.h"
+#include "penstock/transformer.h"
 
 namespace penstock::train {
 
@@ -39,10 +39,23 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-std::unique_ptr<optim::Optimizer> make_optimizer(const std::vector<optim::NamedParameter>& parameters, const TrainingConfig& config) {
+std::unique_ptr<optim::Optimizer> make_optimizer(const std::vector<optim::NamedParameter>& parameters,
+                                                 const TrainingConfig& config) {
   if (config.optimizer == "sgd")
-    return std::make_unique<optim::SGD>(optim::decay_groups(parameters), optim::SGDOptions{.lr = config.lr, .momentum = config.momentum, .nesterov = false, .weight_decay = config.weight_decay, .decoupled = false, .kernels = optim::Kernels::Auto});
-  return std::make_unique<optim::AdamW>(optim::decay_groups(parameters), optim::AdamWOptions{.lr = config.lr, .beta1 = config.betas.at(0), .beta2 = config.betas.at(1), .eps = config.epsilon, .weight_decay = config.weight_decay, .kernels = optim::Kernels::Auto});
+    return std::make_unique<optim::SGD>(optim::decay_groups(parameters),
+                                        optim::SGDOptions{.lr = config.lr,
+                                                          .momentum = config.momentum,
+                                                          .nesterov = false,
+                                                          .weight_decay = config.weight_decay,
+                                                          .decoupled = false,
+                                                          .kernels = optim::Kernels::Auto});
+  return std::make_unique<optim::AdamW>(optim::decay_groups(parameters),
+                                        optim::AdamWOptions{.lr = config.lr,
+                                                            .beta1 = config.betas.at(0),
+                                                            .beta2 = config.betas.at(1),
+                                                            .eps = config.epsilon,
+                                                            .weight_decay = config.weight_decay,
+                                                            .kernels = optim::Kernels::Auto});
 }
 
 optim::LossScalerOptions scaler_options(const TrainingConfig& config) {
@@ -55,10 +68,15 @@ optim::LossScalerOptions scaler_options(const TrainingConfig& config) {
 }
 
 optim::LrSchedule lr_schedule(const TrainingConfig& config) {
-  return {.peak = config.lr, .floor = config.lr * config.min_lr_ratio, .warmup_steps = config.warmup_steps, .total_steps = config.steps, .decay = optim::parse_decay(config.decay)};
+  return {.peak = config.lr,
+          .floor = config.lr * config.min_lr_ratio,
+          .warmup_steps = config.warmup_steps,
+          .total_steps = config.steps,
+          .decay = optim::parse_decay(config.decay)};
 }
 
-at::Tensor as_tensor(const std::vector<std::int64_t>& values, std::int64_t rows, std::int64_t columns, at::Device device) {
+at::Tensor as_tensor(const std::vector<std::int64_t>& values, std::int64_t rows, std::int64_t columns,
+                     at::Device device) {
   const at::Tensor view = at::from_blob(const_cast<std::int64_t*>(values.data()), {rows, columns}, at::kLong);
   return device.is_cpu() ? view.clone() : view.pin_memory().to(device, /*non_blocking=*/true);
 }
@@ -76,12 +94,18 @@ namespace {
 // Rejects a transport that cannot carry the device's tensors; it would be ignored and another one used.
 void check_transport(const LayoutConfig& config, bool gpu) {
   const auto refuse = [&](const char* what, const char* remedy) {
-    throw ConfigError(describe("layout.transport", fmt::format("{}, which {}", config.transport, what), "a transport for layout.device", remedy));
+    throw ConfigError(describe("layout.transport", fmt::format("{}, which {}", config.transport, what),
+                               "a transport for layout.device", remedy));
   };
-  if (config.transport == "nccl" && !gpu) refuse("supports CUDA tensors only, but the model runs on the CPU", "set layout.transport to auto, gloo or ucx");
-  if (config.transport == "nccl" && !comm::nccl_available()) refuse("this LibTorch was built without", "set layout.transport to auto, or layout.device to cpu");
-  if ((config.transport == "gloo" || config.transport == "ucx") && gpu) refuse("supports CPU tensors only, but the model runs on GPUs", "set layout.transport to auto or nccl");
-  if (config.transport == "ucx" && !comm::ucx_available()) refuse("this build lacks", "set layout.transport to auto or gloo");
+  if (config.transport == "nccl" && !gpu)
+    refuse("supports CUDA tensors only, but the model runs on the CPU",
+           "set layout.transport to auto, gloo or ucx");
+  if (config.transport == "nccl" && !comm::nccl_available())
+    refuse("this LibTorch was built without", "set layout.transport to auto, or layout.device to cpu");
+  if ((config.transport == "gloo" || config.transport == "ucx") && gpu)
+    refuse("supports CPU tensors only, but the model runs on GPUs", "set layout.transport to auto or nccl");
+  if (config.transport == "ucx" && !comm::ucx_available())
+    refuse("this build lacks", "set layout.transport to auto or gloo");
 }
 
 }  // namespace
@@ -93,7 +117,10 @@ at::Device configured_device(const LayoutConfig& config, const comm::World& worl
   if (cpu || own_gpu) check_transport(config, !cpu);
   if (cpu) return at::kCPU;
   if (!own_gpu)
-    throw ConfigError(describe("layout.device", fmt::format("cuda, with {} GPUs for {} ranks on this host", gpus, world.local_size()), "one GPU per rank", "start fewer ranks, or set layout.device to cpu"));
+    throw ConfigError(
+        describe("layout.device",
+                 fmt::format("cuda, with {} GPUs for {} ranks on this host", gpus, world.local_size()),
+                 "one GPU per rank", "start fewer ranks, or set layout.device to cpu"));
   return at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(world.local_rank()));
 }
 
@@ -113,21 +140,32 @@ struct TrainingJob::Impl {
         rates(lr_schedule(config.training)) {
     optim::check(rates);
     if (static_cast<std::int64_t>(data.training->dataset().vocabulary()) > config.model.vocabulary)
-      throw ConfigError(describe("model.vocabulary", std::to_string(config.model.vocabulary), fmt::format("at least the {} of the data", data.training->dataset().vocabulary()), "raise it, or use other data"));
+      throw ConfigError(
+          describe("model.vocabulary", std::to_string(config.model.vocabulary),
+                   fmt::format("at least the {} of the data", data.training->dataset().vocabulary()),
+                   "raise it, or use other data"));
     if (config.layout.pp > 1) step_groups.push_back(layout.mesh().group("pp"));
     last_stage_here = schedule.stages().rank_of(schedule.stages().stages() - 1) == layout.pp();
     prefetch(0);
   }
 
-  std::int64_t positions_of_microbatch() const { return config.layout.microbatch_size * config.model.context; }
-  std::int64_t samples_of_run() const { return config.layout.microbatches * config.layout.microbatch_size; }  // of one replica
-  std::int64_t positions_of_step() const { return samples_of_run() * config.layout.dp * config.training.accumulation * config.model.context; }
+  std::int64_t positions_of_microbatch() const {
+    return config.layout.microbatch_size * config.model.context;
+  }
+  std::int64_t samples_of_run() const {
+    return config.layout.microbatches * config.layout.microbatch_size;
+  }  // of one replica
+  std::int64_t positions_of_step() const {
+    return samples_of_run() * config.layout.dp * config.training.accumulation * config.model.context;
+  }
 
   // A sum divided by a fixed number of positions, so that means over microbatches and replicas and sums over
   // runs add up to the whole.
   PipelineLoss loss() const {
     const double each = static_cast<double>(positions_of_microbatch() * config.training.accumulation);
-    return PipelineLoss([each](const at::Tensor& logits, const at::Tensor& targets) { return models::token_loss(logits, targets, each); });
+    return PipelineLoss([each](const at::Tensor& logits, const at::Tensor& targets) {
+      return models::token_loss(logits, targets, each);
+    });
   }
 
   PipelineOptions pipeline_options() {
@@ -137,9 +175,11 @@ struct TrainingJob::Impl {
     options.return_outputs = false;
     // Accumulated runs are reduced once, by finish(); without the callback the pipeline adds them in one
     // buffer (step_gradients.h).
-    if (config.training.accumulation == 1) options.gradients_done = [this](int stage) { sync.stage_done(stage); };
+    if (config.training.accumulation == 1)
+      options.gradients_done = [this](int stage) { sync.stage_done(stage); };
     const std::int64_t rows = config.layout.microbatch_size;
-    if (config.layout.dp > 1) options.rows = BatchRows{.global = rows * config.layout.dp, .first = rows * layout.dp(), .count = rows};
+    if (config.layout.dp > 1)
+      options.rows = BatchRows{.global = rows * config.layout.dp, .first = rows * layout.dp(), .count = rows};
     if (config.layout.transport == "gloo") options.p2p = comm::P2PTransport::Gloo;
     if (config.layout.transport == "ucx") options.p2p = comm::P2PTransport::Ucx;
     return options;
@@ -147,8 +187,10 @@ struct TrainingJob::Impl {
 
   void prefetch(std::uint64_t position) {
     const std::int64_t round = samples_of_run() * config.layout.dp;
-    batches = std::make_unique<Prefetcher>([this](std::uint64_t first, Batch& filled) { fill_share(*data.training, first, filled); },
-                                           PrefetchOptions{.first = position, .stride = static_cast<std::uint64_t>(round), .share = {0, round}, .depth = 4});
+    batches = std::make_unique<Prefetcher>(
+        [this](std::uint64_t first, Batch& filled) { fill_share(*data.training, first, filled); },
+        PrefetchOptions{
+            .first = position, .stride = static_cast<std::uint64_t>(round), .share = {0, round}, .depth = 4});
   }
 
   // This replica's samples of the round that begins at global sample `first`. The replicas share every
@@ -159,11 +201,16 @@ struct TrainingJob::Impl {
     filled.position = first;
     filled.samples = samples_of_run();
     filled.context = context;
-    for (auto* values : {&filled.tokens, &filled.targets, &filled.documents}) values->resize(static_cast<std::size_t>(filled.samples * context));
+    for (auto* values : {&filled.tokens, &filled.targets, &filled.documents})
+      values->resize(static_cast<std::size_t>(filled.samples * context));
     for (std::int64_t sample = 0; sample < filled.samples; ++sample) {
       const std::int64_t global = (sample / rows * config.layout.dp + layout.dp()) * rows + sample % rows;
-      const auto place = [&](std::vector<std::int64_t>& values) { return std::span(values).subspan(static_cast<std::size_t>(sample * context), static_cast<std::size_t>(context)); };
-      sampler.sample(first + static_cast<std::uint64_t>(global), place(filled.tokens), place(filled.targets), place(filled.documents));
+      const auto place = [&](std::vector<std::int64_t>& values) {
+        return std::span(values).subspan(static_cast<std::size_t>(sample * context),
+                                         static_cast<std::size_t>(context));
+      };
+      sampler.sample(first + static_cast<std::uint64_t>(global), place(filled.tokens), place(filled.targets),
+                     place(filled.documents));
     }
   }
 
@@ -171,8 +218,12 @@ struct TrainingJob::Impl {
     Tree args, kwargs, target;
   };
   Inputs inputs_of(const Batch& batch) const {
-    const auto tensor = [&](const std::vector<std::int64_t>& values) { return as_tensor(values, batch.samples, batch.context, device); };
-    return {Tree::tuple({tensor(batch.tokens)}), config.data.document_mask ? Tree::dict({{"documents", tensor(batch.documents)}}) : Tree(), Tree(tensor(batch.targets))};
+    const auto tensor = [&](const std::vector<std::int64_t>& values) {
+      return as_tensor(values, batch.samples, batch.context, device);
+    };
+    return {Tree::tuple({tensor(batch.tokens)}),
+            config.data.document_mask ? Tree::dict({{"documents", tensor(batch.documents)}}) : Tree(),
+            Tree(tensor(batch.targets))};
   }
 
   // Sum of the losses of the runs over their tokens, before the division; only the last stage has any. Waits
@@ -187,10 +238,13 @@ struct TrainingJob::Impl {
 
   // Sums over the first rank of each tensor-parallel group; the other ranks have the same values.
   std::vector<double> sum_over_world(std::vector<double> numbers, std::size_t counted) const {
-    if (layout.tp() != 0) std::fill(numbers.begin(), numbers.begin() + static_cast<std::ptrdiff_t>(counted), 0.0);
+    if (layout.tp() != 0)
+      std::fill(numbers.begin(), numbers.begin() + static_cast<std::ptrdiff_t>(counted), 0.0);
     if (world.size() == 1) return numbers;
     at::Tensor all = at::tensor(numbers, at::kDouble).to(device);
-    world.group().all_reduce(all, comm::ReduceOp::Sum, {.label = "numbers of the step", .timeout = {}}).wait();
+    world.group()
+        .all_reduce(all, comm::ReduceOp::Sum, {.label = "numbers of the step", .timeout = {}})
+        .wait();
     all = all.cpu();
     return {all.data_ptr<double>(), all.data_ptr<double>() + all.numel()};
   }
@@ -260,9 +314,15 @@ struct TrainingJob::Impl {
       optim::settle_gradients(optimizer->parameters());
       gradient_hook(optimizer->parameters());
     }
-    const double limit = config.training.clip_norm > 0 ? config.training.clip_norm : std::numeric_limits<double>::infinity();
-    return optim::clip_grad_norm(optimizer->parameters(), limit,
-                                 {.order = 2, .groups = step_groups, .counts = [&](const optim::NamedParameter& each) { return model.counts(each); }, .non_finite = optim::NonFinite::Leave, .device = device});
+    const double limit =
+        config.training.clip_norm > 0 ? config.training.clip_norm : std::numeric_limits<double>::infinity();
+    return optim::clip_grad_norm(
+        optimizer->parameters(), limit,
+        {.order = 2,
+         .groups = step_groups,
+         .counts = [&](const optim::NamedParameter& each) { return model.counts(each); },
+         .non_finite = optim::NonFinite::Leave,
+         .device = device});
   }
 
   void update(StepOutcome& outcome, const optim::ClipResult& clipped) {
@@ -278,13 +338,20 @@ struct TrainingJob::Impl {
     std::string began;
     try {
       const std::optional<NonFiniteOrigin> place = first_bad();
-      began = place ? place->what : "the origin could not be determined: parameters, repeated forwards and gradients are finite";
+      began =
+          place
+              ? place->what
+              : "the origin could not be determined: parameters, repeated forwards and gradients are finite";
     } catch (const std::exception& error) {
       began = fmt::format("the origin could not be determined, because the search failed: {}", error.what());
     }
-    const auto shown = [](double value) { return std::isnan(value) ? std::string("nan") : fmt::format("{}", value); };  // without the sign of NaN
-    throw NotFiniteError(fmt::format("step {}: loss {}, gradient norm {}: {}; checkpoints are unchanged: resume from the last one with a lower training.lr, a longer training.warmup_steps or a smaller training.clip_norm",
-                                     steps_done + 1, shown(outcome.loss), shown(outcome.grad_norm), began));
+    const auto shown = [](double value) {
+      return std::isnan(value) ? std::string("nan") : fmt::format("{}", value);
+    };  // without the sign of NaN
+    throw NotFiniteError(fmt::format(
+        "step {}: loss {}, gradient norm {}: {}; checkpoints are unchanged: resume from the last one with a "
+        "lower training.lr, a longer training.warmup_steps or a smaller training.clip_norm",
+        steps_done + 1, shown(outcome.loss), shown(outcome.grad_norm), began));
   }
 
   // What was bad before the step, else the first operator that produced it, else the first gradient. Dropout
@@ -295,7 +362,8 @@ struct TrainingJob::Impl {
     const std::int64_t runs = config.training.accumulation, round = samples_of_run() * config.layout.dp;
     Batch again;
     for (std::int64_t run = 0; run < runs; ++run) {
-      fill_share(*data.training, batches->position() - static_cast<std::uint64_t>((runs - run) * round), again);
+      fill_share(*data.training, batches->position() - static_cast<std::uint64_t>((runs - run) * round),
+                 again);
       const Inputs inputs = inputs_of(again);
       watch.begin_run(run, runs);
       const ModeGuard watching(watch);
@@ -306,7 +374,8 @@ struct TrainingJob::Impl {
   }
 
   double validate() {
-    if (!data.validation) throw StateError("validation: there is no validation data; raise data.validation_fraction");
+    if (!data.validation)
+      throw StateError("validation: there is no validation data; raise data.validation_fraction");
     model.set_training(false);
     std::vector<at::Tensor> losses;
     double counted = 0;
@@ -327,7 +396,8 @@ struct TrainingJob::Impl {
 
   std::vector<checkpoint::TensorPart> model_parts() const {
     std::vector<checkpoint::TensorPart> parts;
-    for (const optim::NamedParameter& parameter : model.parameters()) parts.push_back(checkpoint::tensor_part(parameter.name, parameter.tensor));
+    for (const optim::NamedParameter& parameter : model.parameters())
+      parts.push_back(checkpoint::tensor_part(parameter.name, parameter.tensor));
     return parts;
   }
 
@@ -335,7 +405,8 @@ struct TrainingJob::Impl {
   std::vector<checkpoint::TensorPart> optimizer_parts() const {
     optimizer->ensure_state();
     std::vector<checkpoint::TensorPart> parts;
-    for (const optim::NamedTensor& entry : optimizer->state().tensors) parts.push_back(checkpoint::tensor_part(entry.name, entry.tensor));
+    for (const optim::NamedTensor& entry : optimizer->state().tensors)
+      parts.push_back(checkpoint::tensor_part(entry.name, entry.tensor));
     return parts;
   }
 
@@ -345,7 +416,8 @@ struct TrainingJob::Impl {
     std::vector<checkpoint::TensorPart> parts;
     if (optimizer->state().tensors.empty()) return parts;  // SGD without momentum: the count has no effect
     for (const optim::NamedSteps& entry : optimizer->state().steps)
-      if (entry.steps != updates_done) parts.push_back(checkpoint::tensor_part(entry.name, at::full({1}, entry.steps, at::kLong)));
+      if (entry.steps != updates_done)
+        parts.push_back(checkpoint::tensor_part(entry.name, at::full({1}, entry.steps, at::kLong)));
     return parts;
   }
 
@@ -359,7 +431,9 @@ struct TrainingJob::Impl {
     const optim::LossScalerState scale = scaler.state();
     return nlohmann::json{{"step", steps_done},
                           {"optimizer_steps", updates_done},
-                          {"data", {{"position", batches->position()}, {"fingerprint", fmt::format("{:016x}", data.training->dataset().fingerprint())}}},
+                          {"data",
+                           {{"position", batches->position()},
+                            {"fingerprint", fmt::format("{:016x}", data.training->dataset().fingerprint())}}},
                           {"loss_scaler", {{"scale", scale.scale}, {"good_steps", scale.good_steps}}},
                           {"seed", config.training.seed}}
         .dump(1);
@@ -384,14 +458,20 @@ struct TrainingJob::Impl {
     checkpoint::load_into(agreement, checkpoint, checkpoint::Section::Optimizer, parts);
     for (const auto& [i, count] : own_counts) counts[i].steps = count.item<std::int64_t>();
     optimizer->set_steps(counts);
-    scaler.load_state({.scale = state.at("loss_scaler").at("scale").get<double>(), .good_steps = state.at("loss_scaler").at("good_steps").get<std::int64_t>()});
+    scaler.load_state({.scale = state.at("loss_scaler").at("scale").get<double>(),
+                       .good_steps = state.at("loss_scaler").at("good_steps").get<std::int64_t>()});
     std::uint64_t position = state.at("data").at("position").get<std::uint64_t>();
     const std::string fingerprint = fmt::format("{:016x}", data.training->dataset().fingerprint());
     if (const auto former = state.at("data").at("fingerprint").get<std::string>(); former != fingerprint) {
       if (other_data == ChangedDataPolicy::Refuse)
-        throw ConfigError(describe("data of the run", fmt::format("tokens with the fingerprint {}", fingerprint), fmt::format("the fingerprint in its checkpoint {}: {}", checkpoint.path().string(), former),
-                                   "restore the former data, or train on the new data in a new run: set another --run_folder, and --resume to the path of this checkpoint"));
-      log().warn("train: the data differ from those of checkpoint {}; training starts with their first sample", checkpoint.path().string());
+        throw ConfigError(describe(
+            "data of the run", fmt::format("tokens with the fingerprint {}", fingerprint),
+            fmt::format("the fingerprint in its checkpoint {}: {}", checkpoint.path().string(), former),
+            "restore the former data, or train on the new data in a new run: set another --run_folder, and "
+            "--resume to the path of this checkpoint"));
+      log().warn(
+          "train: the data differ from those of checkpoint {}; training starts with their first sample",
+          checkpoint.path().string());
       position = 0;
     }
     prefetch(position);
@@ -418,7 +498,8 @@ struct TrainingJob::Impl {
   std::unique_ptr<Prefetcher> batches;
 };
 
-TrainingJob::TrainingJob(const comm::World& world, const TrainConfig& config, TrainingData data) : impl_(std::make_unique<Impl>(world, config, std::move(data))) {}
+TrainingJob::TrainingJob(const comm::World& world, const TrainConfig& config, TrainingData data)
+    : impl_(std::make_unique<Impl>(world, config, std::move(data))) {}
 TrainingJob::~TrainingJob() = default;
 
 StepOutcome TrainingJob::train_step(bool stop) { return impl_->train_step(stop); }
@@ -427,9 +508,15 @@ double TrainingJob::validate() { return impl_->validate(); }
 std::int64_t TrainingJob::steps_done() const { return impl_->steps_done; }
 std::uint64_t TrainingJob::position() const { return impl_->batches->position(); }
 std::int64_t TrainingJob::tokens_per_step() const { return impl_->positions_of_step(); }
-checkpoint::CheckpointContents TrainingJob::contents() const { return {impl_->model_parts(), impl_->saved_optimizer_parts(), impl_->state_json()}; }
-void TrainingJob::load(const checkpoint::Checkpoint& checkpoint, ChangedDataPolicy other_data) { impl_->load(checkpoint, other_data); }
-HeldMemory TrainingJob::held_memory() const { return train::held_memory(impl_->model, *impl_->optimizer, impl_->sync); }
+checkpoint::CheckpointContents TrainingJob::contents() const {
+  return {impl_->model_parts(), impl_->saved_optimizer_parts(), impl_->state_json()};
+}
+void TrainingJob::load(const checkpoint::Checkpoint& checkpoint, ChangedDataPolicy other_data) {
+  impl_->load(checkpoint, other_data);
+}
+HeldMemory TrainingJob::held_memory() const {
+  return train::held_memory(impl_->model, *impl_->optimizer, impl_->sync);
+}
 const RankLayout& TrainingJob::layout() const { return impl_->layout; }
 const ModelStages& TrainingJob::model() const { return impl_->model; }
 PipelineRuntime& TrainingJob::pipeline() { return impl_->pipeline; }

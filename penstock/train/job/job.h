@@ -23,15 +23,15 @@
 
 #include "penstock/checkpoint/files/reader.h"
 #include "penstock/checkpoint/tensors/writer.h"
-#include "penstock/world.h"
+#include "penstock/observer.h"
 #include "penstock/optimizer.h"
 #include "penstock/pipeline.h"
-#include "penstock/train_config.h"
+#include "penstock/train/data/sampler.h"
 #include "penstock/train/job/held_memory.h"
 #include "penstock/train/job/layout.h"
 #include "penstock/train/job/model_stages.h"
-#include "penstock/train/data/sampler.h"
-#include "penstock/observer.h"
+#include "penstock/train_config.h"
+#include "penstock/world.h"
 
 namespace penstock::train {
 
@@ -73,7 +73,8 @@ class TrainingJob {
   // Loads parameters, optimizer, scheduler, loss scale, random state and data position from a checkpoint of
   // any layout. Different data are either trained on from their first sample, with a warning, or refused
   // (ConfigError).
-  void load(const checkpoint::Checkpoint& checkpoint, ChangedDataPolicy other_data = ChangedDataPolicy::FromTheStart);
+  void load(const checkpoint::Checkpoint& checkpoint,
+            ChangedDataPolicy other_data = ChangedDataPolicy::FromTheStart);
 
   // Memory held by this rank now. No communication.
   HeldMemory held_memory() const;

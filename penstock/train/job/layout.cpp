@@ -3,8 +3,8 @@
 #include <fmt/format.h>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/device_mesh.h"
+#include "penstock/errors.h"
 
 namespace penstock::train {
 
@@ -13,14 +13,18 @@ namespace {
 DeviceMesh mesh_of(const comm::World& world, const LayoutConfig& config) {
   const std::int64_t needed = config.pp * config.dp * config.tp;
   if (needed != world.size())
-    throw ConfigError(describe("ranks", std::to_string(world.size()), fmt::format("pp * dp * tp = {} * {} * {} = {}", config.pp, config.dp, config.tp, needed),
-                               "start that many ranks, or change the layout"));
-  return init_device_mesh("cpu", {config.pp, config.dp / config.shard, config.shard, config.tp}, {"pp", "replicas", "shard", "tp"}, world.rank(), world.size());
+    throw ConfigError(
+        describe("ranks", std::to_string(world.size()),
+                 fmt::format("pp * dp * tp = {} * {} * {} = {}", config.pp, config.dp, config.tp, needed),
+                 "start that many ranks, or change the layout"));
+  return init_device_mesh("cpu", {config.pp, config.dp / config.shard, config.shard, config.tp},
+                          {"pp", "replicas", "shard", "tp"}, world.rank(), world.size());
 }
 
 }  // namespace
 
-RankLayout::RankLayout(const comm::World& world, const LayoutConfig& config) : world_(world), mesh_(world, mesh_of(world, config)) {
+RankLayout::RankLayout(const comm::World& world, const LayoutConfig& config)
+    : world_(world), mesh_(world, mesh_of(world, config)) {
   for (std::size_t axis = 0; axis < 4; ++axis) {
     size_[axis] = static_cast<int>(mesh_.shape()[axis]);
     place_[axis] = static_cast<int>(mesh_.coordinate()[axis]);

@@ -12,8 +12,8 @@
 
 #include <vector>
 
-#include "penstock/world.h"
 #include "penstock/train_config.h"
+#include "penstock/world.h"
 
 namespace penstock::train {
 

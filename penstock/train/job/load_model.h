@@ -4,8 +4,8 @@
 #include <filesystem>
 #include <optional>
 
-#include "penstock/transformer.h"
 #include "penstock/train_config.h"
+#include "penstock/transformer.h"
 
 namespace penstock::train {
 

@@ -10,32 +10,39 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/transformer.h"
+#include "penstock/fully_shard.h"
+#include "penstock/generators.h"
 #include "penstock/models/transformer/parallel_plan.h"
 #include "penstock/models/transformer/transformer_access.h"
-#include "penstock/stage_module.h"
-#include "penstock/generators.h"
 #include "penstock/schedule.h"
-#include "penstock/fully_shard.h"
 #include "penstock/shard/state/shard_info.h"
+#include "penstock/stage_module.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/train/job/stage_scope.h"
+#include "penstock/transformer.h"
 
 namespace penstock::train {
 
 namespace {
 
-bool is_file(const std::string& schedule) { return schedule.find('/') != std::string::npos || schedule.ends_with(".csv"); }
+bool is_file(const std::string& schedule) {
+  return schedule.find('/') != std::string::npos || schedule.ends_with(".csv");
+}
 
 schedule::Schedule schedule_from_file(const LayoutConfig& config) {
   std::ifstream file(config.schedule);
   std::stringstream text;
   text << file.rdbuf();
-  if (!file) throw ConfigError(describe("layout.schedule", config.schedule, "a file that can be read, or the name of a schedule", "penstock schedule --help lists the names"));
+  if (!file)
+    throw ConfigError(describe("layout.schedule", config.schedule,
+                               "a file that can be read, or the name of a schedule",
+                               "penstock schedule --help lists the names"));
   schedule::Schedule read = schedule::parse_schedule(text.str());
   const auto expect = [&](const char* field, std::int64_t found, std::int64_t wanted) {
     if (found != wanted)
-      throw ConfigError(describe(fmt::format("{} of the schedule in {}", field, config.schedule), std::to_string(found), std::to_string(wanted), fmt::format("set layout.{} to {}", field, found)));
+      throw ConfigError(describe(fmt::format("{} of the schedule in {}", field, config.schedule),
+                                 std::to_string(found), std::to_string(wanted),
+                                 fmt::format("set layout.{} to {}", field, found)));
   };
   expect("pp", read.ranks(), config.pp);
   expect("virtual_stages", read.stages().stages() / read.ranks(), config.virtual_stages);
@@ -49,7 +56,8 @@ std::optional<at::ScalarType> autocast_dtype(const std::string& precision) {
   return std::nullopt;
 }
 
-StageModule stage_module(models::TransformerStage stage, at::Device device, std::optional<at::ScalarType> autocast) {
+StageModule stage_module(models::TransformerStage stage, at::Device device,
+                         std::optional<at::ScalarType> autocast) {
   return StageModule(
       [stage, device, autocast](at::Tensor x, Tree more) mutable {
         const StageScope place(stage->part().index);
@@ -78,22 +86,34 @@ models::TransformerOptions transformer_options(const ModelConfig& config) {
 
 schedule::Schedule configured_schedule(const LayoutConfig& config) {
   if (is_file(config.schedule)) return schedule_from_file(config);
-  return schedule::generate(schedule::schedule_kind(config.schedule), {.ranks = static_cast<int>(config.pp), .stages_per_rank = static_cast<int>(config.virtual_stages), .microbatches = static_cast<int>(config.microbatches), .group_size = {}});
+  return schedule::generate(schedule::schedule_kind(config.schedule),
+                            {.ranks = static_cast<int>(config.pp),
+                             .stages_per_rank = static_cast<int>(config.virtual_stages),
+                             .microbatches = static_cast<int>(config.microbatches),
+                             .group_size = {}});
 }
 
 std::vector<models::StagePart> configured_parts(const TrainConfig& config, int stages) {
-  return models::partition_model(transformer_options(config.model), stages,
-                                 {.balance = config.layout.partition == "cost" ? models::Balance::Cost : models::Balance::Count, .pattern = config.model.pattern, .costs = {}});
+  return models::partition_model(
+      transformer_options(config.model), stages,
+      {.balance = config.layout.partition == "cost" ? models::Balance::Cost : models::Balance::Count,
+       .pattern = config.model.pattern,
+       .costs = {}});
 }
 
 void check_stages(const TrainConfig& config, const schedule::Schedule& schedule) {
   if (schedule.stages().chains().size() > 1)
-    throw ConfigError(describe("layout.schedule", config.layout.schedule, "a schedule with one copy of the model", "a bidirectional schedule needs two copies; choose DualPipeV, which needs one"));
-  if (config.layout.tp > 1) models::check_tensor_parallel(transformer_options(config.model), static_cast<int>(config.layout.tp));
+    throw ConfigError(
+        describe("layout.schedule", config.layout.schedule, "a schedule with one copy of the model",
+                 "a bidirectional schedule needs two copies; choose DualPipeV, which needs one"));
+  if (config.layout.tp > 1)
+    models::check_tensor_parallel(transformer_options(config.model), static_cast<int>(config.layout.tp));
 }
 
-ModelStages::ModelStages(const RankLayout& layout, const TrainConfig& config, const schedule::Schedule& schedule, at::Device device)
-    : options_(transformer_options(config.model)), parts_(configured_parts(config, schedule.stages().stages())) {
+ModelStages::ModelStages(const RankLayout& layout, const TrainConfig& config,
+                         const schedule::Schedule& schedule, at::Device device)
+    : options_(transformer_options(config.model)),
+      parts_(configured_parts(config, schedule.stages().stages())) {
   const schedule::StageMap& map = schedule.stages();
   check_stages(config, schedule);
   for (const int index : map.stages_of(layout.pp())) {
@@ -110,7 +130,9 @@ ModelStages::ModelStages(const RankLayout& layout, const TrainConfig& config, co
       fully_shard(*module, layout.shard_mesh());
     }
   for (std::size_t i = 0; i < modules_.size(); ++i) {
-    stages_.emplace_back(stage_module(modules_[i], device, autocast_dtype(config.training.precision)), parts_[static_cast<std::size_t>(map.stages_of(layout.pp())[i])].index, map.stages(), device);
+    stages_.emplace_back(stage_module(modules_[i], device, autocast_dtype(config.training.precision)),
+                         parts_[static_cast<std::size_t>(map.stages_of(layout.pp())[i])].index, map.stages(),
+                         device);
     for (const auto& entry : modules_[i]->named_parameters())
       if (!is_second_leaf(entry.value())) parameters_.push_back({entry.key(), entry.value()});
   }
@@ -149,11 +171,18 @@ std::vector<optim::NamedParameter> ModelStages::parameters_of(int stage) const {
   return result;
 }
 
-bool ModelStages::is_second_leaf(const at::Tensor& parameter) const { return tied_.embed.defined() && tied_.head.defined() && parameter.is_same(tied_.head); }
+bool ModelStages::is_second_leaf(const at::Tensor& parameter) const {
+  return tied_.embed.defined() && tied_.head.defined() && parameter.is_same(tied_.head);
+}
 
-bool ModelStages::is_tied(const at::Tensor& parameter) const { return (tied_.embed.defined() && parameter.is_same(tied_.embed)) || (tied_.head.defined() && parameter.is_same(tied_.head)); }
+bool ModelStages::is_tied(const at::Tensor& parameter) const {
+  return (tied_.embed.defined() && parameter.is_same(tied_.embed)) ||
+         (tied_.head.defined() && parameter.is_same(tied_.head));
+}
 
-bool ModelStages::counts(const optim::NamedParameter& parameter) const { return !(tied_.peer >= 0 && tied_.head.defined() && parameter.tensor.is_same(tied_.head)); }
+bool ModelStages::counts(const optim::NamedParameter& parameter) const {
+  return !(tied_.peer >= 0 && tied_.head.defined() && parameter.tensor.is_same(tied_.head));
+}
 
 void ModelStages::share_tied() {
   if (!tied_.embed.defined() || !tied_.head.defined() || !shard_of(tied_.head)) return;

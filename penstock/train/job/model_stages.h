@@ -3,7 +3,8 @@
 //
 //   ModelStages stages(layout, config, device);
 //   stages.stages()                   // for PipelineRuntime
-//   stages.parameters()               // for the optimizer and checkpoints: by full model name, each tensor once
+//   stages.parameters()               // for the optimizer and checkpoints: by full model name, each tensor
+//   once
 //
 // Initial values are the same in every layout. If a tied weight has copies on two ranks, both are listed
 // under the same name.
@@ -12,13 +13,13 @@
 #include <string>
 #include <vector>
 
-#include "penstock/transformer_options.h"
-#include "penstock/transformer.h"
 #include "penstock/optimizer.h"
-#include "penstock/stage.h"
 #include "penstock/schedule.h"
-#include "penstock/train_config.h"
+#include "penstock/stage.h"
 #include "penstock/train/job/layout.h"
+#include "penstock/train_config.h"
+#include "penstock/transformer.h"
+#include "penstock/transformer_options.h"
 
 namespace penstock::train {
 
@@ -38,7 +39,8 @@ void check_stages(const TrainConfig& config, const schedule::Schedule& schedule)
 class ModelStages {
  public:
   // [collective over the tensor-parallel ranks] Throws ConfigError for incompatible options.
-  ModelStages(const RankLayout& layout, const TrainConfig& config, const schedule::Schedule& schedule, at::Device device);
+  ModelStages(const RankLayout& layout, const TrainConfig& config, const schedule::Schedule& schedule,
+              at::Device device);
 
   const models::TransformerOptions& options() const { return options_; }
   const std::vector<models::StagePart>& parts() const { return parts_; }  // of all stages

@@ -11,6 +11,7 @@ namespace penstock::train {
 
 // [collective] Opens existing shards or token files; otherwise rank 0 makes shards from the sources in
 // `folder`/data while the other ranks wait. Throws ConfigError on all ranks.
-TrainingData open_data(const comm::World& world, const TrainConfig& config, const std::filesystem::path& folder);
+TrainingData open_data(const comm::World& world, const TrainConfig& config,
+                       const std::filesystem::path& folder);
 
 }  // namespace penstock::train

@@ -15,12 +15,12 @@
 #include <utility>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
-#include "penstock/checkpoint_types.h"
 #include "penstock/checkpoint/files/folder.h"
 #include "penstock/checkpoint/files/reader.h"
 #include "penstock/checkpoint/tensors/tensor_part.h"
 #include "penstock/checkpoint/tensors/writer.h"
+#include "penstock/checkpoint_types.h"
+#include "penstock/errors.h"
 #include "penstock/train/job/model_stages.h"
 
 namespace penstock::train {
@@ -42,7 +42,9 @@ bool keeps_order(const schedule::Schedule& schedule) {
   for (const schedule::Row& row : schedule.rows()) {
     for (const schedule::Slot slot : row) {
       for (const schedule::Action& action : slot) {
-        if (action.kind() != schedule::ActionKind::Backward && action.kind() != schedule::ActionKind::BackwardWeight) continue;
+        if (action.kind() != schedule::ActionKind::Backward &&
+            action.kind() != schedule::ActionKind::BackwardWeight)
+          continue;
         const int microbatch = *action.microbatch();
         const auto [place, is_first] = last.try_emplace(action.stage(), microbatch);
         if (!is_first && microbatch < place->second) return false;
@@ -65,9 +67,13 @@ std::string original_name(const std::string& name) { return name.substr(0, name.
 at::Tensor read_integer(const Checkpoint& side, Section section, const std::string& name) {
   const checkpoint::TensorEntry& entry = *side.tensors(section).at(name).entry;
   const auto dtype = checkpoint::to_scalar_type(entry.dtype);
-  if (!dtype) throw checkpoint::CheckpointError(describe(fmt::format("{} of {}", name, side.path().string()), std::string(checkpoint::dtype_code(entry.dtype)), "an element type that this LibTorch has"));
+  if (!dtype)
+    throw checkpoint::CheckpointError(describe(fmt::format("{} of {}", name, side.path().string()),
+                                               std::string(checkpoint::dtype_code(entry.dtype)),
+                                               "an element type that this LibTorch has"));
   at::Tensor values = at::empty(entry.shape, *dtype);
-  side.read(section, name, checkpoint::Slice::whole(entry.shape), {static_cast<std::uint8_t*>(values.data_ptr()), values.nbytes()});
+  side.read(section, name, checkpoint::Slice::whole(entry.shape),
+            {static_cast<std::uint8_t*>(values.data_ptr()), values.nbytes()});
   return values;
 }
 
@@ -82,7 +88,8 @@ ParityRow compare_tensors(ParityRow row, const at::Tensor& expected, const at::T
   if (expected.sizes() != actual.sizes() || expected.scalar_type() != actual.scalar_type()) {
     row.difference = row.relative = kInfinite;
     row.note = "different shape or element type";
-  } else if (expected.numel() > 0 && std::memcmp(expected.data_ptr(), actual.data_ptr(), expected.nbytes()) != 0) {
+  } else if (expected.numel() > 0 &&
+             std::memcmp(expected.data_ptr(), actual.data_ptr(), expected.nbytes()) != 0) {
     const at::Tensor a = expected.to(at::kDouble), b = actual.to(at::kDouble);
     row.difference = (a - b).abs().max().item<double>();
     row.relative = row.difference / std::max(a.abs().max().item<double>(), least);
@@ -98,7 +105,14 @@ double loss_of(const Checkpoint& side) {
 }
 
 ParityRow compare_losses(int step, const Checkpoint& one, const Checkpoint& layout, double tolerance) {
-  ParityRow row{.step = step, .kind = ParityRow::Kind::Loss, .tensor = "loss", .difference = 0, .relative = 0, .tolerance = tolerance, .note = {}, .ok = true};
+  ParityRow row{.step = step,
+                .kind = ParityRow::Kind::Loss,
+                .tensor = "loss",
+                .difference = 0,
+                .relative = 0,
+                .tolerance = tolerance,
+                .note = {},
+                .ok = true};
   const double expected = loss_of(one), actual = loss_of(layout);
   row.difference = std::abs(expected - actual);
   row.relative = row.difference == 0 ? 0 : row.difference / std::abs(expected);
@@ -106,9 +120,18 @@ ParityRow compare_losses(int step, const Checkpoint& one, const Checkpoint& layo
   return row;
 }
 
-void compare_section(ParityReport& report, int step, const Checkpoint& one, const Checkpoint& layout, Section section, double tolerance) {
+void compare_section(ParityReport& report, int step, const Checkpoint& one, const Checkpoint& layout,
+                     Section section, double tolerance) {
   const auto row_of = [&](const std::string& name) {
-    return ParityRow{.step = step, .kind = section == Section::Model ? ParityRow::Kind::Parameter : ParityRow::Kind::Gradient, .tensor = name, .difference = 0, .relative = 0, .tolerance = tolerance, .note = {}, .ok = true};
+    return ParityRow{
+        .step = step,
+        .kind = section == Section::Model ? ParityRow::Kind::Parameter : ParityRow::Kind::Gradient,
+        .tensor = name,
+        .difference = 0,
+        .relative = 0,
+        .tolerance = tolerance,
+        .note = {},
+        .ok = true};
   };
   const auto on_one_side = [&](const std::string& name, const char* note) {
     ParityRow row = row_of(name);
@@ -128,7 +151,8 @@ void compare_section(ParityReport& report, int step, const Checkpoint& one, cons
   for (const auto& [name, place] : layout.tensors(section)) {
     const std::string original = original_name(name);
     if (one.tensors(section).contains(original)) {
-      report.rows.push_back(compare_tensors(row_of(name), read_integer(one, section, original), read_integer(layout, section, name), least));
+      report.rows.push_back(compare_tensors(row_of(name), read_integer(one, section, original),
+                                            read_integer(layout, section, name), least));
     } else {
       on_one_side(name, "only in the layout");
     }
@@ -137,35 +161,47 @@ void compare_section(ParityReport& report, int step, const Checkpoint& one, cons
     if (!layout.tensors(section).contains(name)) on_one_side(name, "only in one process");
 }
 
-const char* kind_text(ParityRow::Kind kind) { return kind == ParityRow::Kind::Loss ? "loss" : kind == ParityRow::Kind::Gradient ? "gradient" : "parameter"; }
+const char* kind_text(ParityRow::Kind kind) {
+  return kind == ParityRow::Kind::Loss       ? "loss"
+         : kind == ParityRow::Kind::Gradient ? "gradient"
+                                             : "parameter";
+}
 
 }  // namespace
 
 TrainConfig one_process(const TrainConfig& config) {
   TrainConfig one = config;
-  one.layout.ranks = one.layout.pp = one.layout.dp = one.layout.shard = one.layout.tp = one.layout.virtual_stages = 1;
+  one.layout.ranks = one.layout.pp = one.layout.dp = one.layout.shard = one.layout.tp =
+      one.layout.virtual_stages = 1;
   one.layout.schedule = "1F1B";
   one.layout.microbatch_size = config.layout.microbatch_size * config.layout.dp;
   std::erase(one.model.pattern, '|');
   return one;
 }
 
-bool expects_same_bits(const TrainConfig& config) { return config.layout.dp == 1 && config.layout.tp == 1 && config.layout.device != "cuda" && keeps_order(configured_schedule(config.layout)); }
+bool expects_same_bits(const TrainConfig& config) {
+  return config.layout.dp == 1 && config.layout.tp == 1 && config.layout.device != "cuda" &&
+         keeps_order(configured_schedule(config.layout));
+}
 
 ParityTolerance parity_tolerance(const TrainConfig& config) {
   if (expects_same_bits(config)) return {};
-  const double gradients = config.training.precision == "fp32" ? 1e-4 : config.training.precision == "fp16" ? 5e-3 : 3e-2;
+  const double gradients = config.training.precision == "fp32"   ? 1e-4
+                           : config.training.precision == "fp16" ? 5e-3
+                                                                 : 3e-2;
   return {.gradients = gradients, .parameters = 10 * gradients};
 }
 
-void record_side(const comm::World& world, const TrainConfig& config, TrainingData data, const fs::path& folder, int steps, TrainingJob::GradientHook before) {
+void record_side(const comm::World& world, const TrainConfig& config, TrainingData data,
+                 const fs::path& folder, int steps, TrainingJob::GradientHook before) {
   TrainingJob job(world, config, std::move(data));
   std::vector<checkpoint::TensorPart> gradients;
   job.set_gradient_hook([&](const std::vector<optim::NamedParameter>& parameters) {
     if (before) before(parameters);
     for (const optim::NamedParameter& parameter : parameters) {
       if (!parameter.tensor.grad().defined()) continue;
-      checkpoint::TensorPart part = checkpoint::tensor_part(parameter.name + copy_text(job, parameter), parameter.tensor.grad());
+      checkpoint::TensorPart part =
+          checkpoint::tensor_part(parameter.name + copy_text(job, parameter), parameter.tensor.grad());
       part.local = part.local.clone();  // clipping writes in place
       gradients.push_back(std::move(part));
     }
@@ -177,7 +213,9 @@ void record_side(const comm::World& world, const TrainConfig& config, TrainingDa
     gradients.clear();
     const StepOutcome outcome = job.train_step();
     checkpoint::CheckpointContents contents;
-    for (const optim::NamedParameter& parameter : job.model().parameters()) contents.model.push_back(checkpoint::tensor_part(parameter.name + copy_text(job, parameter), parameter.tensor));
+    for (const optim::NamedParameter& parameter : job.model().parameters())
+      contents.model.push_back(
+          checkpoint::tensor_part(parameter.name + copy_text(job, parameter), parameter.tensor));
     contents.optimizer = gradients;
     contents.state_json = nlohmann::json{{"loss", outcome.loss}}.dump();
     writer.save(step, contents);
@@ -189,10 +227,12 @@ bool ParityReport::ok() const {
   return !rows.empty() && std::all_of(rows.begin(), rows.end(), [](const ParityRow& row) { return row.ok; });
 }
 
-ParityReport compare_sides(const fs::path& one, const fs::path& layout, int steps, const ParityTolerance& tolerance) {
+ParityReport compare_sides(const fs::path& one, const fs::path& layout, int steps,
+                           const ParityTolerance& tolerance) {
   ParityReport report;
   for (int step = 1; step <= steps; ++step) {
-    const Checkpoint expected(one / checkpoint::step_folder_name(step)), actual(layout / checkpoint::step_folder_name(step));
+    const Checkpoint expected(one / checkpoint::step_folder_name(step)),
+        actual(layout / checkpoint::step_folder_name(step));
     report.rows.push_back(compare_losses(step, expected, actual, tolerance.gradients));
     compare_section(report, step, expected, actual, Section::Optimizer, tolerance.gradients);
     compare_section(report, step, expected, actual, Section::Model, tolerance.parameters);
@@ -220,14 +260,23 @@ std::string to_text(const ParityReport& report, bool all) {
     ++count;
     largest = std::max(largest, row.relative);
   }
-  fmt::format_to(out, "{:>4}  {:<9}  {:<{}}  {:>12}  {:>12}  result\n", "step", "what", "tensor", width, "difference", "relative");
+  fmt::format_to(out, "{:>4}  {:<9}  {:<{}}  {:>12}  {:>12}  result\n", "step", "what", "tensor", width,
+                 "difference", "relative");
   for (std::size_t i = 0; i < shown; ++i) {
     const ParityRow& row = report.rows[i];
-    fmt::format_to(out, "{:>4}  {:<9}  {:<{}}  {:>12.4g}  {:>12.4g}  {}{}\n", row.step, kind_text(row.kind), row.tensor, width, row.difference, row.relative, row.ok ? "ok" : "FAIL", row.note.empty() ? "" : ": " + row.note);
+    fmt::format_to(out, "{:>4}  {:<9}  {:<{}}  {:>12.4g}  {:>12.4g}  {}{}\n", row.step, kind_text(row.kind),
+                   row.tensor, width, row.difference, row.relative, row.ok ? "ok" : "FAIL",
+                   row.note.empty() ? "" : ": " + row.note);
   }
-  if (shown < report.rows.size()) fmt::format_to(out, "      ({} more; --all shows them)\n", report.rows.size() - shown);
-  for (const auto& [kind, seen] : kinds) fmt::format_to(out, "{} {}{} over {} steps, largest relative difference {:.4g}\n", seen.first, kind_text(kind), kind == ParityRow::Kind::Loss ? "es" : "s", steps, seen.second);
-  fmt::format_to(out, "{}\n", report.ok() ? std::string("parity: ok") : fmt::format("parity: FAIL, {} of {} differ by more than the tolerance", failed, report.rows.size()));
+  if (shown < report.rows.size())
+    fmt::format_to(out, "      ({} more; --all shows them)\n", report.rows.size() - shown);
+  for (const auto& [kind, seen] : kinds)
+    fmt::format_to(out, "{} {}{} over {} steps, largest relative difference {:.4g}\n", seen.first,
+                   kind_text(kind), kind == ParityRow::Kind::Loss ? "es" : "s", steps, seen.second);
+  fmt::format_to(out, "{}\n",
+                 report.ok() ? std::string("parity: ok")
+                             : fmt::format("parity: FAIL, {} of {} differ by more than the tolerance", failed,
+                                           report.rows.size()));
   return text;
 }
 

@@ -3,8 +3,8 @@
 //
 //   record_side(world, one_process(config), data, folder / "one", 3);                 // a world of one rank
 //   record_side(world, config, data, folder / "layout", 3);                        // all ranks of the layout
-//   const ParityReport report = compare_sides(folder / "one", folder / "layout", 3, parity_tolerance(config));
-//   report.ok()
+//   const ParityReport report = compare_sides(folder / "one", folder / "layout", 3,
+//   parity_tolerance(config)); report.ok()
 //
 // The sides are compared through checkpoints, which do not depend on the layout: no rank needs more than its
 // own part, and the comparison holds two tensors at a time. Copies are compared as well: a tied weight at the
@@ -22,9 +22,9 @@
 #include <string>
 #include <vector>
 
-#include "penstock/world.h"
-#include "penstock/train_config.h"
 #include "penstock/train/job/job.h"
+#include "penstock/train_config.h"
+#include "penstock/world.h"
 
 namespace penstock::train {
 
@@ -45,17 +45,19 @@ ParityTolerance parity_tolerance(const TrainConfig& config);
 
 // [collective] Trains and writes a checkpoint of every step to `folder`: parameters, gradients before
 // clipping, the loss. `before` is called on every rank before gradients are recorded.
-void record_side(const comm::World& world, const TrainConfig& config, TrainingData data, const std::filesystem::path& folder, int steps, TrainingJob::GradientHook before = {});
+void record_side(const comm::World& world, const TrainConfig& config, TrainingData data,
+                 const std::filesystem::path& folder, int steps, TrainingJob::GradientHook before = {});
 
 struct ParityRow {
   enum class Kind { Loss, Gradient, Parameter };
-  int step = 0;              // from 1
+  int step = 0;  // from 1
   Kind kind = Kind::Loss;
-  std::string tensor;        // name in the model, with a suffix for copies; "loss"
-  double difference = 0;     // maximum; infinite for NaN, another shape, or a tensor on one side only
-  double relative = 0;       // to the largest element in one process, but at least a millionth of the largest of all tensors
+  std::string tensor;     // name in the model, with a suffix for copies; "loss"
+  double difference = 0;  // maximum; infinite for NaN, another shape, or a tensor on one side only
+  double relative =
+      0;  // to the largest element in one process, but at least a millionth of the largest of all tensors
   double tolerance = 0;
-  std::string note;          // reason if it cannot be compared, else empty
+  std::string note;  // reason if it cannot be compared, else empty
   bool ok = true;
 };
 
@@ -65,7 +67,8 @@ struct ParityReport {
 };
 
 // Throws CheckpointError for sides that cannot be read.
-ParityReport compare_sides(const std::filesystem::path& one, const std::filesystem::path& layout, int steps, const ParityTolerance& tolerance);
+ParityReport compare_sides(const std::filesystem::path& one, const std::filesystem::path& layout, int steps,
+                           const ParityTolerance& tolerance);
 
 // Returns a table with the worst rows, or with all rows, and a line with the result.
 std::string to_text(const ParityReport& report, bool all);

@@ -12,12 +12,18 @@ namespace penstock::train {
 double product_flops(at::Device device, const std::string& precision, double seconds) {
   using Clock = std::chrono::steady_clock;
   const at::NoGradGuard no_grad;
-  const at::ScalarType type = precision == "bf16" ? at::kBFloat16 : precision == "fp16" && !device.is_cpu() ? at::kHalf : at::kFloat;
+  const at::ScalarType type = precision == "bf16"                       ? at::kBFloat16
+                              : precision == "fp16" && !device.is_cpu() ? at::kHalf
+                                                                        : at::kFloat;
   // Large enough to reach the peak, small enough for several products in the available time.
   const std::int64_t size = device.is_cpu() ? 512 : 8192;
   const int products = device.is_cpu() ? 1 : 4;  // between two clock reads
   // Values do not affect the time on a CPU, but zeros draw less power on a GPU than real values.
-  const at::Tensor values = at::arange(size * size, at::TensorOptions().dtype(at::kFloat).device(device)).remainder(17).sub(8).view({size, size}).to(type);
+  const at::Tensor values = at::arange(size * size, at::TensorOptions().dtype(at::kFloat).device(device))
+                                .remainder(17)
+                                .sub(8)
+                                .view({size, size})
+                                .to(type);
   at::Tensor result = at::mm(values, values);
   const auto finish = [&] {
     if (device.is_cuda()) torch::cuda::synchronize(device.index());

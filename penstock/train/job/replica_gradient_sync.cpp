@@ -15,7 +15,9 @@ namespace penstock::train {
 
 namespace {
 
-at::Tensor local_gradient(const at::Tensor& parameter) { return local_if_distributed(parameter.grad(), kDetach); }
+at::Tensor local_gradient(const at::Tensor& parameter) {
+  return local_if_distributed(parameter.grad(), kDetach);
+}
 
 // Adds the gradient of the rank that has the weight's other use. A gradient that both lack stays undefined.
 void add_over(const comm::Group& pair, const at::Tensor& weight) {
@@ -34,7 +36,8 @@ void add_over(const comm::Group& pair, const at::Tensor& weight) {
 
 }  // namespace
 
-ReplicaGradientSync::ReplicaGradientSync(const RankLayout& layout, const ModelStages& stages, bool overlap) : stages_(stages), overlap_(overlap) {
+ReplicaGradientSync::ReplicaGradientSync(const RankLayout& layout, const ModelStages& stages, bool overlap)
+    : stages_(stages), overlap_(overlap) {
   const bool sharded = layout.shard_size() > 1;
   if (!sharded && layout.dp_size() > 1) {
     std::vector<ReplicaGradients::Part> parts;
@@ -55,9 +58,13 @@ ReplicaGradientSync::ReplicaGradientSync(const RankLayout& layout, const ModelSt
   if (const int peer = stages.tied().peer; peer >= 0) {
     std::vector<int> pair = {layout.world().rank(), layout.pipeline_ranks()[static_cast<std::size_t>(peer)]};
     std::sort(pair.begin(), pair.end());
-    tied_group_ = layout.world().group_of(pair, {.purpose = "tied weight", .p2p = comm::P2PTransport::Auto, .timeout = {}});
-    comm::require_agreement(*tied_group_, "the two uses of a tied weight", {layout_text("embed.weight", stages.tied().embed.defined() ? stages.tied().embed : stages.tied().head)},
-                            "build the first and the last stage from one configuration, with the weight frozen on both or on neither");
+    tied_group_ = layout.world().group_of(
+        pair, {.purpose = "tied weight", .p2p = comm::P2PTransport::Auto, .timeout = {}});
+    comm::require_agreement(*tied_group_, "the two uses of a tied weight",
+                            {layout_text("embed.weight", stages.tied().embed.defined() ? stages.tied().embed
+                                                                                       : stages.tied().head)},
+                            "build the first and the last stage from one configuration, with the weight "
+                            "frozen on both or on neither");
   }
 }
 

@@ -7,9 +7,9 @@
 #include <utility>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/comm/group/agreement.h"
 #include "penstock/dtensor/tensor/layout_text.h"
+#include "penstock/errors.h"
 #include "penstock/gradients.h"
 #include "penstock/torch/tree/distributed_type.h"
 
@@ -34,7 +34,8 @@ ReplicaGradients::ReplicaGradients(comm::Group group, std::vector<Part> parts) :
       if (!parameter.tensor.requires_grad()) continue;
       const at::Tensor mine = local(parameter.tensor);
       auto& buckets = state.buckets;
-      if (buckets.empty() || bytes >= kBucketBytes || buckets.back().parameters[0].scalar_type() != parameter.tensor.scalar_type()) {
+      if (buckets.empty() || bytes >= kBucketBytes ||
+          buckets.back().parameters[0].scalar_type() != parameter.tensor.scalar_type()) {
         buckets.emplace_back();
         bytes = 0;
       }
@@ -44,21 +45,30 @@ ReplicaGradients::ReplicaGradients(comm::Group group, std::vector<Part> parts) :
     }
     parts_.push_back(std::move(state));
   }
-  comm::require_agreement(group_, "parameters of data-parallel replicas", lines, "build the same model, with the same parameters frozen, on all replicas");
+  comm::require_agreement(group_, "parameters of data-parallel replicas", lines,
+                          "build the same model, with the same parameters frozen, on all replicas");
 }
 
 void ReplicaGradients::begin(std::size_t part) {
   State& state = parts_.at(part);
   if (state.begun)
-    throw StateError(describe(fmt::format("gradients of {}", state.part.name), "a reduction that is already in flight", "a reduction completed by finish()",
-                              "call finish() after every step, and do not call begin() while gradients accumulate over several steps"));
+    throw StateError(describe(fmt::format("gradients of {}", state.part.name),
+                              "a reduction that is already in flight", "a reduction completed by finish()",
+                              "call finish() after every step, and do not call begin() while gradients "
+                              "accumulate over several steps"));
   for (std::size_t i = 0; i < state.trainable.size(); ++i) {
     const optim::NamedParameter& parameter = state.part.parameters[i];
     if (parameter.tensor.requires_grad() != state.trainable[i])
-      throw StateError(describe(fmt::format("requires_grad of {}", parameter.name), parameter.tensor.requires_grad() ? "true" : "false",
-                                fmt::format("{}, as at construction, when the replicas compared their parameters", state.trainable[i] ? "true" : "false"), "freeze or unfreeze parameters on all replicas before the job is constructed"));
+      throw StateError(
+          describe(fmt::format("requires_grad of {}", parameter.name),
+                   parameter.tensor.requires_grad() ? "true" : "false",
+                   fmt::format("{}, as at construction, when the replicas compared their parameters",
+                               state.trainable[i] ? "true" : "false"),
+                   "freeze or unfreeze parameters on all replicas before the job is constructed"));
     if (!state.trainable[i] && parameter.tensor.grad().defined())
-      throw StateError(describe(fmt::format("gradient of {}", parameter.name), "a gradient on a frozen parameter", "no gradient", "clear it: replicas would update the parameter differently"));
+      throw StateError(describe(fmt::format("gradient of {}", parameter.name),
+                                "a gradient on a frozen parameter", "no gradient",
+                                "clear it: replicas would update the parameter differently"));
   }
   const at::NoGradGuard no_grad;
   optim::settle_gradients(state.part.parameters);
@@ -77,11 +87,13 @@ void ReplicaGradients::start(Bucket& bucket) const {
     const at::Tensor gradient = local(parameter.grad());
     bucket.present.push_back(gradient.defined());
     if (!gradient.defined()) marks[i].zero_();
-    pieces.push_back(gradient.defined() ? gradient.reshape({-1}).to(options.dtype()) : at::zeros({local(parameter).numel()}, options));
+    pieces.push_back(gradient.defined() ? gradient.reshape({-1}).to(options.dtype())
+                                        : at::zeros({local(parameter).numel()}, options));
   }
   pieces.push_back(marks);
   bucket.flat = at::cat(pieces);
-  bucket.work = group_.all_reduce(bucket.flat, comm::ReduceOp::Sum, {.label = "gradients of replicas", .timeout = {}});
+  bucket.work =
+      group_.all_reduce(bucket.flat, comm::ReduceOp::Sum, {.label = "gradients of replicas", .timeout = {}});
 }
 
 void ReplicaGradients::write(Bucket& bucket) const {
@@ -90,7 +102,8 @@ void ReplicaGradients::write(Bucket& bucket) const {
   // Only a rank without a gradient reads the marks, for which it waits for the device.
   at::Tensor marks;
   if (std::find(bucket.present.begin(), bucket.present.end(), false) != bucket.present.end())
-    marks = bucket.flat.narrow(0, bucket.elements, bucket.flat.numel() - bucket.elements).to(at::kCPU, at::kFloat);
+    marks = bucket.flat.narrow(0, bucket.elements, bucket.flat.numel() - bucket.elements)
+                .to(at::kCPU, at::kFloat);
   std::int64_t offset = 0;
   for (std::size_t i = 0; i < bucket.parameters.size(); ++i) {
     const at::Tensor& parameter = bucket.parameters[i];

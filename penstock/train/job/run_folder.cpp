@@ -14,12 +14,12 @@
 #include <system_error>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/log.h"
-#include "penstock/checkpoint_types.h"
 #include "penstock/checkpoint/files/folder.h"
 #include "penstock/checkpoint/files/output_file.h"
 #include "penstock/checkpoint/tensors/world_agreement.h"
+#include "penstock/checkpoint_types.h"
+#include "penstock/errors.h"
 #include "penstock/train/config/run_config.h"
 
 namespace penstock::train {
@@ -34,7 +34,8 @@ std::string stamp() {
 }
 
 [[noreturn]] void refuse(const fs::path& folder, const std::string& why) {
-  throw ConfigError(describe("run folder", fmt::format("{}: {}", folder.string(), why), "a folder that can be created and written", "set output.run_folder"));
+  throw ConfigError(describe("run folder", fmt::format("{}: {}", folder.string(), why),
+                             "a folder that can be created and written", "set output.run_folder"));
 }
 
 // Returns an unused name: runs started in the same second get numbers.
@@ -72,8 +73,10 @@ void check_start(const fs::path& folder, const ResolvedConfig& resolved, const s
   if (own.empty()) return;
   std::error_code error;
   if (wanted != "never" && fs::equivalent(wanted, own.back().path, error)) return;
-  throw ConfigError(describe(fmt::format("checkpoint.resume in run folder {}", folder.string()), fmt::format("\"{}\"", wanted),
-                             fmt::format("auto: the run has its own checkpoints, the newest of step {}", own.back().step), "leave it out to continue the run, or start a new run in another --run_folder"));
+  throw ConfigError(describe(
+      fmt::format("checkpoint.resume in run folder {}", folder.string()), fmt::format("\"{}\"", wanted),
+      fmt::format("auto: the run has its own checkpoints, the newest of step {}", own.back().step),
+      "leave it out to continue the run, or start a new run in another --run_folder"));
 }
 
 RunPlan plan_continued(const fs::path& given, const ConfigSources& sources) {
@@ -91,7 +94,8 @@ fs::path checkpoint_folder(const TrainConfig& config, const fs::path& run_folder
 }
 
 TrainConfig continuing_config(TrainConfig config, const fs::path& run_folder) {
-  if (!checkpoint::find_checkpoints(checkpoint_folder(config, run_folder)).empty()) config.checkpoint.resume = "auto";
+  if (!checkpoint::find_checkpoints(checkpoint_folder(config, run_folder)).empty())
+    config.checkpoint.resume = "auto";
   return config;
 }
 
@@ -99,11 +103,14 @@ RunPlan plan_run(const ConfigSources& sources) {
   const fs::path named = named_run_folder(sources);
   if (!named.empty() && contains_run(named)) return plan_continued(named, sources);
   const fs::path folder = named.empty() ? named : absolute_folder(named);
-  RunPlan plan{.resolved = with_absolute_paths(load_config(sources), folder), .folder = folder, .continues = false};
+  RunPlan plan{
+      .resolved = with_absolute_paths(load_config(sources), folder), .folder = folder, .continues = false};
   std::error_code error;
   // Data of unknown origin would replace the requested data.
   if (!folder.empty() && plan.resolved.config.data.shards.empty() && fs::exists(folder / "data", error))
-    throw ConfigError(describe("run folder", fmt::format("{}, which has data/ but no {}", folder.string(), kRunConfigName), "a run, or a folder without data/", "remove data/, or set another output.run_folder"));
+    throw ConfigError(
+        describe("run folder", fmt::format("{}, which has data/ but no {}", folder.string(), kRunConfigName),
+                 "a run, or a folder without data/", "remove data/, or set another output.run_folder"));
   return plan;
 }
 
@@ -111,8 +118,10 @@ RunPlan plan_resume(const fs::path& given, const ConfigSources& sources) {
   const fs::path folder = absolute_folder(given);
   if (!contains_run(folder)) {
     const bool is_checkpoint = checkpoint::step_of_folder_name(folder.filename().string()).has_value();
-    throw ConfigError(describe("resume", given.string(), fmt::format("the folder of a run, with its {}", kRunConfigName),
-                               is_checkpoint ? "give the run folder that contains the checkpoint; its newest checkpoint is used" : "penstock train starts a new run"));
+    throw ConfigError(describe(
+        "resume", given.string(), fmt::format("the folder of a run, with its {}", kRunConfigName),
+        is_checkpoint ? "give the run folder that contains the checkpoint; its newest checkpoint is used"
+                      : "penstock train starts a new run"));
   }
   return plan_continued(folder, sources);
 }
@@ -146,11 +155,15 @@ void RunFolder::lock() {
   }
   const int reason = errno;
   if (reason != EWOULDBLOCK) {
-    log().warn("train: {} cannot be locked ({}); make sure that no other process trains in it", path_.string(), std::strerror(reason));
+    log().warn("train: {} cannot be locked ({}); make sure that no other process trains in it",
+               path_.string(), std::strerror(reason));
     return;
   }
   ::close(file_);
-  throw ConfigError(fmt::format("run folder {}: another process is training in it; wait until it has ended, stop it, or set another output.run_folder", path_.string()));
+  throw ConfigError(
+      fmt::format("run folder {}: another process is training in it; wait until it has ended, stop it, or "
+                  "set another output.run_folder",
+                  path_.string()));
 }
 
 RunFolder::~RunFolder() {
@@ -160,7 +173,8 @@ RunFolder::~RunFolder() {
   for (fs::path at = path_; !made_.empty() && fs::remove(at, error) && at != made_;) at = at.parent_path();
 }
 
-fs::path agree_on_run_folder(const comm::World& world, const RunPlan& plan, std::unique_ptr<RunFolder>& held) {
+fs::path agree_on_run_folder(const comm::World& world, const RunPlan& plan,
+                             std::unique_ptr<RunFolder>& held) {
   checkpoint::WorldAgreement agreement(world);
   try {
     const checkpoint::Bytes path = agreement.agree(
@@ -188,7 +202,8 @@ void write_run_config(const fs::path& folder, const ResolvedConfig& resolved) {
     checkpoint::sync_file(draft);
     if (fs::exists(path)) {
       fs::path kept = folder / fmt::format("config-before-{}.toml", stamp());
-      for (int number = 2; fs::exists(kept); ++number) kept = folder / fmt::format("config-before-{}-{}.toml", stamp(), number);
+      for (int number = 2; fs::exists(kept); ++number)
+        kept = folder / fmt::format("config-before-{}-{}.toml", stamp(), number);
       checkpoint::write_file(kept, text_of(path));
     }
     fs::rename(draft, path);
@@ -196,9 +211,10 @@ void write_run_config(const fs::path& folder, const ResolvedConfig& resolved) {
   } catch (const ConfigError&) {
     throw;
   } catch (const std::runtime_error& error) {  // from the file system or from writing
-    std::error_code ignored;                  // the error below is reported instead
+    std::error_code ignored;                   // the error below is reported instead
     fs::remove(draft, ignored);
-    throw ConfigError(describe(path.string(), error.what(), "a file that can be written", "free space there, or set another output.run_folder"));
+    throw ConfigError(describe(path.string(), error.what(), "a file that can be written",
+                               "free space there, or set another output.run_folder"));
   }
 }
 

@@ -19,8 +19,8 @@
 #include <filesystem>
 #include <memory>
 
-#include "penstock/world.h"
 #include "penstock/train_config.h"
+#include "penstock/world.h"
 
 namespace penstock::train {
 
@@ -56,14 +56,15 @@ class RunFolder {
  private:
   void lock();
 
-  std::filesystem::path path_;   // absolute
-  std::filesystem::path made_;   // the topmost folder that was created; empty: none
+  std::filesystem::path path_;  // absolute
+  std::filesystem::path made_;  // the topmost folder that was created; empty: none
   int file_ = -1;
 };
 
 // [collective] Rank 0 creates and locks the folder (`held`); all ranks receive its path. Throws ConfigError
 // on all ranks.
-std::filesystem::path agree_on_run_folder(const comm::World& world, const RunPlan& plan, std::unique_ptr<RunFolder>& held);
+std::filesystem::path agree_on_run_folder(const comm::World& world, const RunPlan& plan,
+                                          std::unique_ptr<RunFolder>& held);
 
 // Accepts the start: writes config.toml unless it is unchanged, and keeps a former one as
 // config-before-<time>.toml. A complete config.toml exists at every moment. Throws ConfigError.

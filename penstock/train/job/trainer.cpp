@@ -13,24 +13,24 @@
 #include <thread>
 #include <utility>
 
-#include "penstock/errors.h"
 #include "penstock/base/files.h"
 #include "penstock/base/log.h"
-#include "penstock/checkpoint_types.h"
 #include "penstock/checkpoint/files/folder.h"
 #include "penstock/checkpoint/tensors/world_agreement.h"
-#include "penstock/transformer_options.h"
+#include "penstock/checkpoint_types.h"
+#include "penstock/errors.h"
+#include "penstock/observer.h"
 #include "penstock/torch/compat/device_memory.h"
 #include "penstock/torch/compat/version.h"
-#include "penstock/train/report/elapsed.h"
 #include "penstock/train/data/make_shards.h"
 #include "penstock/train/job/job.h"
 #include "penstock/train/job/open_data.h"
 #include "penstock/train/job/peak_flops.h"
-#include "penstock/observer.h"
 #include "penstock/train/job/process_memory.h"
 #include "penstock/train/job/run_folder.h"
 #include "penstock/train/job/trainer_access.h"
+#include "penstock/train/report/elapsed.h"
+#include "penstock/transformer_options.h"
 
 namespace penstock::train {
 
@@ -46,7 +46,8 @@ constexpr std::chrono::seconds kPauseBeforeLastTry{2};
 // Token shards made at the start of a run. Removed if the start is refused, so that the folder is unchanged.
 class NewData {
  public:
-  NewData(const comm::World& world, const TrainConfig& config, const fs::path& folder) : path_(folder / "data") {
+  NewData(const comm::World& world, const TrainConfig& config, const fs::path& folder)
+      : path_(folder / "data") {
     std::error_code error;
     is_new_ = world.rank() == 0 && config.data.shards.empty() && !fs::exists(path_, error) && !error;
   }
@@ -77,7 +78,8 @@ void request_stop() noexcept { stop_flag = true; }
 bool stop_requested() noexcept { return stop_flag; }
 
 struct Trainer::Impl {
-  Impl(const comm::World& the_world, const TrainConfig& the_config, fs::path the_folder, std::vector<Observer*> the_observers, const TrainerOptions& options,
+  Impl(const comm::World& the_world, const TrainConfig& the_config, fs::path the_folder,
+       std::vector<Observer*> the_observers, const TrainerOptions& options,
        checkpoint::WriteFault write_fault = {})
       : world(the_world),
         config(the_config),
@@ -97,7 +99,12 @@ struct Trainer::Impl {
     new_data.keep();
     writer = std::make_unique<checkpoint::CheckpointWriter>(
         world, checkpoints,
-        checkpoint::WriterOptions{.files = {.max_file_bytes = std::uint64_t{5} << 30, .block_bytes = std::uint64_t{4} << 20, .keep_last = static_cast<int>(config.checkpoint.keep), .at_phase = {}, .fault = std::move(write_fault)}, .timeout = std::chrono::minutes(10)});
+        checkpoint::WriterOptions{.files = {.max_file_bytes = std::uint64_t{5} << 30,
+                                            .block_bytes = std::uint64_t{4} << 20,
+                                            .keep_last = static_cast<int>(config.checkpoint.keep),
+                                            .at_phase = {},
+                                            .fault = std::move(write_fault)},
+                                  .timeout = std::chrono::minutes(10)});
     describe_run();
   }
 
@@ -111,7 +118,8 @@ struct Trainer::Impl {
     checkpoint::WorldAgreement agreement(world);
     const checkpoint::OpenPolicy policy{.verify = true, .allow_fallback = config.checkpoint.fallback};
     if (config.checkpoint.resume != "auto") {
-      const checkpoint::Checkpoint opened = checkpoint::open_checkpoint(agreement, config.checkpoint.resume, policy);
+      const checkpoint::Checkpoint opened =
+          checkpoint::open_checkpoint(agreement, config.checkpoint.resume, policy);
       std::error_code error;
       const bool own = fs::equivalent(opened.path().parent_path(), checkpoints, error);
       job.load(opened, own ? ChangedDataPolicy::Refuse : ChangedDataPolicy::FromTheStart);
@@ -122,7 +130,8 @@ struct Trainer::Impl {
       job.load(opened->checkpoint, ChangedDataPolicy::Refuse);
       resumed_from = opened->checkpoint.path().string();
     }
-    if (!resumed_from.empty() && world.rank() == 0) log().info("train: continues after step {} from {}", job.steps_done(), resumed_from);
+    if (!resumed_from.empty() && world.rank() == 0)
+      log().info("train: continues after step {} from {}", job.steps_done(), resumed_from);
   }
 
   void describe_run() {
@@ -142,7 +151,8 @@ struct Trainer::Impl {
     description.first_step = job.steps_done();
     // A relative path stays valid if the run is moved with its checkpoints.
     const fs::path within = fs::path(resumed_from).lexically_relative(folder);
-    description.resumed_from = within.empty() || *within.begin() == ".." ? resumed_from : within.generic_string();
+    description.resumed_from =
+        within.empty() || *within.begin() == ".." ? resumed_from : within.generic_string();
   }
 
   // [collective] Starts a save after the previous one has finished.
@@ -163,7 +173,8 @@ struct Trainer::Impl {
     if (!saving) return;
     const std::int64_t step = *saving;
     try {
-      checkpoint::WorldAgreement(world).agree(fmt::format("checkpoint of step {}", step), [&] { writer->wait(); });
+      checkpoint::WorldAgreement(world).agree(fmt::format("checkpoint of step {}", step),
+                                              [&] { writer->wait(); });
       saved = step;
     } catch (const checkpoint::CheckpointError&) {
       // announce() reports it with its reason.
@@ -186,10 +197,11 @@ struct Trainer::Impl {
     if (world.rank() != 0) return;
     const bool older = !resumed_from.empty() || !checkpoint::find_checkpoints(checkpoints).empty();
     gives_up = config.checkpoint.on_failure == "stop" || (config.checkpoint.on_failure == "auto" && !older);
-    const char* next = job.steps_done() >= config.training.steps ? "the run ends without it unless a retry succeeds"
-                       : !gives_up                               ? "training continues and retries at the next checkpoint and at the end"
-                       : older                                   ? "the run ends (checkpoint.on_failure)"
-                                                                 : "there is no older checkpoint: the run ends unless the next attempt succeeds";
+    const char* next =
+        job.steps_done() >= config.training.steps ? "the run ends without it unless a retry succeeds"
+        : !gives_up ? "training continues and retries at the next checkpoint and at the end"
+        : older     ? "the run ends (checkpoint.on_failure)"
+                    : "there is no older checkpoint: the run ends unless the next attempt succeeds";
     log().error("train: {}; {}", error, next);
     tell([&](Observer& each) { each.on_checkpoint_failed(step, error); });
   }
@@ -197,9 +209,11 @@ struct Trainer::Impl {
   // [collective] Returns whether any rank was asked to end.
   bool was_asked_to_end(bool here) const {
     const checkpoint::Bytes verdict = checkpoint::WorldAgreement(world).agree(
-        "whether the run was asked to end", [&] { return checkpoint::Bytes{static_cast<std::uint8_t>(here)}; },
+        "whether the run was asked to end",
+        [&] { return checkpoint::Bytes{static_cast<std::uint8_t>(here)}; },
         [](const std::vector<checkpoint::Bytes>& answers) {
-          const bool any = std::any_of(answers.begin(), answers.end(), [](const checkpoint::Bytes& each) { return each.at(0) != 0; });
+          const bool any = std::any_of(answers.begin(), answers.end(),
+                                       [](const checkpoint::Bytes& each) { return each.at(0) != 0; });
           return checkpoint::Bytes{static_cast<std::uint8_t>(any)};
         });
     return verdict.at(0) != 0;
@@ -209,7 +223,8 @@ struct Trainer::Impl {
   // because a disk may be full only temporarily.
   bool save_last() {
     settle();
-    for (int attempt = 0; attempt < 2 && saved != job.steps_done() && job.steps_done() > description.first_step; ++attempt) {
+    for (int attempt = 0;
+         attempt < 2 && saved != job.steps_done() && job.steps_done() > description.first_step; ++attempt) {
       if (attempt > 0) std::this_thread::sleep_for(kPauseBeforeLastTry);
       save();
       settle();
@@ -269,11 +284,13 @@ struct Trainer::Impl {
     RunEnd end = RunEnd::Finished;
     if (job.steps_done() == 0 && data.validation && config.training.validate_every > 0) validate();
     while (job.steps_done() < config.training.steps) {
-      const bool out_of_time = config.training.time_limit_s > 0 && seconds_since(begin) > config.training.time_limit_s;
+      const bool out_of_time =
+          config.training.time_limit_s > 0 && seconds_since(begin) > config.training.time_limit_s;
       const StepOutcome outcome = job.train_step(stop_requested() || out_of_time || gives_up);
       announce();
       const StepExtras extras = extras_of(outcome);
-      if (is_due(outcome.step, config.output.metrics_every) || outcome.step == config.training.steps) tell([&](Observer& each) { each.on_step(outcome, extras); });
+      if (is_due(outcome.step, config.output.metrics_every) || outcome.step == config.training.steps)
+        tell([&](Observer& each) { each.on_step(outcome, extras); });
       for (const std::int64_t step : config.output.trace_steps)
         if (step == outcome.step) trace();
       if (data.validation && is_due(outcome.step, config.training.validate_every)) validate();
@@ -292,7 +309,9 @@ struct Trainer::Impl {
         break;
       }
     }
-    if (data.validation && config.training.validate_every > 0 && validated != job.steps_done() && end == RunEnd::Finished) validate();
+    if (data.validation && config.training.validate_every > 0 && validated != job.steps_done() &&
+        end == RunEnd::Finished)
+      validate();
     if (end != RunEnd::NotSaved && !save_last()) end = RunEnd::NotSaved;
     tell([&](Observer& each) { each.on_end(end, job.steps_done()); });
     return end;
@@ -309,23 +328,26 @@ struct Trainer::Impl {
   std::unique_ptr<checkpoint::CheckpointWriter> writer;
   RunDescription description;
   std::string resumed_from;
-  std::int64_t saved = -1;               // newest step saved since the start, the same on all ranks
-  std::optional<std::int64_t> saving;    // step being saved
-  checkpoint::SaveStall stall;           // of the save in progress
-  bool gives_up = false;                 // rank 0: a checkpoint could not be written and the run must end
+  std::int64_t saved = -1;             // newest step saved since the start, the same on all ranks
+  std::optional<std::int64_t> saving;  // step being saved
+  checkpoint::SaveStall stall;         // of the save in progress
+  bool gives_up = false;               // rank 0: a checkpoint could not be written and the run must end
   std::int64_t validated = -1;
   double pace = 0;
 };
 
-Trainer::Trainer(const comm::World& world, const TrainConfig& config, fs::path folder, std::vector<Observer*> observers, TrainerOptions options)
+Trainer::Trainer(const comm::World& world, const TrainConfig& config, fs::path folder,
+                 std::vector<Observer*> observers, TrainerOptions options)
     : impl_(std::make_unique<Impl>(world, config, std::move(folder), std::move(observers), options)) {}
 Trainer::Trainer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Trainer::~Trainer() = default;
 RunEnd Trainer::run() { return impl_->run(); }
 const RunDescription& Trainer::description() const { return impl_->description; }
 
-Trainer TrainerAccess::with_write_fault(const comm::World& world, const TrainConfig& config, fs::path folder, std::vector<Observer*> observers, checkpoint::WriteFault fault) {
-  return Trainer(std::make_unique<Trainer::Impl>(world, config, std::move(folder), std::move(observers), TrainerOptions{}, std::move(fault)));
+Trainer TrainerAccess::with_write_fault(const comm::World& world, const TrainConfig& config, fs::path folder,
+                                        std::vector<Observer*> observers, checkpoint::WriteFault fault) {
+  return Trainer(std::make_unique<Trainer::Impl>(world, config, std::move(folder), std::move(observers),
+                                                 TrainerOptions{}, std::move(fault)));
 }
 TrainingJob& TrainerAccess::job(Trainer& trainer) { return trainer.impl_->job; }
 

@@ -15,7 +15,9 @@ namespace penstock::train {
 
 struct TrainerAccess {
   // A Trainer whose checkpoint files pass through `fault`, for tests of full and broken disks.
-  static Trainer with_write_fault(const comm::World& world, const TrainConfig& config, std::filesystem::path folder, std::vector<Observer*> observers, checkpoint::WriteFault fault);
+  static Trainer with_write_fault(const comm::World& world, const TrainConfig& config,
+                                  std::filesystem::path folder, std::vector<Observer*> observers,
+                                  checkpoint::WriteFault fault);
   static TrainingJob& job(Trainer& trainer);
 };
 

@@ -9,19 +9,19 @@
 #include <utility>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"
 #include "penstock/comm/launch/launch_cores.h"
 #include "penstock/comm/launch/launch_env.h"
 #include "penstock/comm/launch/launcher.h"
-#include "penstock/world.h"
-#include "penstock/transformer_options.h"
 #include "penstock/draw.h"
+#include "penstock/errors.h"
 #include "penstock/train/job/host_check.h"
 #include "penstock/train/job/job.h"
 #include "penstock/train/job/model_stages.h"
 #include "penstock/train/job/process_memory.h"
+#include "penstock/transformer_options.h"
+#include "penstock/world.h"
 
 namespace penstock::train {
 
@@ -83,46 +83,65 @@ std::string time_text(double seconds) {
   if (seconds < 1) return fmt::format("{:.3g} ms", seconds * 1e3);
   if (seconds < 120) return fmt::format("{:.3g} s", seconds);
   const auto minutes = static_cast<std::int64_t>(seconds / 60 + 0.5);
-  return minutes < 120 ? fmt::format("{} min", minutes) : fmt::format("{} h {} min", minutes / 60, minutes % 60);
+  return minutes < 120 ? fmt::format("{} min", minutes)
+                       : fmt::format("{} h {} min", minutes / 60, minutes % 60);
 }
 
 using Lines = std::vector<std::string>;
 
 // "3", "3-7"
-std::string range_text(std::int64_t first, std::int64_t last) { return first == last ? fmt::format("{}", first) : fmt::format("{}-{}", first, last); }
+std::string range_text(std::int64_t first, std::int64_t last) {
+  return first == last ? fmt::format("{}", first) : fmt::format("{}-{}", first, last);
+}
 
 std::string mesh_text(const DryRun& run) {
   const LayoutConfig& layout = run.config.layout;
-  return fmt::format("mesh: {} = pp {} x dp {}{} x tp {}, on {}{}", count_of(layout.ranks, "rank"), layout.pp, layout.dp, layout.shard > 1 ? fmt::format(" (shard {})", layout.shard) : std::string(), layout.tp, run.device,
-                     run.device == "cpu" ? fmt::format(" ({}, {} per rank)", count_of(run.cores, "core"), count_of(run.measured.threads, "thread")) : std::string());
+  return fmt::format("mesh: {} = pp {} x dp {}{} x tp {}, on {}{}", count_of(layout.ranks, "rank"), layout.pp,
+                     layout.dp, layout.shard > 1 ? fmt::format(" (shard {})", layout.shard) : std::string(),
+                     layout.tp, run.device,
+                     run.device == "cpu" ? fmt::format(" ({}, {} per rank)", count_of(run.cores, "core"),
+                                                       count_of(run.measured.threads, "thread"))
+                                         : std::string());
 }
 
 // One line per rank of a small world, else one line for all ranks at a pipeline position.
 Lines rank_lines(const DryRun& run) {
   const LayoutConfig& layout = run.config.layout;
   const std::int64_t each = layout.dp * layout.tp;
-  const auto stages = [&](std::int64_t pp) { return format_list(run.schedule.stages().stages_of(static_cast<int>(pp))); };
+  const auto stages = [&](std::int64_t pp) {
+    return format_list(run.schedule.stages().stages_of(static_cast<int>(pp)));
+  };
   Lines lines;
   if (layout.ranks <= kRanksListed) {
     for (std::int64_t rank = 0; rank < layout.ranks; ++rank)
-      lines.push_back(fmt::format("rank {}: pp {}, dp {}, tp {}; stages {}", rank, rank / each, rank / layout.tp % layout.dp, rank % layout.tp, stages(rank / each)));
+      lines.push_back(fmt::format("rank {}: pp {}, dp {}, tp {}; stages {}", rank, rank / each,
+                                  rank / layout.tp % layout.dp, rank % layout.tp, stages(rank / each)));
     return lines;
   }
   for (std::int64_t pp = 0; pp < layout.pp; ++pp)
-    lines.push_back(fmt::format("rank{} {}: pp {}, dp {}, tp {}; stages {}", each == 1 ? "" : "s", range_text(pp * each, (pp + 1) * each - 1), pp, range_text(0, layout.dp - 1), range_text(0, layout.tp - 1), stages(pp)));
+    lines.push_back(fmt::format("rank{} {}: pp {}, dp {}, tp {}; stages {}", each == 1 ? "" : "s",
+                                range_text(pp * each, (pp + 1) * each - 1), pp, range_text(0, layout.dp - 1),
+                                range_text(0, layout.tp - 1), stages(pp)));
   return lines;
 }
 
 std::string schedule_text(const DryRun& run) {
   const schedule::Schedule& schedule = run.schedule;
-  return fmt::format("schedule: {}, {} stage{}, {} microbatches of {} rows{}; bubble {:.1f} % of the run", run.config.layout.schedule, schedule.stages().stages(), schedule.stages().stages() == 1 ? "" : "s", schedule.microbatches(), run.config.layout.microbatch_size,
-                     run.config.training.accumulation > 1 ? fmt::format(", {} runs per step", run.config.training.accumulation) : std::string(), 100 * run.simulation.bubble);
+  return fmt::format("schedule: {}, {} stage{}, {} microbatches of {} rows{}; bubble {:.1f} % of the run",
+                     run.config.layout.schedule, schedule.stages().stages(),
+                     schedule.stages().stages() == 1 ? "" : "s", schedule.microbatches(),
+                     run.config.layout.microbatch_size,
+                     run.config.training.accumulation > 1
+                         ? fmt::format(", {} runs per step", run.config.training.accumulation)
+                         : std::string(),
+                     100 * run.simulation.bubble);
 }
 
 Lines grid_lines(const schedule::Schedule& schedule) {
   std::size_t longest = 0;
   for (const schedule::Row& row : schedule.rows()) longest = std::max(longest, row.size());
-  if (schedule.ranks() > kRanksDrawn || longest > kSlotsDrawn) return {"(too large to show here; use penstock schedule)"};
+  if (schedule.ranks() > kRanksDrawn || longest > kSlotsDrawn)
+    return {"(too large to show here; use penstock schedule)"};
   Lines all;
   std::stringstream grid(plan::draw_grid(schedule));
   for (std::string line; std::getline(grid, line);) all.push_back(line);
@@ -132,14 +151,17 @@ Lines grid_lines(const schedule::Schedule& schedule) {
 Lines memory_lines(const DryRun& run) {
   Lines lines;
   const auto row = [&](const RankMemory& memory) {
-    return fmt::format("{:>11}  {:>11}  {:>11}  {:>11}  {:>11}  {:>11}   at most {} live", bytes_text(memory.parameters), bytes_text(memory.gathered), bytes_text(memory.gradients), bytes_text(memory.optimizer), bytes_text(memory.activations),
-                       bytes_text(memory.total()), memory.live);
+    return fmt::format("{:>11}  {:>11}  {:>11}  {:>11}  {:>11}  {:>11}   at most {} live",
+                       bytes_text(memory.parameters), bytes_text(memory.gathered),
+                       bytes_text(memory.gradients), bytes_text(memory.optimizer),
+                       bytes_text(memory.activations), bytes_text(memory.total()), memory.live);
   };
   for (std::size_t begin = 0; begin < run.memory.size();) {
     const std::string text = row(run.memory[begin]);
     std::size_t end = begin + 1;
     while (end < run.memory.size() && row(run.memory[end]) == text) ++end;
-    lines.push_back(fmt::format("{:>9}  {}", range_text(static_cast<std::int64_t>(begin), static_cast<std::int64_t>(end) - 1), text));
+    lines.push_back(fmt::format(
+        "{:>9}  {}", range_text(static_cast<std::int64_t>(begin), static_cast<std::int64_t>(end) - 1), text));
     begin = end;
   }
   return lines;
@@ -147,8 +169,11 @@ Lines memory_lines(const DryRun& run) {
 
 // The largest memory of a rank, for worlds whose lines are not all shown.
 std::string largest_text(const DryRun& run) {
-  const auto largest = std::max_element(run.memory.begin(), run.memory.end(), [](const RankMemory& a, const RankMemory& b) { return a.total() < b.total(); });
-  return fmt::format("the maximum is {} at pp {}", bytes_text(largest->total()), largest - run.memory.begin());
+  const auto largest =
+      std::max_element(run.memory.begin(), run.memory.end(),
+                       [](const RankMemory& a, const RankMemory& b) { return a.total() < b.total(); });
+  return fmt::format("the maximum is {} at pp {}", bytes_text(largest->total()),
+                     largest - run.memory.begin());
 }
 
 // Reduces the lines to at most `room`: the first ones and the last one, and between them the number of
@@ -156,37 +181,55 @@ std::string largest_text(const DryRun& run) {
 void shorten(Lines& lines, std::size_t room, const std::string& what) {
   if (lines.size() <= room) return;
   const std::size_t first = room - 2;
-  const std::string between = fmt::format("... {} more lines{}{}", lines.size() - first - 1, what.empty() ? "" : "; ", what);
+  const std::string between =
+      fmt::format("... {} more lines{}{}", lines.size() - first - 1, what.empty() ? "" : "; ", what);
   lines.erase(lines.begin() + static_cast<std::ptrdiff_t>(first), lines.end() - 1);
   lines.insert(lines.end() - 1, between);
 }
 
 void write_time(std::string& text, const DryRun& run) {
   const auto out = std::back_inserter(text);
-  const auto part = [](const PartMeasurement& each) { return fmt::format("{} + {}", time_text(each.forward), time_text(each.backward)); };
+  const auto part = [](const PartMeasurement& each) {
+    return fmt::format("{} + {}", time_text(each.forward), time_text(each.backward));
+  };
   const LayoutConfig& layout = run.config.layout;
-  fmt::format_to(out, "measured on this machine, forward + backward per microbatch: block {}, embedding {}, head with loss {}{}\n", part(run.measured.block), part(run.measured.embed), part(run.measured.head),
+  fmt::format_to(out,
+                 "measured on this machine, forward + backward per microbatch: block {}, embedding {}, head "
+                 "with loss {}{}\n",
+                 part(run.measured.block), part(run.measured.embed), part(run.measured.head),
                  run.measured.measured_rows < layout.microbatch_size ? ", extrapolated from one row" : "");
   std::vector<std::string> assumed;
-  if (layout.tp > 1) assumed.push_back(fmt::format("each of {} tensor-parallel ranks does an equal share", layout.tp));
+  if (layout.tp > 1)
+    assumed.push_back(fmt::format("each of {} tensor-parallel ranks does an equal share", layout.tp));
   if (slowdown(run) > 1) assumed.push_back(fmt::format("{} ranks share {} cores", layout.ranks, run.cores));
-  assumed.push_back(fmt::format("transfers of {} at {:g} GB/s", bytes_text(run.measured.border), kBandwidth / 1e9));
-  fmt::format_to(out, "assumptions: {}; not included: sums over ranks, optimizer, data loading\n", fmt::join(assumed, ", "));
-  fmt::format_to(out, "predicted: {} per step of {} tokens, {:.0f} tokens/s, {} for {}\n", time_text(run.step_seconds), run.tokens_per_step, static_cast<double>(run.tokens_per_step) / run.step_seconds,
-                 time_text(run.step_seconds * static_cast<double>(run.config.training.steps)), count_of(run.config.training.steps, "step"));
+  assumed.push_back(
+      fmt::format("transfers of {} at {:g} GB/s", bytes_text(run.measured.border), kBandwidth / 1e9));
+  fmt::format_to(out, "assumptions: {}; not included: sums over ranks, optimizer, data loading\n",
+                 fmt::join(assumed, ", "));
+  fmt::format_to(out, "predicted: {} per step of {} tokens, {:.0f} tokens/s, {} for {}\n",
+                 time_text(run.step_seconds), run.tokens_per_step,
+                 static_cast<double>(run.tokens_per_step) / run.step_seconds,
+                 time_text(run.step_seconds * static_cast<double>(run.config.training.steps)),
+                 count_of(run.config.training.steps, "step"));
 }
 
 }  // namespace
 
 void check_local_ranks(const LayoutConfig& layout) {
   if (layout.ranks > comm::kMaxLocalRanks)
-    throw ConfigError(describe("layout.ranks", std::to_string(layout.ranks), fmt::format("at most {}, the limit of penstock train on one host", comm::kMaxLocalRanks),
-                               "start the ranks with mpirun, srun or torchrun on several hosts, or lower layout.pp, layout.dp or layout.tp"));
+    throw ConfigError(
+        describe("layout.ranks", std::to_string(layout.ranks),
+                 fmt::format("at most {}, the limit of penstock train on one host", comm::kMaxLocalRanks),
+                 "start the ranks with mpirun, srun or torchrun on several hosts, or lower layout.pp, "
+                 "layout.dp or layout.tp"));
 }
 
 void check_launched_ranks(const LayoutConfig& layout, int launched) {
   if (layout.ranks != launched)
-    throw ConfigError(describe("ranks", std::to_string(launched), fmt::format("pp * dp * tp = {} * {} * {} = {}", layout.pp, layout.dp, layout.tp, layout.ranks), "start that many ranks, or change the layout"));
+    throw ConfigError(describe(
+        "ranks", std::to_string(launched),
+        fmt::format("pp * dp * tp = {} * {} * {} = {}", layout.pp, layout.dp, layout.tp, layout.ranks),
+        "start that many ranks, or change the layout"));
 }
 
 DryRun dry_run(const TrainConfig& config, const DataCheckProgress& progress) {
@@ -201,15 +244,25 @@ DryRun dry_run(const TrainConfig& config, const DataCheckProgress& progress) {
   now("generating the schedule");
   schedule::Schedule schedule = configured_schedule(config.layout);
   check_stages(config, schedule);
-  const at::Device device = configured_device(config.layout, comm::World::fake(0, static_cast<int>(config.layout.ranks)));
+  const at::Device device =
+      configured_device(config.layout, comm::World::fake(0, static_cast<int>(config.layout.ranks)));
   require_precision(config, device);
   if (device.is_cpu()) require_memory(minimum_memory_of_parts(config), machine_memory_bytes());
   const int stages = schedule.stages().stages();
   std::vector<models::StagePart> parts = configured_parts(config, stages);
   std::string data = check_data(config, DataCheck::Reading, progress);
   now("measuring an embedding, a block and a head");
-  DryRun run{.config = config, .device = device.is_cpu() ? "cpu" : "cuda", .data = std::move(data), .cores = comm::available_cores(), .schedule = std::move(schedule), .parts = std::move(parts), .measured = measure_parts(config, device),
-             .simulation = {}, .memory = {}, .step_seconds = 0, .tokens_per_step = config.training.global_batch * config.model.context};
+  DryRun run{.config = config,
+             .device = device.is_cpu() ? "cpu" : "cuda",
+             .data = std::move(data),
+             .cores = comm::available_cores(),
+             .schedule = std::move(schedule),
+             .parts = std::move(parts),
+             .measured = measure_parts(config, device),
+             .simulation = {},
+             .memory = {},
+             .step_seconds = 0,
+             .tokens_per_step = config.training.global_batch * config.model.context};
   now("simulating a step");
   run.simulation = plan::simulate(run.schedule, cost_model(run));
   now("planning memory");
@@ -220,15 +273,22 @@ DryRun dry_run(const TrainConfig& config, const DataCheckProgress& progress) {
 
 std::string to_text(const DryRun& run) {
   const models::TransformerOptions options = transformer_options(run.config.model);
-  std::string text = fmt::format("model: {} of width {}, {:.3f} M parameters, context {}, {}\ndata: {}\n", count_of(options.layers, "block"), options.width, static_cast<double>(models::parameter_count(options)) / 1e6, options.context, run.config.training.precision, run.data);
-  Lines ranks = rank_lines(run), parts = models::summarize_parts(run.parts, options), memory = memory_lines(run);
+  std::string text = fmt::format("model: {} of width {}, {:.3f} M parameters, context {}, {}\ndata: {}\n",
+                                 count_of(options.layers, "block"), options.width,
+                                 static_cast<double>(models::parameter_count(options)) / 1e6, options.context,
+                                 run.config.training.precision, run.data);
+  Lines ranks = rank_lines(run), parts = models::summarize_parts(run.parts, options),
+        memory = memory_lines(run);
   const Lines grid = grid_lines(run.schedule);
   constexpr std::size_t kFixedLines = 11;  // model, data, mesh, partition, schedule, memory (3), time (3)
   const std::size_t room = kDryRunLines - kFixedLines - grid.size();
   // If not all lines fit, each section gets a third, or the room that shorter sections leave.
   for (Lines* lines : {&ranks, &parts, &memory}) {
     const std::size_t others = ranks.size() + parts.size() + memory.size() - lines->size();
-    shorten(*lines, std::max(room / 3, others < room ? room - others : 0), lines == &memory ? largest_text(run) : lines == &ranks ? "tp fastest, then dp, then pp" : "");
+    shorten(*lines, std::max(room / 3, others < room ? room - others : 0),
+            lines == &memory  ? largest_text(run)
+            : lines == &ranks ? "tp fastest, then dp, then pp"
+                              : "");
   }
   const auto add = [&](const Lines& lines) {
     for (const std::string& line : lines) text += "  " + line + "\n";
@@ -239,10 +299,16 @@ std::string to_text(const DryRun& run) {
   add(parts);
   text += schedule_text(run) + "\n";
   add(grid);
-  fmt::format_to(std::back_inserter(text), "memory per rank, by pipeline position:\n  {:>9}  {:>11}  {:>11}  {:>11}  {:>11}  {:>11}  {:>11}\n", "pp", "parameters", "gathered", "gradients", "optimizer", "activations", "together");
+  fmt::format_to(
+      std::back_inserter(text),
+      "memory per rank, by pipeline position:\n  {:>9}  {:>11}  {:>11}  {:>11}  {:>11}  {:>11}  {:>11}\n",
+      "pp", "parameters", "gathered", "gradients", "optimizer", "activations", "together");
   add(memory);
-  fmt::format_to(std::back_inserter(text), "  activations: measured on real parts; one microbatch keeps {} in a block and {} in the head{}\n", bytes_text(run.measured.block.kept), bytes_text(run.measured.head.kept),
-                 run.config.layout.tp > 1 ? "; the part that tensor parallelism splits is not subtracted" : "");
+  fmt::format_to(
+      std::back_inserter(text),
+      "  activations: measured on real parts; one microbatch keeps {} in a block and {} in the head{}\n",
+      bytes_text(run.measured.block.kept), bytes_text(run.measured.head.kept),
+      run.config.layout.tp > 1 ? "; the part that tensor parallelism splits is not subtracted" : "");
   write_time(text, run);
   return text;
 }

@@ -18,26 +18,26 @@
 #include <string>
 #include <vector>
 
-#include "penstock/transformer_options.h"
-#include "penstock/simulator.h"
 #include "penstock/schedule.h"
-#include "penstock/train_config.h"
+#include "penstock/simulator.h"
 #include "penstock/train/job/configured_data.h"
 #include "penstock/train/plan/memory_plan.h"
 #include "penstock/train/plan/part_costs.h"
+#include "penstock/train_config.h"
+#include "penstock/transformer_options.h"
 
 namespace penstock::train {
 
 struct DryRun {
   TrainConfig config;
   std::string device;
-  std::string data;                       // description of the training data
-  int cores = 1;                          // of this machine, shared by all ranks
+  std::string data;  // description of the training data
+  int cores = 1;     // of this machine, shared by all ranks
   schedule::Schedule schedule;
-  std::vector<models::StagePart> parts;   // by stage
+  std::vector<models::StagePart> parts;  // by stage
   PartMeasurements measured;
-  plan::Simulation simulation;            // of one run of the schedule, in seconds
-  std::vector<RankMemory> memory;         // by pipeline rank
+  plan::Simulation simulation;     // of one run of the schedule, in seconds
+  std::vector<RankMemory> memory;  // by pipeline rank
   double step_seconds = 0;
   std::int64_t tokens_per_step = 0;
 };

@@ -15,7 +15,8 @@ constexpr int kStepsUnseen = 2;
 
 class Meter {
  public:
-  Meter(TrainingJob& job, std::int64_t batch_bytes) : job_(job), device_(job.device()), batch_bytes_(batch_bytes) {}
+  Meter(TrainingJob& job, std::int64_t batch_bytes)
+      : job_(job), device_(job.device()), batch_bytes_(batch_bytes) {}
 
   void begin() {
     if (device_.is_cpu())
@@ -43,7 +44,9 @@ class Meter {
 
  private:
   // Live memory in none of the known categories.
-  std::int64_t unaccounted_bytes(const HeldMemory& held) const { return (device_.is_cpu() ? cpu_memory().live : live_device_bytes(device_)) - held.in_memory; }
+  std::int64_t unaccounted_bytes(const HeldMemory& held) const {
+    return (device_.is_cpu() ? cpu_memory().live : live_device_bytes(device_)) - held.in_memory;
+  }
 
   TrainingJob& job_;
   at::Device device_;
@@ -54,15 +57,18 @@ class Meter {
 
 // Tokens, targets and, with a mask, documents of one run of the schedule: 64-bit integers.
 std::int64_t batch_bytes(const TrainConfig& config) {
-  const std::int64_t samples = config.layout.microbatches * config.layout.microbatch_size, tensors = config.data.document_mask ? 3 : 2;
+  const std::int64_t samples = config.layout.microbatches * config.layout.microbatch_size,
+                     tensors = config.data.document_mask ? 3 : 2;
   return samples * config.model.context * tensors * static_cast<std::int64_t>(sizeof(std::int64_t));
 }
 
 }  // namespace
 
-MeasuredMemory measure_memory(const comm::World& world, const TrainConfig& config, TrainingData data, int steps) {
+MeasuredMemory measure_memory(const comm::World& world, const TrainConfig& config, TrainingData data,
+                              int steps) {
   TrainingJob job(world, config, std::move(data));
-  if (job.device().is_cpu() && cpu_memory().allocations == 0) throw StateError("measure_memory: CPU memory is not being counted; call count_cpu_memory() first");
+  if (job.device().is_cpu() && cpu_memory().allocations == 0)
+    throw StateError("measure_memory: CPU memory is not being counted; call count_cpu_memory() first");
   for (int step = 0; step < kStepsUnseen; ++step) job.train_step();
   Meter meter(job, batch_bytes(config));
   // When unsharded gradients have become those of the step.

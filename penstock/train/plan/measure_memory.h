@@ -13,9 +13,9 @@
 
 #include <cstdint>
 
-#include "penstock/world.h"
-#include "penstock/train_config.h"
 #include "penstock/train/job/job.h"
+#include "penstock/train_config.h"
+#include "penstock/world.h"
 
 namespace penstock::train {
 
@@ -30,6 +30,7 @@ struct MeasuredMemory {
 };
 
 // [collective] Throws StateError on the CPU unless count_cpu_memory() was called.
-MeasuredMemory measure_memory(const comm::World& world, const TrainConfig& config, TrainingData data, int steps);
+MeasuredMemory measure_memory(const comm::World& world, const TrainConfig& config, TrainingData data,
+                              int steps);
 
 }  // namespace penstock::train

@@ -5,9 +5,9 @@
 #include <string>
 
 #include "penstock/models/plan/parameter_stages.h"
-#include "penstock/transformer_options.h"
 #include "penstock/pipeline/program/program.h"
 #include "penstock/train/job/model_stages.h"
+#include "penstock/transformer_options.h"
 
 namespace penstock::train {
 
@@ -25,7 +25,8 @@ Sizes sizes_of(const models::ParameterShape& parameter, const LayoutConfig& layo
   for (std::size_t d = 1; d < parameter.shape.size(); ++d) rest *= parameter.shape[d];
   const auto bytes = [&](std::int64_t first) {
     std::int64_t elements = first * rest;
-    if (parameter.shape.size() > 1) elements = (elements + layout.tp - 1) / layout.tp;  // all parameters except norms are split
+    if (parameter.shape.size() > 1)
+      elements = (elements + layout.tp - 1) / layout.tp;  // all parameters except norms are split
     return elements * static_cast<std::int64_t>(sizeof(float));
   };
   const std::int64_t first = parameter.shape.at(0);
@@ -41,7 +42,9 @@ std::string group_of(const std::string& name) {
 // Gathered parameters of the stages, following the actions of the schedule.
 class GatheredPeaks {
  public:
-  void add(int stage, const std::string& group, std::int64_t bytes) { stages_[stage][group] += (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+  void add(int stage, const std::string& group, std::int64_t bytes) {
+    stages_[stage][group] += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  }
 
   // While a group is being assembled it exists twice: as received and as used.
   std::int64_t of(const schedule::Row& row, const std::vector<int>& stages) const {
@@ -89,7 +92,9 @@ class GatheredPeaks {
 
 }  // namespace
 
-std::vector<RankMemory> plan_memory(const TrainConfig& config, const schedule::Schedule& schedule, const std::vector<models::StagePart>& parts, const plan::Simulation& simulation) {
+std::vector<RankMemory> plan_memory(const TrainConfig& config, const schedule::Schedule& schedule,
+                                    const std::vector<models::StagePart>& parts,
+                                    const plan::Simulation& simulation) {
   const models::TransformerOptions options = transformer_options(config.model);
   const schedule::StageMap& map = schedule.stages();
   const bool sharded = config.layout.shard > 1;
@@ -106,10 +111,12 @@ std::vector<RankMemory> plan_memory(const TrainConfig& config, const schedule::S
     }
     // Both uses of a tied weight accumulate their own gradient, even if they share memory; a sharded weight
     // has one.
-    if (!sharded && options.tie_head && parameter.name == "embed.weight" && ranks.size() == 1) ranks.push_back(ranks.front());
+    if (!sharded && options.tie_head && parameter.name == "embed.weight" && ranks.size() == 1)
+      ranks.push_back(ranks.front());
     for (std::size_t i = 0; i < ranks.size(); ++i) {
       RankMemory& rank = memory[static_cast<std::size_t>(ranks[i])];
-      const bool second = std::find(ranks.begin(), ranks.begin() + static_cast<std::ptrdiff_t>(i), ranks[i]) != ranks.begin() + static_cast<std::ptrdiff_t>(i);
+      const bool second = std::find(ranks.begin(), ranks.begin() + static_cast<std::ptrdiff_t>(i),
+                                    ranks[i]) != ranks.begin() + static_cast<std::ptrdiff_t>(i);
       // Unsharded gradients accumulate over the microbatches. The two of a tied weight are one before
       // replicas exchange copies; shards are made from unsharded gradients group by group, and coexist with
       // those of a further run of the schedule.
@@ -123,7 +130,8 @@ std::vector<RankMemory> plan_memory(const TrainConfig& config, const schedule::S
   }
   if (sharded) {
     const schedule::Schedule lowered = executable(schedule, /*unshard=*/true);
-    for (int rank = 0; rank < map.ranks(); ++rank) memory[static_cast<std::size_t>(rank)].gathered = gathered.of(lowered.row(rank), map.stages_of(rank));
+    for (int rank = 0; rank < map.ranks(); ++rank)
+      memory[static_cast<std::size_t>(rank)].gathered = gathered.of(lowered.row(rank), map.stages_of(rank));
   }
   for (std::size_t rank = 0; rank < memory.size(); ++rank) {
     memory[rank].activations = simulation.ranks[rank].peak_bytes;

@@ -1,6 +1,7 @@
 // Predicts how much memory each rank of a configuration needs, from the plan alone.
 //
-//   const std::vector<RankMemory> memory = plan_memory(config, schedule, parts, simulation);  // by pipeline rank
+//   const std::vector<RankMemory> memory = plan_memory(config, schedule, parts, simulation);  // by pipeline
+//   rank
 //
 // Included: parameters, gradients, optimizer state (float32, even if the computation is not), gathered
 // parameters in the order in which the schedule gathers and frees stages, and what microbatches keep for
@@ -11,24 +12,26 @@
 #include <cstdint>
 #include <vector>
 
-#include "penstock/transformer_options.h"
-#include "penstock/simulator.h"
 #include "penstock/schedule.h"
+#include "penstock/simulator.h"
 #include "penstock/train_config.h"
+#include "penstock/transformer_options.h"
 
 namespace penstock::train {
 
 // Bytes of a rank.
 struct RankMemory {
-  std::int64_t parameters = 0;   // with sharding: the shards
-  std::int64_t gathered = 0;     // peak of the unsharded parameters that the schedule has gathered
-  std::int64_t gradients = 0;    // unsharded gradients, and the copies that replicas exchange
+  std::int64_t parameters = 0;  // with sharding: the shards
+  std::int64_t gathered = 0;    // peak of the unsharded parameters that the schedule has gathered
+  std::int64_t gradients = 0;   // unsharded gradients, and the copies that replicas exchange
   std::int64_t optimizer = 0;
   std::int64_t activations = 0;  // peak
   int live = 0;                  // peak number of (stage, microbatch) pairs
   std::int64_t total() const { return parameters + gathered + gradients + optimizer + activations; }
 };
 
-std::vector<RankMemory> plan_memory(const TrainConfig& config, const schedule::Schedule& schedule, const std::vector<models::StagePart>& parts, const plan::Simulation& simulation);
+std::vector<RankMemory> plan_memory(const TrainConfig& config, const schedule::Schedule& schedule,
+                                    const std::vector<models::StagePart>& parts,
+                                    const plan::Simulation& simulation);
 
 }  // namespace penstock::train

@@ -14,14 +14,14 @@
 #include <vector>
 
 #include "penstock/comm/launch/launch_cores.h"
-#include "penstock/transformer.h"
-#include "penstock/pipeline/backward/graph_node.h"
-#include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/mode.h"
+#include "penstock/pipeline/backward/graph_node.h"
 #include "penstock/step_context.h"
 #include "penstock/torch/compat/thread_count.h"
-#include "penstock/train/report/elapsed.h"
+#include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/train/job/model_stages.h"
+#include "penstock/train/report/elapsed.h"
+#include "penstock/transformer.h"
 
 namespace penstock::train {
 
@@ -42,7 +42,9 @@ class LiveMemory final : public Mode {
       for_each_tensor((*stack)[i], [&](const at::Tensor& tensor) {
         if (!tensor.has_storage()) return;
         const c10::Storage& storage = tensor.storage();
-        seen_.insert_or_assign(storage.unsafeGetStorageImpl(), Held{storage.getWeakStorageImpl(), static_cast<std::int64_t>(storage.nbytes())});
+        seen_.insert_or_assign(
+            storage.unsafeGetStorageImpl(),
+            Held{storage.getWeakStorageImpl(), static_cast<std::int64_t>(storage.nbytes())});
       });
     }
   }
@@ -50,7 +52,9 @@ class LiveMemory final : public Mode {
   std::int64_t bytes_without(const std::vector<at::Tensor>& others) const {
     std::int64_t bytes = 0;
     for (const auto& [storage, held] : seen_) {
-      const bool is_other = std::any_of(others.begin(), others.end(), [&](const at::Tensor& each) { return each.storage().unsafeGetStorageImpl() == storage; });
+      const bool is_other = std::any_of(others.begin(), others.end(), [&](const at::Tensor& each) {
+        return each.storage().unsafeGetStorageImpl() == storage;
+      });
       if (!held.storage.expired() && !is_other) bytes += held.bytes;
     }
     return bytes;
@@ -67,14 +71,18 @@ class LiveMemory final : public Mode {
 // One part of the model with a microbatch as its input.
 class Trial {
  public:
-  Trial(const TrainConfig& config, const models::StagePart& part, at::Device device, std::int64_t rows) : config_(config), device_(device), stage_(transformer_options(config.model), part) {
+  Trial(const TrainConfig& config, const models::StagePart& part, at::Device device, std::int64_t rows)
+      : config_(config), device_(device), stage_(transformer_options(config.model), part) {
     stage_->to(device);
     models::initialize(*stage_, {.seed = static_cast<std::uint64_t>(config.training.seed)});
     const std::int64_t length = config.model.context;
     const at::TensorOptions numbers = at::TensorOptions().dtype(at::kLong).device(device);
     documents_ = at::zeros({rows, length}, numbers);
     targets_ = at::randint(config.model.vocabulary, {rows, length}, numbers);
-    input_ = part.has_embed() ? targets_ : at::randn({rows, length, config.model.width}, at::TensorOptions().device(device)).requires_grad_(true);
+    input_ = part.has_embed()
+                 ? targets_
+                 : at::randn({rows, length, config.model.width}, at::TensorOptions().device(device))
+                       .requires_grad_(true);
   }
 
   // Where the backward starts: the loss at the head, else hidden states.
@@ -84,7 +92,9 @@ class Trial {
     const StepGuard step(context);
     const AutocastScope scope(device_.type(), autocast());
     at::Tensor output = stage_->forward(input_, documents_);
-    return stage_->part().has_head() ? models::token_loss(output, targets_, static_cast<double>(targets_.numel())) : output;
+    return stage_->part().has_head()
+               ? models::token_loss(output, targets_, static_cast<double>(targets_.numel()))
+               : output;
   }
   void backward(const at::Tensor& output) {
     StepContext context;
@@ -95,7 +105,9 @@ class Trial {
   }
 
   PartMeasurement time(int repeats) {
-    PartMeasurement best{.forward = std::numeric_limits<double>::infinity(), .backward = std::numeric_limits<double>::infinity(), .kept = 0};
+    PartMeasurement best{.forward = std::numeric_limits<double>::infinity(),
+                         .backward = std::numeric_limits<double>::infinity(),
+                         .kept = 0};
     for (int i = 0; i < repeats; ++i) {
       auto begin = Clock::now();
       const at::Tensor output = forward();
@@ -171,7 +183,8 @@ PartMeasurements measure_parts(const TrainConfig& config, at::Device device) {
   result.head = measure({.index = 2, .count = 3, .first_block = layers, .end_block = layers});
   // A second block shows what blocks share.
   if (layers > 1) {
-    const std::int64_t two = Trial(config, {.index = 1, .count = 3, .first_block = 0, .end_block = 2}, device, 1).kept() * rows;
+    const std::int64_t two =
+        Trial(config, {.index = 1, .count = 3, .first_block = 0, .end_block = 2}, device, 1).kept() * rows;
     result.kept_by_stage = std::max<std::int64_t>(0, 2 * result.block.kept - two);
     result.block.kept -= result.kept_by_stage;
   }

@@ -25,10 +25,10 @@ struct PartMeasurement {
 struct PartMeasurements {
   PartMeasurement embed;
   PartMeasurement block;
-  PartMeasurement head;              // with the last norm and the loss
-  std::int64_t kept_by_stage = 0;    // bytes per stage besides its parts: masks, rotary embedding
-  std::int64_t border = 0;           // bytes of the activation between two stages
-  std::int64_t measured_rows = 0;    // if fewer than in a microbatch, times are extrapolated
+  PartMeasurement head;            // with the last norm and the loss
+  std::int64_t kept_by_stage = 0;  // bytes per stage besides its parts: masks, rotary embedding
+  std::int64_t border = 0;         // bytes of the activation between two stages
+  std::int64_t measured_rows = 0;  // if fewer than in a microbatch, times are extrapolated
   int threads = 1;
 };
 

@@ -29,7 +29,8 @@ std::string line_of(const Json& json) {
 Json config_json(const TrainConfig& config) {
   Json all = Json::object();
   for (const ConfigField& field : config_fields())
-    std::visit([&](const auto& value) { all[std::string(field.section)][std::string(field.key)] = value; }, field.get(config));
+    std::visit([&](const auto& value) { all[std::string(field.section)][std::string(field.key)] = value; },
+               field.get(config));
   return all;
 }
 
@@ -37,14 +38,16 @@ Json config_json(const TrainConfig& config) {
 std::string value_text(const Json& value) {
   if (!value.is_array()) return value.dump(-1, ' ', false, Json::error_handler_t::replace);
   std::string text = "[";
-  for (const Json& each : value) text += (text.size() > 1 ? ", " : "") + each.dump(-1, ' ', false, Json::error_handler_t::replace);
+  for (const Json& each : value)
+    text += (text.size() > 1 ? ", " : "") + each.dump(-1, ' ', false, Json::error_handler_t::replace);
   return text + "]";
 }
 
 // One line of the file. Errors contain the line number.
 class Line {
  public:
-  Line(const std::string& text, const std::filesystem::path& path, std::size_t number) : where_(fmt::format("{}:{}", path.string(), number)) {
+  Line(const std::string& text, const std::filesystem::path& path, std::size_t number)
+      : where_(fmt::format("{}:{}", path.string(), number)) {
     json_ = Json::parse(text, nullptr, /*allow_exceptions=*/false);
     if (json_.is_discarded() || !json_.is_object()) fail(text.substr(0, 60), "one JSON object");
   }
@@ -56,7 +59,8 @@ class Line {
   const Json& at(std::string_view key) const { return at(json_, key); }
   const Json& at(const Json& object, std::string_view key) const {
     const auto found = object.is_object() ? object.find(std::string(key)) : object.end();
-    if (!object.is_object() || found == object.end()) fail(fmt::format("no key \"{}\"", key), "the format of docs/metrics.md");
+    if (!object.is_object() || found == object.end())
+      fail(fmt::format("no key \"{}\"", key), "the format of docs/metrics.md");
     return *found;
   }
 
@@ -75,7 +79,10 @@ class Line {
   }
   std::int64_t count(std::string_view key) const {
     const Json& value = at(key);
-    if (!value.is_number_integer() || (value.is_number_unsigned() && value.get<std::uint64_t>() > static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max())) || value.get<std::int64_t>() < 0)
+    if (!value.is_number_integer() ||
+        (value.is_number_unsigned() &&
+         value.get<std::uint64_t>() > static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max())) ||
+        value.get<std::int64_t>() < 0)
       fail(fmt::format("\"{}\": {}", key, short_text(value)), "a whole number of at least 0");
     return value.get<std::int64_t>();
   }
@@ -86,7 +93,9 @@ class Line {
   }
 
  private:
-  static std::string short_text(const Json& value) { return value.dump(-1, ' ', false, Json::error_handler_t::replace).substr(0, 60); }
+  static std::string short_text(const Json& value) {
+    return value.dump(-1, ' ', false, Json::error_handler_t::replace).substr(0, 60);
+  }
 
   std::string where_;
   Json json_;
@@ -98,11 +107,14 @@ StartMetrics start_of(const Line& line) {
   const Json& config = line.at("config");
   if (!config.is_object()) line.fail("\"config\"", "an object of sections");
   for (const auto& section : config.items()) {
-    if (!section.value().is_object()) line.fail(fmt::format("\"config\": {}", section.key()), "an object of fields");
-    for (const auto& field : section.value().items()) start.config.emplace_back(section.key() + "." + field.key(), value_text(field.value()));
+    if (!section.value().is_object())
+      line.fail(fmt::format("\"config\": {}", section.key()), "an object of fields");
+    for (const auto& field : section.value().items())
+      start.config.emplace_back(section.key() + "." + field.key(), value_text(field.value()));
   }
   start.steps = line.count("steps");
-  start.ranks = static_cast<int>(std::min<std::int64_t>(line.count("ranks"), std::numeric_limits<int>::max()));
+  start.ranks =
+      static_cast<int>(std::min<std::int64_t>(line.count("ranks"), std::numeric_limits<int>::max()));
   start.device = line.text("device");
   start.libtorch = line.text("libtorch");
   start.parameters = line.count("parameters");
@@ -134,7 +146,11 @@ StepMetrics step_of(const Line& line) {
   step.outcome.tokens = line.count("tokens");
   step.tokens_per_second = line.number("tokens_per_second");
   const Json& times = line.at("times");
-  step.outcome.times = {.data = line.number(times, "data"), .schedule = line.number(times, "schedule"), .sync = line.number(times, "sync"), .update = line.number(times, "update"), .total = line.number(times, "total")};
+  step.outcome.times = {.data = line.number(times, "data"),
+                        .schedule = line.number(times, "schedule"),
+                        .sync = line.number(times, "sync"),
+                        .update = line.number(times, "update"),
+                        .total = line.number(times, "total")};
   step.resident_bytes = line.count("resident_bytes");
   step.device_bytes = line.count("device_bytes");
   return step;
@@ -160,7 +176,8 @@ std::int64_t step_number(const Entry& entry) {
 // Removes the entries of steps after `step`. Returns the number of removed lines.
 template <class Entry>
 std::int64_t drop_after(std::vector<Entry>& entries, std::int64_t step) {
-  const auto first = std::find_if(entries.begin(), entries.end(), [&](const Entry& entry) { return step_number(entry) > step; });
+  const auto first = std::find_if(entries.begin(), entries.end(),
+                                  [&](const Entry& entry) { return step_number(entry) > step; });
   const std::int64_t dropped = entries.end() - first;
   entries.erase(first, entries.end());
   return dropped;
@@ -189,11 +206,19 @@ void add(RunMetrics& metrics, const Line& line) {
   } else if (type == "step") {
     metrics.repeated_steps += put(metrics.steps, step_of(line));
   } else if (type == "validation") {
-    put(metrics.validations, {.time = line.number("time"), .step = line.count("step"), .loss = line.number("loss"), .seconds = line.number("seconds")});
+    put(metrics.validations, {.time = line.number("time"),
+                              .step = line.count("step"),
+                              .loss = line.number("loss"),
+                              .seconds = line.number("seconds")});
   } else if (type == "checkpoint") {
-    put(metrics.checkpoints, {.time = line.number("time"), .step = line.count("step"), .stall = {.waiting = line.number("waiting"), .planning = line.number("planning"), .copying = line.number("copying")}});
+    put(metrics.checkpoints, {.time = line.number("time"),
+                              .step = line.count("step"),
+                              .stall = {.waiting = line.number("waiting"),
+                                        .planning = line.number("planning"),
+                                        .copying = line.number("copying")}});
   } else if (type == "checkpoint_failed") {
-    metrics.failed_checkpoints.push_back({.time = line.number("time"), .step = line.count("step"), .error = line.text("error")});
+    metrics.failed_checkpoints.push_back(
+        {.time = line.number("time"), .step = line.count("step"), .error = line.text("error")});
   } else if (type == "missing") {
     metrics.missing_lines += line.count("lines");
   } else if (type == "trace") {
@@ -254,40 +279,69 @@ std::string step_line(const StepOutcome& outcome, const StepExtras& extras, doub
                   {"skipped", outcome.skipped},
                   {"tokens", outcome.tokens},
                   {"tokens_per_second", extras.tokens_per_second},
-                  {"times", {{"data", outcome.times.data}, {"schedule", outcome.times.schedule}, {"sync", outcome.times.sync}, {"update", outcome.times.update}, {"total", outcome.times.total}}},
+                  {"times",
+                   {{"data", outcome.times.data},
+                    {"schedule", outcome.times.schedule},
+                    {"sync", outcome.times.sync},
+                    {"update", outcome.times.update},
+                    {"total", outcome.times.total}}},
                   {"resident_bytes", extras.resident_bytes},
                   {"device_bytes", extras.device_bytes},
                   {"time", time}});
 }
 
 std::string validation_line(const ValidationMetrics& validation) {
-  return line_of({{"type", "validation"}, {"step", validation.step}, {"loss", validation.loss}, {"seconds", validation.seconds}, {"time", validation.time}});
+  return line_of({{"type", "validation"},
+                  {"step", validation.step},
+                  {"loss", validation.loss},
+                  {"seconds", validation.seconds},
+                  {"time", validation.time}});
 }
 
 std::string checkpoint_line(const CheckpointMetrics& checkpoint) {
   const checkpoint::SaveStall& stall = checkpoint.stall;
-  return line_of({{"type", "checkpoint"}, {"step", checkpoint.step}, {"waiting", stall.waiting}, {"planning", stall.planning}, {"copying", stall.copying}, {"time", checkpoint.time}});
+  return line_of({{"type", "checkpoint"},
+                  {"step", checkpoint.step},
+                  {"waiting", stall.waiting},
+                  {"planning", stall.planning},
+                  {"copying", stall.copying},
+                  {"time", checkpoint.time}});
 }
 
-std::string failed_checkpoint_line(const FailedCheckpointMetrics& failed) { return line_of({{"type", "checkpoint_failed"}, {"step", failed.step}, {"error", failed.error}, {"time", failed.time}}); }
+std::string failed_checkpoint_line(const FailedCheckpointMetrics& failed) {
+  return line_of(
+      {{"type", "checkpoint_failed"}, {"step", failed.step}, {"error", failed.error}, {"time", failed.time}});
+}
 
-std::string missing_line(std::int64_t lines, double time) { return line_of({{"type", "missing"}, {"lines", lines}, {"time", time}}); }
+std::string missing_line(std::int64_t lines, double time) {
+  return line_of({{"type", "missing"}, {"lines", lines}, {"time", time}});
+}
 
-std::string trace_line(const TraceMetrics& trace) { return line_of({{"type", "trace"}, {"step", trace.step}, {"path", trace.path}, {"time", trace.time}}); }
+std::string trace_line(const TraceMetrics& trace) {
+  return line_of({{"type", "trace"}, {"step", trace.step}, {"path", trace.path}, {"time", trace.time}});
+}
 
-std::string end_line(const EndMetrics& end) { return line_of({{"type", "end"}, {"step", end.step}, {"end", to_text(end.end)}, {"time", end.time}}); }
+std::string end_line(const EndMetrics& end) {
+  return line_of({{"type", "end"}, {"step", end.step}, {"end", to_text(end.end)}, {"time", end.time}});
+}
 
 RunMetrics read_metrics(const std::filesystem::path& path) {
   std::error_code error;
   const std::uint64_t bytes = std::filesystem::file_size(path, error);
   std::ifstream file(path, std::ios::binary);
-  if (error || !file) throw ConfigError(describe("metrics", path.string(), "a file that can be read", "give the folder of a penstock train run"));
-  if (bytes > kMaxMetricsBytes) throw ConfigError(describe(path.string(), fmt::format("{} bytes", bytes), fmt::format("at most {}", kMaxMetricsBytes), "raise output.metrics_every"));
+  if (error || !file)
+    throw ConfigError(describe("metrics", path.string(), "a file that can be read",
+                               "give the folder of a penstock train run"));
+  if (bytes > kMaxMetricsBytes)
+    throw ConfigError(describe(path.string(), fmt::format("{} bytes", bytes),
+                               fmt::format("at most {}", kMaxMetricsBytes), "raise output.metrics_every"));
   RunMetrics metrics;
   std::string text;
   for (std::size_t number = 1; std::getline(file, text); ++number) {
     if (text.size() > kMaxLineBytes)
-      throw ConfigError(describe(fmt::format("{}:{}", path.string(), number), fmt::format("{} bytes", text.size()), fmt::format("a line of at most {}", kMaxLineBytes), "use an unmodified file"));
+      throw ConfigError(
+          describe(fmt::format("{}:{}", path.string(), number), fmt::format("{} bytes", text.size()),
+                   fmt::format("a line of at most {}", kMaxLineBytes), "use an unmodified file"));
     // A line without a newline is the last one and may be incomplete.
     if (file.eof() && !Json::accept(text)) {
       metrics.truncated = true;
@@ -295,7 +349,10 @@ RunMetrics read_metrics(const std::filesystem::path& path) {
     }
     add(metrics, Line(text, path, number));
   }
-  if (metrics.starts.empty()) throw ConfigError(describe(path.string(), metrics.steps.empty() ? "no records" : "no start record", "metrics written by penstock train", "give the folder of a penstock train run"));
+  if (metrics.starts.empty())
+    throw ConfigError(describe(path.string(), metrics.steps.empty() ? "no records" : "no start record",
+                               "metrics written by penstock train",
+                               "give the folder of a penstock train run"));
   return metrics;
 }
 

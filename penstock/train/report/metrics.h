@@ -26,8 +26,9 @@ namespace penstock::train {
 // Times are unix seconds.
 struct StartMetrics {
   double time = 0;
-  std::vector<std::pair<std::string, std::string>> config;  // "layout.pp" -> "2": all fields, values in TOML syntax
-  std::int64_t steps = 0;                                   // total steps of the run
+  std::vector<std::pair<std::string, std::string>>
+      config;              // "layout.pp" -> "2": all fields, values in TOML syntax
+  std::int64_t steps = 0;  // total steps of the run
   int ranks = 1;
   std::string device;
   std::string libtorch;
@@ -87,16 +88,16 @@ struct EndMetrics {
 std::string_view to_text(RunEnd end);
 
 struct RunMetrics {
-  std::vector<StartMetrics> starts;           // more than one: the run was resumed
-  std::vector<StepMetrics> steps;             // ascending; each step once
+  std::vector<StartMetrics> starts;  // more than one: the run was resumed
+  std::vector<StepMetrics> steps;    // ascending; each step once
   std::vector<ValidationMetrics> validations;
   std::vector<CheckpointMetrics> checkpoints;
   std::vector<FailedCheckpointMetrics> failed_checkpoints;
   std::vector<TraceMetrics> traces;
-  std::optional<EndMetrics> end;              // of the last start
-  std::int64_t repeated_steps = 0;            // lines superseded by a resumed run
-  std::int64_t missing_lines = 0;             // lines that could not be written
-  bool truncated = false;                     // the last line is incomplete because the run was killed
+  std::optional<EndMetrics> end;    // of the last start
+  std::int64_t repeated_steps = 0;  // lines superseded by a resumed run
+  std::int64_t missing_lines = 0;   // lines that could not be written
+  bool truncated = false;           // the last line is incomplete because the run was killed
 };
 
 // One line each, including the newline. Non-finite numbers become null.

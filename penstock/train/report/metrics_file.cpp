@@ -13,15 +13,17 @@
 #include <utility>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/log.h"
+#include "penstock/errors.h"
 #include "penstock/train/report/metrics.h"
 
 namespace penstock::train {
 
 namespace {
 
-double unix_seconds() { return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count(); }
+double unix_seconds() {
+  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
 
 // Returns the end of the last complete line, or -1 if the file cannot be read.
 std::int64_t end_of_lines(int file) {
@@ -57,7 +59,8 @@ void MetricsFile::open(const std::filesystem::path& folder) {
   file_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_APPEND, 0644);
   size_ = file_ < 0 ? -1 : end_of_lines(file_);
   if (size_ < 0 || ::ftruncate(file_, size_) != 0)
-    throw ConfigError(describe("metrics of the run", path.string() + ": " + std::strerror(errno), "a file that can be written", "set output.run_folder to a writable folder"));
+    throw ConfigError(describe("metrics of the run", path.string() + ": " + std::strerror(errno),
+                               "a file that can be written", "set output.run_folder to a writable folder"));
 }
 
 bool MetricsFile::write(const std::string& line) {
@@ -73,7 +76,8 @@ bool MetricsFile::write(const std::string& line) {
     return true;
   }
   const int reason = errno;
-  if (written > 0 && ::ftruncate(file_, size_) != 0) log().warn("train: {} contains an incomplete line", (folder_ / kName).string());
+  if (written > 0 && ::ftruncate(file_, size_) != 0)
+    log().warn("train: {} contains an incomplete line", (folder_ / kName).string());
   errno = reason;
   return false;
 }
@@ -86,7 +90,9 @@ void MetricsFile::append(const std::string& line) {
     return;
   }
   const int reason = errno;
-  if (all_missing_ == 0) log().warn("train: {} cannot be written ({}); training continues without these records", (folder_ / kName).string(), std::strerror(reason));
+  if (all_missing_ == 0)
+    log().warn("train: {} cannot be written ({}); training continues without these records",
+               (folder_ / kName).string(), std::strerror(reason));
   ++missing_;
   ++all_missing_;
 }
@@ -96,21 +102,32 @@ void MetricsFile::on_start(const RunDescription& run) {
   append(start_line(run, clock_()));
 }
 
-void MetricsFile::on_step(const StepOutcome& outcome, const StepExtras& extras) { append(step_line(outcome, extras, clock_())); }
+void MetricsFile::on_step(const StepOutcome& outcome, const StepExtras& extras) {
+  append(step_line(outcome, extras, clock_()));
+}
 
-void MetricsFile::on_validation(std::int64_t step, double loss, double seconds) { append(validation_line({.time = clock_(), .step = step, .loss = loss, .seconds = seconds})); }
+void MetricsFile::on_validation(std::int64_t step, double loss, double seconds) {
+  append(validation_line({.time = clock_(), .step = step, .loss = loss, .seconds = seconds}));
+}
 
-void MetricsFile::on_checkpoint(std::int64_t step, const checkpoint::SaveStall& stall) { append(checkpoint_line({.time = clock_(), .step = step, .stall = stall})); }
+void MetricsFile::on_checkpoint(std::int64_t step, const checkpoint::SaveStall& stall) {
+  append(checkpoint_line({.time = clock_(), .step = step, .stall = stall}));
+}
 
-void MetricsFile::on_checkpoint_failed(std::int64_t step, const std::string& error) { append(failed_checkpoint_line({.time = clock_(), .step = step, .error = error})); }
+void MetricsFile::on_checkpoint_failed(std::int64_t step, const std::string& error) {
+  append(failed_checkpoint_line({.time = clock_(), .step = step, .error = error}));
+}
 
 void MetricsFile::on_trace(std::int64_t step, const std::filesystem::path& path) {
-  append(trace_line({.time = clock_(), .step = step, .path = path.lexically_proximate(folder_).generic_string()}));
+  append(trace_line(
+      {.time = clock_(), .step = step, .path = path.lexically_proximate(folder_).generic_string()}));
 }
 
 void MetricsFile::on_end(RunEnd end, std::int64_t step) {
   append(end_line({.time = clock_(), .step = step, .end = end}));
-  if (all_missing_ > 0) log().warn("train: {} line{} of {} could not be written", all_missing_, all_missing_ == 1 ? "" : "s", (folder_ / kName).string());
+  if (all_missing_ > 0)
+    log().warn("train: {} line{} of {} could not be written", all_missing_, all_missing_ == 1 ? "" : "s",
+               (folder_ / kName).string());
 }
 
 }  // namespace penstock::train

@@ -47,8 +47,8 @@ class MetricsFile final : public Observer {
   std::function<double()> clock_;
   std::filesystem::path folder_;
   int file_ = -1;
-  std::int64_t size_ = 0;  // of complete lines
-  std::int64_t missing_ = 0;      // lines since the last one that could be written
+  std::int64_t size_ = 0;     // of complete lines
+  std::int64_t missing_ = 0;  // lines since the last one that could be written
   std::int64_t all_missing_ = 0;
 };
 

@@ -17,9 +17,9 @@
 #include <vector>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/number.h"
 #include "penstock/base/text.h"
+#include "penstock/errors.h"
 #include "penstock/train/report/metrics.h"
 
 namespace penstock::train {
@@ -69,13 +69,17 @@ int columns_of(int file) {
 
 // In decreasing order of importance.
 std::vector<std::string> words_of(const ProgressState& state) {
-  std::vector<std::string> words{fmt::format("{:>{}}/{}", state.step, std::to_string(state.steps).size(), state.steps)};
-  words.push_back(state.skipped ? fmt::format("loss {:.4f} (skipped)", state.loss) : fmt::format("loss {:.4f}", state.loss));
+  std::vector<std::string> words{
+      fmt::format("{:>{}}/{}", state.step, std::to_string(state.steps).size(), state.steps)};
+  words.push_back(state.skipped ? fmt::format("loss {:.4f} (skipped)", state.loss)
+                                : fmt::format("loss {:.4f}", state.loss));
   if (state.tokens_per_second > 0) words.push_back(format_token_rate(state.tokens_per_second));
   if (state.step < state.steps) words.push_back(format_duration(state.seconds_left) + " left");
   if (state.mfu > 0) words.push_back(fmt::format("MFU {:.1f} %", 100 * state.mfu));
-  if (state.resident_bytes > 0) words.push_back(format_bytes(static_cast<std::uint64_t>(state.resident_bytes)));
-  if (state.device_bytes > 0) words.push_back("device " + format_bytes(static_cast<std::uint64_t>(state.device_bytes)));
+  if (state.resident_bytes > 0)
+    words.push_back(format_bytes(static_cast<std::uint64_t>(state.resident_bytes)));
+  if (state.device_bytes > 0)
+    words.push_back("device " + format_bytes(static_cast<std::uint64_t>(state.device_bytes)));
   return words;
 }
 
@@ -106,10 +110,14 @@ std::string bar_line(const ProgressState& state, int columns) {
     if (!text.empty() && text.size() + gap + word.size() > room) break;
     text += std::string(gap, ' ') + word;
   }
-  const auto left = static_cast<std::int64_t>(room) - static_cast<std::int64_t>(text.size()) - 4;  // brackets and two spaces
+  const auto left = static_cast<std::int64_t>(room) - static_cast<std::int64_t>(text.size()) -
+                    4;  // brackets and two spaces
   if (left >= kNarrowestBar) {
     const auto width = static_cast<std::size_t>(std::min<std::int64_t>(left, kWidestBar));
-    const double share = state.steps > 0 ? std::clamp(static_cast<double>(state.step) / static_cast<double>(state.steps), 0.0, 1.0) : 0;
+    const double share =
+        state.steps > 0
+            ? std::clamp(static_cast<double>(state.step) / static_cast<double>(state.steps), 0.0, 1.0)
+            : 0;
     const auto done = static_cast<std::size_t>(share * static_cast<double>(width));
     text = "[" + std::string(done, '#') + std::string(width - done, '-') + "]  " + text;
   }
@@ -126,7 +134,8 @@ ProgressChoice choose_progress(const std::string& configured, const char* variab
   ProgressChoice choice{.columns = own_columns};
   if (variable != nullptr && *variable != '\0') {
     // The columns of the terminal; 0 if there is none.
-    choice.columns = static_cast<int>(read_integer("environment variable PENSTOCK_PROGRESS_TTY", variable, 0, 1 << 20, "unset it"));
+    choice.columns = static_cast<int>(
+        read_integer("environment variable PENSTOCK_PROGRESS_TTY", variable, 0, 1 << 20, "unset it"));
     choice.bypasses_launcher = choice.columns > 0;
   }
   if (configured == "none" || configured == "off") {
@@ -139,14 +148,16 @@ ProgressChoice choose_progress(const std::string& configured, const char* variab
   } else if (configured == "auto") {
     choice.kind = choice.columns > 0 ? ProgressKind::Bar : ProgressKind::Lines;
   } else {
-    throw ConfigError(describe("output.progress", fmt::format("\"{}\"", configured), "auto, bar, lines or none"));
+    throw ConfigError(
+        describe("output.progress", fmt::format("\"{}\"", configured), "auto, bar, lines or none"));
   }
   if (choice.kind != ProgressKind::Bar) choice.bypasses_launcher = false;
   return choice;
 }
 
 ProgressOptions progress_options(const OutputConfig& config) {
-  const ProgressChoice choice = choose_progress(config.progress, std::getenv("PENSTOCK_PROGRESS_TTY"), columns_of(STDERR_FILENO));
+  const ProgressChoice choice =
+      choose_progress(config.progress, std::getenv("PENSTOCK_PROGRESS_TTY"), columns_of(STDERR_FILENO));
   ProgressOptions options;
   options.kind = choice.kind;
   options.columns = choice.columns;
@@ -174,7 +185,8 @@ Progress::~Progress() {
 void Progress::event(const std::string& text) {
   if (options_.kind == ProgressKind::None) return;
   if (options_.kind == ProgressKind::Lines) return options_.write(text + "\n");
-  options_.write((bar_drawn_ ? "\r\x1b[K" : "") + text + "\n" + (state_.step > 0 ? bar_line(state_, options_.columns) : ""));
+  options_.write((bar_drawn_ ? "\r\x1b[K" : "") + text + "\n" +
+                 (state_.step > 0 ? bar_line(state_, options_.columns) : ""));
   bar_drawn_ = state_.step > 0;
 }
 
@@ -199,10 +211,14 @@ void Progress::on_start(const RunDescription& run) {
   shown_ = -1;
   begin_ = next_ = options_.clock();
   const LayoutConfig& layout = run.config.layout;
-  event(fmt::format("{:.2f} M parameters on {} rank{} ({}): pp {}, dp {}{}, tp {}, {}, {} microbatches of {}", static_cast<double>(run.parameters) / 1e6, run.ranks, run.ranks == 1 ? "" : "s", run.device, layout.pp, layout.dp, layout.shard > 1 ? fmt::format(" (shard {})", layout.shard) : std::string(),
-                    layout.tp, layout.schedule, layout.microbatches, layout.microbatch_size));
+  event(fmt::format("{:.2f} M parameters on {} rank{} ({}): pp {}, dp {}{}, tp {}, {}, {} microbatches of {}",
+                    static_cast<double>(run.parameters) / 1e6, run.ranks, run.ranks == 1 ? "" : "s",
+                    run.device, layout.pp, layout.dp,
+                    layout.shard > 1 ? fmt::format(" (shard {})", layout.shard) : std::string(), layout.tp,
+                    layout.schedule, layout.microbatches, layout.microbatch_size));
   event(fmt::format("run folder {}", run.folder.string()));
-  if (!run.resumed_from.empty()) event(fmt::format("continues after step {} from {}", run.first_step, run.resumed_from));
+  if (!run.resumed_from.empty())
+    event(fmt::format("continues after step {} from {}", run.first_step, run.resumed_from));
 }
 
 void Progress::on_step(const StepOutcome& outcome, const StepExtras& extras) {
@@ -232,12 +248,18 @@ void Progress::on_checkpoint(std::int64_t step, const checkpoint::SaveStall& sta
 }
 
 void Progress::on_trace(std::int64_t step, const std::filesystem::path& path) {
-  event(fmt::format("step {}: timeline written to {}", step, path.lexically_proximate(run_.folder).generic_string()));
+  event(fmt::format("step {}: timeline written to {}", step,
+                    path.lexically_proximate(run_.folder).generic_string()));
 }
 
 void Progress::on_end(RunEnd end, std::int64_t step) {
-  std::string text = fmt::format("{} after step {} of {} in {}", end == RunEnd::Finished ? "finished" : end == RunEnd::Stopped ? "stopped" : end == RunEnd::TimeLimit ? "time limit reached" : "ended without saving the last checkpoint", step, state_.steps,
-                                 format_duration(std::chrono::duration<double>(options_.clock() - begin_).count()));
+  std::string text = fmt::format(
+      "{} after step {} of {} in {}",
+      end == RunEnd::Finished    ? "finished"
+      : end == RunEnd::Stopped   ? "stopped"
+      : end == RunEnd::TimeLimit ? "time limit reached"
+                                 : "ended without saving the last checkpoint",
+      step, state_.steps, format_duration(std::chrono::duration<double>(options_.clock() - begin_).count()));
   if (state_.step > 0) text += fmt::format(", loss {:.4f}", state_.loss);
   if (validation_) text += fmt::format(", validation loss {:.4f}", *validation_);
   if (seconds_ > 0) text += ", " + format_token_rate(static_cast<double>(tokens_) / seconds_);

@@ -25,8 +25,8 @@
 #include <optional>
 #include <string>
 
-#include "penstock/train_config.h"
 #include "penstock/observer.h"
+#include "penstock/train_config.h"
 
 namespace penstock::train {
 
@@ -34,9 +34,10 @@ enum class ProgressKind { Bar, Lines, None };
 
 struct ProgressOptions {
   ProgressKind kind = ProgressKind::Lines;
-  int columns = 80;                                         // width of a bar
-  std::function<void(const std::string&)> write;            // empty: standard error, or the controlling terminal for a rank's bar
-  std::chrono::milliseconds bar_pause{100};                 // minimum time between two updates of the bar
+  int columns = 80;  // width of a bar
+  std::function<void(const std::string&)>
+      write;  // empty: standard error, or the controlling terminal for a rank's bar
+  std::chrono::milliseconds bar_pause{100};  // minimum time between two updates of the bar
   std::chrono::milliseconds line_pause{5000};
   std::function<std::chrono::steady_clock::time_point()> clock;  // empty: the steady clock
 };
@@ -56,7 +57,7 @@ struct ProgressState {
   std::int64_t step = 0;
   std::int64_t steps = 0;
   double loss = 0;
-  bool skipped = false;             // fp16: the update was skipped
+  bool skipped = false;  // fp16: the update was skipped
   double tokens_per_second = 0;
   double mfu = 0;                   // 0 to 1; 0: unknown
   std::int64_t resident_bytes = 0;  // 0: unknown

@@ -12,10 +12,10 @@
 #include <utility>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/markup.h"
 #include "penstock/base/text.h"
 #include "penstock/draw.h"
+#include "penstock/errors.h"
 #include "penstock/plan/draw/drawing.h"
 #include "penstock/train/report/progress.h"
 
@@ -43,25 +43,33 @@ std::vector<double> ticks_of(const Axis& axis, int count, ChartUnit unit = Chart
   if (axis.logarithmic) {
     for (double power = std::pow(10, std::floor(std::log10(axis.low))); power <= axis.high; power *= 10)
       for (const double factor : {1.0, 2.0, 5.0})
-        if (power * factor >= axis.low * 0.999 && power * factor <= axis.high * 1.001) ticks.push_back(power * factor);
+        if (power * factor >= axis.low * 0.999 && power * factor <= axis.high * 1.001)
+          ticks.push_back(power * factor);
     return ticks;
   }
   double whole = 1;  // unit such as MiB, in which ticks are round numbers
   while (unit == ChartUnit::Bytes && whole * 1024 <= axis.high) whole *= 1024;
   const double distance = plan::tick_distance((axis.high - axis.low) / whole, count) * whole;
-  for (double at = std::ceil(axis.low / distance - 1e-9); at * distance <= axis.high + 1e-9 * distance; ++at) ticks.push_back(at == 0 ? 0 : at * distance);
+  for (double at = std::ceil(axis.low / distance - 1e-9); at * distance <= axis.high + 1e-9 * distance; ++at)
+    ticks.push_back(at == 0 ? 0 : at * distance);
   return ticks;
 }
 
 std::string tick_text(double value, ChartUnit unit) {
   if (unit == ChartUnit::Bytes) return format_bytes(static_cast<std::uint64_t>(std::max(value, 0.0)));
-  if (unit == ChartUnit::TokensPerSecond && std::abs(value) >= 1000) return fmt::format("{:g} k", value / 1000);
+  if (unit == ChartUnit::TokensPerSecond && std::abs(value) >= 1000)
+    return fmt::format("{:g} k", value / 1000);
   return fmt::format("{:g}", value);
 }
 
 class ChartWriter {
  public:
-  explicit ChartWriter(const Chart& chart) : chart_(chart), width_(chart.wide ? 1120 : 548), height_(chart.low ? 170 : chart.wide ? 300 : 230) {
+  explicit ChartWriter(const Chart& chart)
+      : chart_(chart),
+        width_(chart.wide ? 1120 : 548),
+        height_(chart.low    ? 170
+                : chart.wide ? 300
+                             : 230) {
     for (const ChartSeries& each : chart.series) {
       PENSTOCK_INVARIANT(each.x.size() == each.y.size(), "every point has both coordinates");
       series_.push_back(thinned(each, kMostPoints));
@@ -72,7 +80,10 @@ class ChartWriter {
     print("<figure><figcaption>{}</figcaption>", escape_xml(chart_.title));
     if (!find_axes()) return out_ + "<p class=\"none\">no data recorded</p></figure>\n";
     legend();
-    print("<svg class=\"chart\" viewBox=\"0 0 {0:.0f} {1:.0f}\" role=\"img\" aria-label=\"{2}\" data-chart=\"{3}\">", width_, height_, escape_xml(chart_.title), escape_xml(data()));
+    print(
+        "<svg class=\"chart\" viewBox=\"0 0 {0:.0f} {1:.0f}\" role=\"img\" aria-label=\"{2}\" "
+        "data-chart=\"{3}\">",
+        width_, height_, escape_xml(chart_.title), escape_xml(data()));
     grid();
     for (const ChartSeries& each : series_) curve(each);
     out_ += "</svg></figure>\n";
@@ -117,7 +128,11 @@ class ChartWriter {
   void legend() {
     out_ += "<div class=\"legend\">";
     for (const ChartSeries& each : series_)
-      print("<span><i class=\"c{}{}\"></i>{}</span>", colour(each), each.look == ChartSeries::Look::Faint ? " faint" : each.look == ChartSeries::Look::Points ? " dotted" : "", escape_xml(each.name));
+      print("<span><i class=\"c{}{}\"></i>{}</span>", colour(each),
+            each.look == ChartSeries::Look::Faint    ? " faint"
+            : each.look == ChartSeries::Look::Points ? " dotted"
+                                                     : "",
+            escape_xml(each.name));
     out_ += "</div>";
   }
 
@@ -125,11 +140,17 @@ class ChartWriter {
     const double bottom = height_ - kBottom;
     for (const double tick : ticks_of(y_, chart_.low ? 3 : chart_.wide ? 6 : 5, chart_.unit)) {
       const double y = y_at(tick);
-      print("<line class=\"tick\" x1=\"{}\" x2=\"{:.0f}\" y1=\"{:.1f}\" y2=\"{:.1f}\"/><text class=\"note end\" x=\"{}\" y=\"{:.1f}\">{}</text>", kLeft, width_ - kRight, y, y, kLeft - 8, y + 4, tick_text(tick, chart_.unit));
+      print(
+          "<line class=\"tick\" x1=\"{}\" x2=\"{:.0f}\" y1=\"{:.1f}\" y2=\"{:.1f}\"/><text class=\"note "
+          "end\" x=\"{}\" y=\"{:.1f}\">{}</text>",
+          kLeft, width_ - kRight, y, y, kLeft - 8, y + 4, tick_text(tick, chart_.unit));
     }
-    for (const double tick : ticks_of(x_, chart_.wide ? 10 : 5)) print("<text class=\"note mid\" x=\"{:.1f}\" y=\"{:.1f}\">{:g}</text>", x_at(tick), bottom + 16, tick);
-    print("<line class=\"axis\" x1=\"{}\" x2=\"{:.0f}\" y1=\"{:.1f}\" y2=\"{:.1f}\"/>", kLeft, width_ - kRight, bottom, bottom);
-    print("<text class=\"note end\" x=\"{:.0f}\" y=\"{:.1f}\">{}</text>", width_ - kRight, bottom + 30, escape_xml(chart_.x_name));
+    for (const double tick : ticks_of(x_, chart_.wide ? 10 : 5))
+      print("<text class=\"note mid\" x=\"{:.1f}\" y=\"{:.1f}\">{:g}</text>", x_at(tick), bottom + 16, tick);
+    print("<line class=\"axis\" x1=\"{}\" x2=\"{:.0f}\" y1=\"{:.1f}\" y2=\"{:.1f}\"/>", kLeft,
+          width_ - kRight, bottom, bottom);
+    print("<text class=\"note end\" x=\"{:.0f}\" y=\"{:.1f}\">{}</text>", width_ - kRight, bottom + 30,
+          escape_xml(chart_.x_name));
   }
 
   void curve(const ChartSeries& series) {
@@ -141,29 +162,42 @@ class ChartWriter {
         gap = true;
         continue;
       }
-      fmt::format_to(std::back_inserter(path), "{}{:.1f} {:.1f}", gap ? "M" : "L", x_at(series.x[i]), y_at(series.y[i]));
+      fmt::format_to(std::back_inserter(path), "{}{:.1f} {:.1f}", gap ? "M" : "L", x_at(series.x[i]),
+                     y_at(series.y[i]));
       gap = false;
       ++points;
     }
     if (points == 0) return;
     using Look = ChartSeries::Look;
-    print("<path class=\"curve c{}{}\"{} d=\"{}\"/>", colour(series), series.look == Look::Faint ? " faint" : series.look == Look::Points ? " dotted" : "", series.width == 2 ? "" : fmt::format(" style=\"stroke-width:{}\"", series.width), path);
+    print("<path class=\"curve c{}{}\"{} d=\"{}\"/>", colour(series),
+          series.look == Look::Faint    ? " faint"
+          : series.look == Look::Points ? " dotted"
+                                        : "",
+          series.width == 2 ? "" : fmt::format(" style=\"stroke-width:{}\"", series.width), path);
     // A single point does not form a line.
     if ((series.look == Look::Points && points <= 60) || points == 1)
       for (std::size_t i = 0; i < series.x.size(); ++i)
-        if (shown(series.x[i], series.y[i])) print("<circle class=\"dot c{}\" cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"3.5\"/>", colour(series), x_at(series.x[i]), y_at(series.y[i]));
+        if (shown(series.x[i], series.y[i]))
+          print("<circle class=\"dot c{}\" cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"3.5\"/>", colour(series),
+                x_at(series.x[i]), y_at(series.y[i]));
   }
 
   // For the script: the position of the axes, and the points.
   std::string data() const {
-    const char* unit = chart_.unit == ChartUnit::Bytes ? "B" : chart_.unit == ChartUnit::TokensPerSecond ? "tok/s" : chart_.unit == ChartUnit::Milliseconds ? "ms" : "";
-    std::string text = fmt::format("{{\"x\":[{},{}],\"y\":[{},{}],\"log\":{},\"box\":[{},{},{},{}],\"unit\":\"{}\",\"series\":[", x_.low, x_.high, y_.low, y_.high, y_.logarithmic, kLeft, kTop, width_ - kRight, height_ - kBottom, unit);
+    const char* unit = chart_.unit == ChartUnit::Bytes             ? "B"
+                       : chart_.unit == ChartUnit::TokensPerSecond ? "tok/s"
+                       : chart_.unit == ChartUnit::Milliseconds    ? "ms"
+                                                                   : "";
+    std::string text = fmt::format(
+        "{{\"x\":[{},{}],\"y\":[{},{}],\"log\":{},\"box\":[{},{},{},{}],\"unit\":\"{}\",\"series\":[", x_.low,
+        x_.high, y_.low, y_.high, y_.logarithmic, kLeft, kTop, width_ - kRight, height_ - kBottom, unit);
     for (std::size_t i = 0; i < series_.size(); ++i) {
       text += fmt::format("{}{{\"colour\":{},\"points\":[", i == 0 ? "" : ",", colour(series_[i]));
       bool first = true;
       for (std::size_t at = 0; at < series_[i].x.size(); ++at) {
         if (!shown(series_[i].x[at], series_[i].y[at])) continue;
-        text += fmt::format("{}{:.10g},{:.6g}", std::exchange(first, false) ? "" : ",", series_[i].x[at], series_[i].y[at]);
+        text += fmt::format("{}{:.10g},{:.6g}", std::exchange(first, false) ? "" : ",", series_[i].x[at],
+                            series_[i].y[at]);
       }
       text += "]}";
     }
@@ -198,7 +232,12 @@ std::string format_value(double value, ChartUnit unit) {
 
 ChartSeries thinned(const ChartSeries& series, std::size_t most) {
   if (series.x.size() <= most || most < 2) return series;
-  ChartSeries thin{.name = series.name, .colour = series.colour, .look = series.look, .width = series.width, .x = {}, .y = {}};
+  ChartSeries thin{.name = series.name,
+                   .colour = series.colour,
+                   .look = series.look,
+                   .width = series.width,
+                   .x = {},
+                   .y = {}};
   const std::size_t stretches = most / 2;
   for (std::size_t i = 0; i < stretches; ++i) {
     const std::size_t begin = i * series.x.size() / stretches, end = (i + 1) * series.x.size() / stretches;

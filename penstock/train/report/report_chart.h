@@ -27,7 +27,7 @@ struct Chart {
   bool logarithmic = false;  // only if all values are above 0
   bool from_zero = false;
   bool wide = true;
-  bool low = false;          // half the height, for values that hardly change
+  bool low = false;  // half the height, for values that hardly change
   std::vector<ChartSeries> series;
 };
 

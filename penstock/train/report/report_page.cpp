@@ -14,10 +14,10 @@
 #include <utility>
 
 #include "penstock/base/describe.h"
-#include "penstock/errors.h"
 #include "penstock/base/markup.h"
 #include "penstock/base/text.h"
 #include "penstock/draw.h"
+#include "penstock/errors.h"
 #include "penstock/plan/draw/drawing.h"
 #include "penstock/train/report/progress.h"
 #include "penstock/train/report/report_chart.h"
@@ -45,32 +45,43 @@ std::string count_text(double count) {
   return fmt::format("{:.0f}", count);
 }
 
-std::string flops_text(double flops) { return flops >= 1e12 ? fmt::format("{:.3g} TFLOP/s", flops / 1e12) : fmt::format("{:.3g} GFLOP/s", flops / 1e9); }
+std::string flops_text(double flops) {
+  return flops >= 1e12 ? fmt::format("{:.3g} TFLOP/s", flops / 1e12)
+                       : fmt::format("{:.3g} GFLOP/s", flops / 1e9);
+}
 
 std::string percent(double share) { return fmt::format("{:.1f} %", 100 * share); }
 
-std::string bytes_text(std::int64_t bytes) { return format_bytes(static_cast<std::uint64_t>(std::max<std::int64_t>(bytes, 0))); }
+std::string bytes_text(std::int64_t bytes) {
+  return format_bytes(static_cast<std::uint64_t>(std::max<std::int64_t>(bytes, 0)));
+}
 
 // A part of a bar, labelled with its share of the step if there is room.
-std::string bar_part(std::string_view look, std::string_view name, double ms, double of_ms, double whole_bar_ms) {
+std::string bar_part(std::string_view look, std::string_view name, double ms, double of_ms,
+                     double whole_bar_ms) {
   if (!(ms > 0 && of_ms > 0 && whole_bar_ms > 0)) return {};
   const double width = ms / whole_bar_ms;
   const std::string share = percent(ms / of_ms);
-  return fmt::format("<div class=\"{}\" style=\"width:{:.3f}%\" title=\"{} {:.2f} ms, {}\">{}</div>", look, 100 * width, name, ms, share, width > 0.09 ? share : "");
+  return fmt::format("<div class=\"{}\" style=\"width:{:.3f}%\" title=\"{} {:.2f} ms, {}\">{}</div>", look,
+                     100 * width, name, ms, share, width > 0.09 ? share : "");
 }
 
 class PageWriter {
  public:
   explicit PageWriter(const std::vector<RunReport>& runs) : runs_(runs), one_(runs.size() == 1) {
     for (const RunReport& run : runs) {
-      const bool alone = std::count_if(runs.begin(), runs.end(), [&](const RunReport& other) { return other.name == run.name; }) == 1;
+      const bool alone = std::count_if(runs.begin(), runs.end(),
+                                       [&](const RunReport& other) { return other.name == run.name; }) == 1;
       names_.push_back(alone ? run.name : run.folder.string());
     }
   }
 
   std::string write() {
-    const std::string title = one_ ? fmt::format("Training run {}", runs_[0].name) : fmt::format("{} training runs compared", runs_.size());
-    out_ += "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\n";
+    const std::string title = one_ ? fmt::format("Training run {}", runs_[0].name)
+                                   : fmt::format("{} training runs compared", runs_.size());
+    out_ +=
+        "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><meta name=\"viewport\" "
+        "content=\"width=device-width,initial-scale=1\">\n";
     print("<title>{}</title>\n", escape_xml(title));
     out_ += kReportStyle;
     out_ += "</head><body><main>\n";
@@ -91,7 +102,9 @@ class PageWriter {
     for (const RunReport& run : runs_) partition(run);
     for (const RunReport& run : runs_) checkpoints(run);
     for (const RunReport& run : runs_) configuration(run);
-    out_ += "<footer>Written by Penstock from metrics.jsonl and the traces of the run. Traces open in ui.perfetto.dev.</footer></main><div id=\"tip\"></div>\n";
+    out_ +=
+        "<footer>Written by Penstock from metrics.jsonl and the traces of the run. Traces open in "
+        "ui.perfetto.dev.</footer></main><div id=\"tip\"></div>\n";
     out_ += kReportScript;
     out_ += "</body></html>\n";
     return std::move(out_);
@@ -106,30 +119,56 @@ class PageWriter {
   // " of first" if there are several runs.
   std::string of_run(const RunReport& run) const { return one_ ? "" : " of " + escape_xml(name_of(run)); }
   // The name of the run's folder, or the whole path if two runs have the same name.
-  const std::string& name_of(const RunReport& run) const { return names_[static_cast<std::size_t>(&run - runs_.data())]; }
+  const std::string& name_of(const RunReport& run) const {
+    return names_[static_cast<std::size_t>(&run - runs_.data())];
+  }
 
   void heading(const RunReport& run, const std::string& title) {
     const StartMetrics& start = run.start();
-    print("<h1>{}<span class=\"state{}\">{}</span></h1>\n", escape_xml(title), run.metrics.end && run.metrics.end->end == RunEnd::Finished ? "" : " open", run.metrics.end ? to_text(run.metrics.end->end) : "unfinished");
-    print("<p class=\"sub\">{} parameters, {} ranks on {}, {} of {} steps, {} tokens processed, {} tokens in the data, started {}, duration {}, LibTorch {}</p>\n", count_text(static_cast<double>(start.parameters)), start.ranks, escape_xml(start.device),
-          run.last_step(), start.steps, count_text(static_cast<double>(run.numbers.tokens)), count_text(static_cast<double>(start.training_tokens)), date_text(run.metrics.starts.front().time), format_duration(run.numbers.seconds), escape_xml(start.libtorch));
+    print("<h1>{}<span class=\"state{}\">{}</span></h1>\n", escape_xml(title),
+          run.metrics.end && run.metrics.end->end == RunEnd::Finished ? "" : " open",
+          run.metrics.end ? to_text(run.metrics.end->end) : "unfinished");
+    print(
+        "<p class=\"sub\">{} parameters, {} ranks on {}, {} of {} steps, {} tokens processed, {} tokens in "
+        "the data, started {}, duration {}, LibTorch {}</p>\n",
+        count_text(static_cast<double>(start.parameters)), start.ranks, escape_xml(start.device),
+        run.last_step(), start.steps, count_text(static_cast<double>(run.numbers.tokens)),
+        count_text(static_cast<double>(start.training_tokens)), date_text(run.metrics.starts.front().time),
+        format_duration(run.numbers.seconds), escape_xml(start.libtorch));
   }
 
   void tile(std::string_view name, const std::string& value, const std::string& more) {
-    print("<div class=\"tile\"><span>{}</span><strong>{}</strong><span>{}</span></div>\n", name, escape_xml(value), escape_xml(more));
+    print("<div class=\"tile\"><span>{}</span><strong>{}</strong><span>{}</span></div>\n", name,
+          escape_xml(value), escape_xml(more));
   }
 
   void tiles(const RunReport& run) {
     const RunNumbers& numbers = run.numbers;
     out_ += "<div class=\"tiles\">\n";
-    if (numbers.loss_steps > 0) tile("Training loss", fmt::format("{:.4f}", numbers.loss), fmt::format("mean of the last {} steps", numbers.loss_steps));
-    if (numbers.best_validation) tile("Validation loss", fmt::format("{:.4f}", numbers.last_validation->loss), fmt::format("best {:.4f} at step {}", numbers.best_validation->loss, numbers.best_validation->step));
-    if (numbers.tokens_per_second > 0) tile("Speed", format_token_rate(numbers.tokens_per_second), fmt::format("{:.1f} ms per step", 1e3 * numbers.times.total));
-    if (numbers.mfu > 0) tile("MFU", percent(numbers.mfu), fmt::format("of {}, measured", flops_text(run.start().peak_flops)));
-    if (const TraceReport* trace = run.trace()) tile("Bubble", percent(trace->bubble), fmt::format("simulated {}", percent(trace->simulated_bubble)));
-    if (numbers.times.total > 0) tile("Outside the schedule", percent(numbers.outside_schedule), "of a step: data, sync, update");
-    if (numbers.peak_resident_bytes > 0) tile("Memory", bytes_text(numbers.peak_device_bytes > 0 ? numbers.peak_device_bytes : numbers.peak_resident_bytes), numbers.peak_device_bytes > 0 ? "peak on the device of rank 0" : "peak in the process of rank 0");
-    if (!run.metrics.checkpoints.empty()) tile("Checkpoint stall", fmt::format("{:.0f} ms", 1e3 * numbers.longest_stall), fmt::format("longest of {}", run.metrics.checkpoints.size()));
+    if (numbers.loss_steps > 0)
+      tile("Training loss", fmt::format("{:.4f}", numbers.loss),
+           fmt::format("mean of the last {} steps", numbers.loss_steps));
+    if (numbers.best_validation)
+      tile("Validation loss", fmt::format("{:.4f}", numbers.last_validation->loss),
+           fmt::format("best {:.4f} at step {}", numbers.best_validation->loss,
+                       numbers.best_validation->step));
+    if (numbers.tokens_per_second > 0)
+      tile("Speed", format_token_rate(numbers.tokens_per_second),
+           fmt::format("{:.1f} ms per step", 1e3 * numbers.times.total));
+    if (numbers.mfu > 0)
+      tile("MFU", percent(numbers.mfu), fmt::format("of {}, measured", flops_text(run.start().peak_flops)));
+    if (const TraceReport* trace = run.trace())
+      tile("Bubble", percent(trace->bubble), fmt::format("simulated {}", percent(trace->simulated_bubble)));
+    if (numbers.times.total > 0)
+      tile("Outside the schedule", percent(numbers.outside_schedule), "of a step: data, sync, update");
+    if (numbers.peak_resident_bytes > 0)
+      tile(
+          "Memory",
+          bytes_text(numbers.peak_device_bytes > 0 ? numbers.peak_device_bytes : numbers.peak_resident_bytes),
+          numbers.peak_device_bytes > 0 ? "peak on the device of rank 0" : "peak in the process of rank 0");
+    if (!run.metrics.checkpoints.empty())
+      tile("Checkpoint stall", fmt::format("{:.0f} ms", 1e3 * numbers.longest_stall),
+           fmt::format("longest of {}", run.metrics.checkpoints.size()));
     out_ += "</div>\n";
   }
 
@@ -143,7 +182,9 @@ class PageWriter {
   // A table of results with a column for each run.
   void results() {
     out_ += "<section><h2>Results</h2><div class=\"wide\"><table><thead><tr><th></th>";
-    for (std::size_t i = 0; i < runs_.size(); ++i) print("<th class=\"n\"><span class=\"swatch c{0}\" style=\"background:currentColor\"></span> {1}</th>", i % 8 + 1, escape_xml(names_[i]));
+    for (std::size_t i = 0; i < runs_.size(); ++i)
+      print("<th class=\"n\"><span class=\"swatch c{0}\" style=\"background:currentColor\"></span> {1}</th>",
+            i % 8 + 1, escape_xml(names_[i]));
     out_ += "</tr></thead><tbody>\n";
     const auto row = [&](std::string_view name, const std::function<std::string(const RunReport&)>& value) {
       print("<tr><td>{}</td>", name);
@@ -154,22 +195,49 @@ class PageWriter {
       out_ += "</tr>\n";
     };
     row("folder", [](const RunReport& run) { return run.folder.string(); });
-    row("end", [](const RunReport& run) { return run.metrics.end ? std::string(to_text(run.metrics.end->end)) : "unfinished"; });
-    row("steps", [](const RunReport& run) { return fmt::format("{} of {}", run.last_step(), run.start().steps); });
-    row("training loss", [](const RunReport& run) { return run.numbers.loss_steps > 0 ? fmt::format("{:.4f}", run.numbers.loss) : ""; });
-    row("validation loss", [](const RunReport& run) { return run.numbers.last_validation ? fmt::format("{:.4f}", run.numbers.last_validation->loss) : ""; });
-    row("best validation loss", [](const RunReport& run) { return run.numbers.best_validation ? fmt::format("{:.4f} (step {})", run.numbers.best_validation->loss, run.numbers.best_validation->step) : ""; });
-    row("speed", [](const RunReport& run) { return run.numbers.tokens_per_second > 0 ? format_token_rate(run.numbers.tokens_per_second) : ""; });
-    row("speed relative to the first", [&](const RunReport& run) { return runs_[0].numbers.tokens_per_second > 0 && run.numbers.tokens_per_second > 0 ? fmt::format("{:.2f} x", run.numbers.tokens_per_second / runs_[0].numbers.tokens_per_second) : ""; });
-    row("time per step", [](const RunReport& run) { return run.numbers.times.total > 0 ? fmt::format("{:.1f} ms", 1e3 * run.numbers.times.total) : ""; });
-    row("outside the schedule", [](const RunReport& run) { return run.numbers.times.total > 0 ? percent(run.numbers.outside_schedule) : ""; });
+    row("end", [](const RunReport& run) {
+      return run.metrics.end ? std::string(to_text(run.metrics.end->end)) : "unfinished";
+    });
+    row("steps",
+        [](const RunReport& run) { return fmt::format("{} of {}", run.last_step(), run.start().steps); });
+    row("training loss", [](const RunReport& run) {
+      return run.numbers.loss_steps > 0 ? fmt::format("{:.4f}", run.numbers.loss) : "";
+    });
+    row("validation loss", [](const RunReport& run) {
+      return run.numbers.last_validation ? fmt::format("{:.4f}", run.numbers.last_validation->loss) : "";
+    });
+    row("best validation loss", [](const RunReport& run) {
+      return run.numbers.best_validation ? fmt::format("{:.4f} (step {})", run.numbers.best_validation->loss,
+                                                       run.numbers.best_validation->step)
+                                         : "";
+    });
+    row("speed", [](const RunReport& run) {
+      return run.numbers.tokens_per_second > 0 ? format_token_rate(run.numbers.tokens_per_second) : "";
+    });
+    row("speed relative to the first", [&](const RunReport& run) {
+      return runs_[0].numbers.tokens_per_second > 0 && run.numbers.tokens_per_second > 0
+                 ? fmt::format("{:.2f} x", run.numbers.tokens_per_second / runs_[0].numbers.tokens_per_second)
+                 : "";
+    });
+    row("time per step", [](const RunReport& run) {
+      return run.numbers.times.total > 0 ? fmt::format("{:.1f} ms", 1e3 * run.numbers.times.total) : "";
+    });
+    row("outside the schedule", [](const RunReport& run) {
+      return run.numbers.times.total > 0 ? percent(run.numbers.outside_schedule) : "";
+    });
     row("MFU", [](const RunReport& run) { return run.numbers.mfu > 0 ? percent(run.numbers.mfu) : ""; });
     row("bubble", [](const RunReport& run) { return run.trace() ? percent(run.trace()->bubble) : ""; });
-    row("bubble, simulated", [](const RunReport& run) { return run.trace() ? percent(run.trace()->simulated_bubble) : ""; });
-    row("memory of rank 0", [](const RunReport& run) { return run.numbers.peak_resident_bytes > 0 ? bytes_text(run.numbers.peak_resident_bytes) : ""; });
-    row("longest checkpoint stall", [](const RunReport& run) { return run.metrics.checkpoints.empty() ? "" : fmt::format("{:.0f} ms", 1e3 * run.numbers.longest_stall); });
+    row("bubble, simulated",
+        [](const RunReport& run) { return run.trace() ? percent(run.trace()->simulated_bubble) : ""; });
+    row("memory of rank 0", [](const RunReport& run) {
+      return run.numbers.peak_resident_bytes > 0 ? bytes_text(run.numbers.peak_resident_bytes) : "";
+    });
+    row("longest checkpoint stall", [](const RunReport& run) {
+      return run.metrics.checkpoints.empty() ? "" : fmt::format("{:.0f} ms", 1e3 * run.numbers.longest_stall);
+    });
     row("duration", [](const RunReport& run) { return format_duration(run.numbers.seconds); });
-    row("ranks", [](const RunReport& run) { return fmt::format("{} on {}", run.start().ranks, run.start().device); });
+    row("ranks",
+        [](const RunReport& run) { return fmt::format("{} on {}", run.start().ranks, run.start().device); });
     out_ += "</tbody></table></div></section>\n";
   }
 
@@ -182,12 +250,14 @@ class PageWriter {
     std::string rows;
     for (const std::string& name : names) {
       const std::string first = runs_[0].start().value(name);
-      if (std::all_of(runs_.begin(), runs_.end(), [&](const RunReport& run) { return run.start().value(name) == first; })) {
+      if (std::all_of(runs_.begin(), runs_.end(),
+                      [&](const RunReport& run) { return run.start().value(name) == first; })) {
         ++equal;
         continue;
       }
       rows += fmt::format("<tr><td><code>{}</code></td>", escape_xml(name));
-      for (const RunReport& run : runs_) rows += fmt::format("<td class=\"n\"><code>{}</code></td>", escape_xml(run.start().value(name)));
+      for (const RunReport& run : runs_)
+        rows += fmt::format("<td class=\"n\"><code>{}</code></td>", escape_xml(run.start().value(name)));
       rows += "</tr>\n";
     }
     out_ += "<section><h2>Differences in configuration</h2>";
@@ -218,13 +288,16 @@ class PageWriter {
   }
 
   // Layouts of the same training have the same curves: wider early curves stay visible below later ones.
-  double width_of(std::size_t run) const { return 2 + 1.5 * static_cast<double>(std::min<std::size_t>(runs_.size() - 1 - run, 3)); }
+  double width_of(std::size_t run) const {
+    return 2 + 1.5 * static_cast<double>(std::min<std::size_t>(runs_.size() - 1 - run, 3));
+  }
 
   // A curve of each run, or of the single run under its own name.
   template <class Get>
   void chart_of_runs(Chart chart, Get get, const std::string& own_name, bool may_coincide = false) {
     for (std::size_t i = 0; i < runs_.size(); ++i) {
-      chart.series.push_back(of_steps(runs_[i], one_ ? own_name : names_[i], static_cast<int>(i) + 1, Look::Line, get));
+      chart.series.push_back(
+          of_steps(runs_[i], one_ ? own_name : names_[i], static_cast<int>(i) + 1, Look::Line, get));
       if (may_coincide) chart.series.back().width = width_of(i);
     }
     out_ += draw_chart(chart);
@@ -236,9 +309,14 @@ class PageWriter {
     Chart validation{.title = "Validation loss", .series = {}};
     for (std::size_t i = 0; i < runs_.size(); ++i) {
       const int colour = static_cast<int>(i) + 1;
-      const std::size_t span = std::clamp<std::size_t>(runs_[i].metrics.steps.size() / 20, 5, 200) | 1;  // odd: a middle and its sides
+      const std::size_t span = std::clamp<std::size_t>(runs_[i].metrics.steps.size() / 20, 5, 200) |
+                               1;  // odd: a middle and its sides
       ChartSeries raw = of_steps(runs_[i], "training", colour, Look::Faint, loss);
-      ChartSeries smooth{.name = one_ ? fmt::format("training, smoothed over {} lines", span) : names_[i], .colour = colour, .look = Look::Line, .x = raw.x, .y = smoothed(raw.y, span)};
+      ChartSeries smooth{.name = one_ ? fmt::format("training, smoothed over {} lines", span) : names_[i],
+                         .colour = colour,
+                         .look = Look::Line,
+                         .x = raw.x,
+                         .y = smoothed(raw.y, span)};
       smooth.width = width_of(i);
       if (one_) chart.series.push_back(std::move(raw));
       chart.series.push_back(std::move(smooth));
@@ -257,36 +335,64 @@ class PageWriter {
 
   void rates() {
     out_ += "<section><h2>Optimization</h2><div class=\"two\">\n";
-    chart_of_runs({.title = "Learning rate", .from_zero = true, .wide = false, .series = {}}, [](const StepMetrics& step) { return step.outcome.lr; }, "learning rate", true);
-    chart_of_runs({.title = "Gradient norm before clipping", .logarithmic = true, .wide = false, .series = {}}, [](const StepMetrics& step) { return step.outcome.grad_norm; }, "gradient norm", true);
+    chart_of_runs(
+        {.title = "Learning rate", .from_zero = true, .wide = false, .series = {}},
+        [](const StepMetrics& step) { return step.outcome.lr; }, "learning rate", true);
+    chart_of_runs(
+        {.title = "Gradient norm before clipping", .logarithmic = true, .wide = false, .series = {}},
+        [](const StepMetrics& step) { return step.outcome.grad_norm; }, "gradient norm", true);
     out_ += "</div></section>\n";
   }
 
   void speed() {
     out_ += "<section><h2>Time breakdown of a step</h2>\n";
     out_ += "<p class=\"sub\">Means over all steps but the first five, on rank 0.</p>";
-    out_ += "<div class=\"legend\"><span><b class=\"p1\"></b>schedule: forward and backward</span><span><b class=\"p2\"></b>data</span><span><b class=\"p4\"></b>gradient synchronization</span><span><b class=\"p5\"></b>update</span><span><b class=\"lane\"></b>rest</span></div><div class=\"bars\">";
+    out_ +=
+        "<div class=\"legend\"><span><b class=\"p1\"></b>schedule: forward and backward</span><span><b "
+        "class=\"p2\"></b>data</span><span><b class=\"p4\"></b>gradient synchronization</span><span><b "
+        "class=\"p5\"></b>update</span><span><b class=\"lane\"></b>rest</span></div><div class=\"bars\">";
     double longest = 0;
     for (const RunReport& run : runs_) longest = std::max(longest, run.numbers.times.total);
     for (const RunReport& run : runs_) {
       const StepTimes& times = run.numbers.times;
-      print("<span>{}{:.1f} ms</span><div class=\"stack\">", one_ ? "" : escape_xml(name_of(run)) + " ", 1e3 * times.total);
-      const auto part = [&](std::string_view look, std::string_view name, double value) { out_ += bar_part(look, name, 1e3 * value, 1e3 * times.total, 1e3 * longest); };
+      print("<span>{}{:.1f} ms</span><div class=\"stack\">", one_ ? "" : escape_xml(name_of(run)) + " ",
+            1e3 * times.total);
+      const auto part = [&](std::string_view look, std::string_view name, double value) {
+        out_ += bar_part(look, name, 1e3 * value, 1e3 * times.total, 1e3 * longest);
+      };
       part("p1", "schedule", times.schedule);
       part("p2", "data", times.data);
       part("p4", "sync", times.sync);
       part("p5", "update", times.update);
       out_ += "</div>";
     }
-    out_ += "</div><div class=\"wide\"><table><thead><tr><th>run</th><th class=\"n\">step</th><th class=\"n\">schedule</th><th class=\"n\">data</th><th class=\"n\">sync</th><th class=\"n\">update</th><th class=\"n\">outside the schedule</th></tr></thead><tbody>";
+    out_ +=
+        "</div><div class=\"wide\"><table><thead><tr><th>run</th><th class=\"n\">step</th><th "
+        "class=\"n\">schedule</th><th class=\"n\">data</th><th class=\"n\">sync</th><th "
+        "class=\"n\">update</th><th class=\"n\">outside the schedule</th></tr></thead><tbody>";
     for (const RunReport& run : runs_) {
       const StepTimes& times = run.numbers.times;
-      print("<tr><td>{}</td><td class=\"n\">{:.2f} ms</td><td class=\"n\">{:.2f} ms</td><td class=\"n\">{:.2f} ms</td><td class=\"n\">{:.2f} ms</td><td class=\"n\">{:.2f} ms</td><td class=\"n\">{}</td></tr>", escape_xml(name_of(run)), 1e3 * times.total, 1e3 * times.schedule,
-            1e3 * times.data, 1e3 * times.sync, 1e3 * times.update, percent(run.numbers.outside_schedule));
+      print(
+          "<tr><td>{}</td><td class=\"n\">{:.2f} ms</td><td class=\"n\">{:.2f} ms</td><td class=\"n\">{:.2f} "
+          "ms</td><td class=\"n\">{:.2f} ms</td><td class=\"n\">{:.2f} ms</td><td class=\"n\">{}</td></tr>",
+          escape_xml(name_of(run)), 1e3 * times.total, 1e3 * times.schedule, 1e3 * times.data,
+          1e3 * times.sync, 1e3 * times.update, percent(run.numbers.outside_schedule));
     }
     out_ += "</tbody></table></div><div class=\"two\" style=\"margin-top:16px\">\n";
-    chart_of_runs({.title = "Tokens per second", .unit = ChartUnit::TokensPerSecond, .from_zero = true, .wide = false, .series = {}}, [](const StepMetrics& step) { return step.tokens_per_second; }, "tokens per second");
-    chart_of_runs({.title = "Time per step, ms", .unit = ChartUnit::Milliseconds, .from_zero = true, .wide = false, .series = {}}, [](const StepMetrics& step) { return 1e3 * step.outcome.times.total; }, "step");
+    chart_of_runs(
+        {.title = "Tokens per second",
+         .unit = ChartUnit::TokensPerSecond,
+         .from_zero = true,
+         .wide = false,
+         .series = {}},
+        [](const StepMetrics& step) { return step.tokens_per_second; }, "tokens per second");
+    chart_of_runs(
+        {.title = "Time per step, ms",
+         .unit = ChartUnit::Milliseconds,
+         .from_zero = true,
+         .wide = false,
+         .series = {}},
+        [](const StepMetrics& step) { return 1e3 * step.outcome.times.total; }, "step");
     out_ += "</div></section>\n";
   }
 
@@ -298,34 +404,64 @@ class PageWriter {
     }
     const TraceReport& trace = *run.trace();
     const TraceComparison& comparison = trace.comparison;
-    print("<p class=\"sub\">Step {}, {}: measured {:.1f} ms, simulated {:.1f} ms under the median cost of each action. Bubble {}, simulated {}.</p>\n", trace.step, plan_words(trace), comparison.measured_ms, comparison.simulated_ms, percent(trace.bubble),
-          percent(trace.simulated_bubble));
+    print(
+        "<p class=\"sub\">Step {}, {}: measured {:.1f} ms, simulated {:.1f} ms under the median cost of each "
+        "action. Bubble {}, simulated {}.</p>\n",
+        trace.step, plan_words(trace), comparison.measured_ms, comparison.simulated_ms, percent(trace.bubble),
+        percent(trace.simulated_bubble));
     out_ += "<h3>Timeline of the ranks, measured above simulated</h3>\n";
     out_ += draw_timeline(trace);
-    out_ += "<h3>Time of each rank, measured above simulated</h3>\n<div class=\"legend\"><span><b class=\"p1\"></b>compute</span><span><b class=\"p2\"></b>communication</span><span><b class=\"p3\"></b>wait</span><span><b class=\"lane\"></b>idle or overhead</span></div><div class=\"bars\">";
+    out_ +=
+        "<h3>Time of each rank, measured above simulated</h3>\n<div class=\"legend\"><span><b "
+        "class=\"p1\"></b>compute</span><span><b class=\"p2\"></b>communication</span><span><b "
+        "class=\"p3\"></b>wait</span><span><b class=\"lane\"></b>idle or overhead</span></div><div "
+        "class=\"bars\">";
     const double longest = std::max({comparison.measured_ms, comparison.simulated_ms, 1e-9});
     for (std::size_t rank = 0; rank < trace.ranks.size(); ++rank) {
       const RankTimes& times = trace.ranks[rank];
-      print("<span>rank {}</span><div><div class=\"stack\" style=\"width:{:.2f}%\">", rank, 100 * comparison.measured_ms / longest);
-      const auto part = [&](std::string_view look, std::string_view name, double value) { out_ += bar_part(look, name, value, comparison.measured_ms, comparison.measured_ms); };
+      print("<span>rank {}</span><div><div class=\"stack\" style=\"width:{:.2f}%\">", rank,
+            100 * comparison.measured_ms / longest);
+      const auto part = [&](std::string_view look, std::string_view name, double value) {
+        out_ += bar_part(look, name, value, comparison.measured_ms, comparison.measured_ms);
+      };
       part("p1", "compute", times.compute);
       part("p2", "communication", times.communication);
       part("p3", "wait", times.wait);
-      print("</div><div class=\"stack thin simulated\" style=\"width:{:.2f}%\"><div class=\"p1\" style=\"width:{:.3f}%\" title=\"simulated compute {:.2f} ms\"></div></div></div>", 100 * comparison.simulated_ms / longest,
-            comparison.simulated_ms > 0 ? 100 * times.simulated_compute / comparison.simulated_ms : 0, times.simulated_compute);
+      print(
+          "</div><div class=\"stack thin simulated\" style=\"width:{:.2f}%\"><div class=\"p1\" "
+          "style=\"width:{:.3f}%\" title=\"simulated compute {:.2f} ms\"></div></div></div>",
+          100 * comparison.simulated_ms / longest,
+          comparison.simulated_ms > 0 ? 100 * times.simulated_compute / comparison.simulated_ms : 0,
+          times.simulated_compute);
     }
-    out_ += "</div><div class=\"wide\"><table><thead><tr><th>rank</th><th class=\"n\">compute</th><th class=\"n\">communication</th><th class=\"n\">wait</th><th class=\"n\">idle or overhead</th><th class=\"n\">bubble</th><th class=\"n\">simulated compute</th><th class=\"n\">simulated bubble</th></tr></thead><tbody>";
+    out_ +=
+        "</div><div class=\"wide\"><table><thead><tr><th>rank</th><th class=\"n\">compute</th><th "
+        "class=\"n\">communication</th><th class=\"n\">wait</th><th class=\"n\">idle or overhead</th><th "
+        "class=\"n\">bubble</th><th class=\"n\">simulated compute</th><th class=\"n\">simulated "
+        "bubble</th></tr></thead><tbody>";
     for (std::size_t rank = 0; rank < trace.ranks.size(); ++rank) {
       const RankTimes& times = trace.ranks[rank];
-      print("<tr><td>{}</td><td class=\"n\">{:.2f} ms</td><td class=\"n\">{:.2f} ms</td><td class=\"n\">{:.2f} ms</td><td class=\"n\">{:.2f} ms</td><td class=\"n\">{}</td><td class=\"n\">{:.2f} ms</td><td class=\"n\">{}</td></tr>", rank, times.compute, times.communication, times.wait,
-            times.rest, percent(comparison.measured_ms > 0 ? 1 - times.compute / comparison.measured_ms : 0), times.simulated_compute, percent(comparison.simulated_ms > 0 ? 1 - times.simulated_compute / comparison.simulated_ms : 0));
+      print(
+          "<tr><td>{}</td><td class=\"n\">{:.2f} ms</td><td class=\"n\">{:.2f} ms</td><td class=\"n\">{:.2f} "
+          "ms</td><td class=\"n\">{:.2f} ms</td><td class=\"n\">{}</td><td class=\"n\">{:.2f} ms</td><td "
+          "class=\"n\">{}</td></tr>",
+          rank, times.compute, times.communication, times.wait, times.rest,
+          percent(comparison.measured_ms > 0 ? 1 - times.compute / comparison.measured_ms : 0),
+          times.simulated_compute,
+          percent(comparison.simulated_ms > 0 ? 1 - times.simulated_compute / comparison.simulated_ms : 0));
     }
     out_ += "</tbody></table></div>";
     if (run.traces.size() > 1) {
-      out_ += "<h3>All traced steps</h3><div class=\"wide\"><table><thead><tr><th>step</th><th class=\"n\">measured</th><th class=\"n\">simulated</th><th class=\"n\">bubble</th><th class=\"n\">simulated bubble</th><th>file</th></tr></thead><tbody>";
+      out_ +=
+          "<h3>All traced steps</h3><div class=\"wide\"><table><thead><tr><th>step</th><th "
+          "class=\"n\">measured</th><th class=\"n\">simulated</th><th class=\"n\">bubble</th><th "
+          "class=\"n\">simulated bubble</th><th>file</th></tr></thead><tbody>";
       for (const TraceReport& each : run.traces)
-        print("<tr><td>{}</td><td class=\"n\">{:.2f} ms</td><td class=\"n\">{:.2f} ms</td><td class=\"n\">{}</td><td class=\"n\">{}</td><td><code>{}</code></td></tr>", each.step, each.comparison.measured_ms, each.comparison.simulated_ms, percent(each.bubble),
-              percent(each.simulated_bubble), escape_xml(each.path));
+        print(
+            "<tr><td>{}</td><td class=\"n\">{:.2f} ms</td><td class=\"n\">{:.2f} ms</td><td "
+            "class=\"n\">{}</td><td class=\"n\">{}</td><td><code>{}</code></td></tr>",
+            each.step, each.comparison.measured_ms, each.comparison.simulated_ms, percent(each.bubble),
+            percent(each.simulated_bubble), escape_xml(each.path));
       out_ += "</tbody></table></div>";
     }
     out_ += "</section>\n";
@@ -338,9 +474,22 @@ class PageWriter {
     bool device = false;
     for (const RunReport& run : runs_) device = device || run.numbers.peak_device_bytes > 0;
     if (device) out_ += "<div class=\"two\">";
-    chart_of_runs({.title = "Main memory of the process of rank 0", .unit = ChartUnit::Bytes, .from_zero = true, .wide = !device, .low = !device, .series = {}}, [](const StepMetrics& step) { return static_cast<double>(step.resident_bytes); }, "resident");
+    chart_of_runs(
+        {.title = "Main memory of the process of rank 0",
+         .unit = ChartUnit::Bytes,
+         .from_zero = true,
+         .wide = !device,
+         .low = !device,
+         .series = {}},
+        [](const StepMetrics& step) { return static_cast<double>(step.resident_bytes); }, "resident");
     if (device) {
-      chart_of_runs({.title = "Peak on the device of rank 0", .unit = ChartUnit::Bytes, .from_zero = true, .wide = false, .series = {}}, [](const StepMetrics& step) { return static_cast<double>(step.device_bytes); }, "device");
+      chart_of_runs(
+          {.title = "Peak on the device of rank 0",
+           .unit = ChartUnit::Bytes,
+           .from_zero = true,
+           .wide = false,
+           .series = {}},
+          [](const StepMetrics& step) { return static_cast<double>(step.device_bytes); }, "device");
       out_ += "</div>";
     }
     out_ += "</section>\n";
@@ -360,14 +509,19 @@ class PageWriter {
     out_ += "</tr></thead><tbody>";
     for (std::size_t stage = 0; stage < lines.size(); ++stage) {
       const std::size_t colon = lines[stage].find(": ");
-      const std::string name = colon == std::string::npos ? std::to_string(stage) : lines[stage].substr(0, colon);
-      print("<tr><td>{}</td><td>{}</td>", escape_xml(name), escape_xml(colon == std::string::npos ? lines[stage] : lines[stage].substr(colon + 2)));
+      const std::string name =
+          colon == std::string::npos ? std::to_string(stage) : lines[stage].substr(0, colon);
+      print("<tr><td>{}</td><td>{}</td>", escape_xml(name),
+            escape_xml(colon == std::string::npos ? lines[stage] : lines[stage].substr(colon + 2)));
       if (trace != nullptr) {
         std::string costs;
         for (const ActionCost& cost : trace->comparison.costs)
-          if (cost.stage == static_cast<int>(stage) && cost.median_ms >= 0.005) costs += fmt::format("{}{} {:.2f} ms", costs.empty() ? "" : ", ", schedule::to_text(cost.kind), cost.median_ms);
+          if (cost.stage == static_cast<int>(stage) && cost.median_ms >= 0.005)
+            costs += fmt::format("{}{} {:.2f} ms", costs.empty() ? "" : ", ", schedule::to_text(cost.kind),
+                                 cost.median_ms);
         const auto& ranks = trace->trace.schedule.stages().stage_to_rank();
-        print("<td class=\"n\">{}</td><td>{}</td>", stage < ranks.size() ? std::to_string(ranks[stage]) : "?", costs);
+        print("<td class=\"n\">{}</td><td>{}</td>", stage < ranks.size() ? std::to_string(ranks[stage]) : "?",
+              costs);
       }
       out_ += "</tr>";
     }
@@ -381,19 +535,31 @@ class PageWriter {
       return;
     }
     constexpr std::size_t kMostRows = 100;
-    const std::size_t first = run.metrics.checkpoints.size() > kMostRows ? run.metrics.checkpoints.size() - kMostRows : 0;
-    print("<p class=\"sub\">How long training paused; files are written in the background.{}</p>", first > 0 ? fmt::format(" Only the last {} of {} are shown.", kMostRows, run.metrics.checkpoints.size()) : "");
-    out_ += "<div class=\"wide\"><table><thead><tr><th>step</th><th class=\"n\">total</th><th class=\"n\">waiting for the previous one</th><th class=\"n\">planning</th><th class=\"n\">copying</th><th>when</th></tr></thead><tbody>";
+    const std::size_t first =
+        run.metrics.checkpoints.size() > kMostRows ? run.metrics.checkpoints.size() - kMostRows : 0;
+    print("<p class=\"sub\">How long training paused; files are written in the background.{}</p>",
+          first > 0
+              ? fmt::format(" Only the last {} of {} are shown.", kMostRows, run.metrics.checkpoints.size())
+              : "");
+    out_ +=
+        "<div class=\"wide\"><table><thead><tr><th>step</th><th class=\"n\">total</th><th "
+        "class=\"n\">waiting for the previous one</th><th class=\"n\">planning</th><th "
+        "class=\"n\">copying</th><th>when</th></tr></thead><tbody>";
     for (std::size_t i = first; i < run.metrics.checkpoints.size(); ++i) {
       const CheckpointMetrics& each = run.metrics.checkpoints[i];
-      print("<tr><td>{}</td><td class=\"n\">{:.1f} ms</td><td class=\"n\">{:.1f} ms</td><td class=\"n\">{:.1f} ms</td><td class=\"n\">{:.1f} ms</td><td>{}</td></tr>", each.step, 1e3 * each.stall.total(), 1e3 * each.stall.waiting, 1e3 * each.stall.planning,
-            1e3 * each.stall.copying, date_text(each.time));
+      print(
+          "<tr><td>{}</td><td class=\"n\">{:.1f} ms</td><td class=\"n\">{:.1f} ms</td><td class=\"n\">{:.1f} "
+          "ms</td><td class=\"n\">{:.1f} ms</td><td>{}</td></tr>",
+          each.step, 1e3 * each.stall.total(), 1e3 * each.stall.waiting, 1e3 * each.stall.planning,
+          1e3 * each.stall.copying, date_text(each.time));
     }
     out_ += "</tbody></table></div></section>\n";
   }
 
   void configuration(const RunReport& run) {
-    print("<section><h2>Configuration{}</h2><details{}><summary>all {} fields</summary><div class=\"columns\">", of_run(run), one_ ? " open" : "", run.start().config.size());
+    print(
+        "<section><h2>Configuration{}</h2><details{}><summary>all {} fields</summary><div class=\"columns\">",
+        of_run(run), one_ ? " open" : "", run.start().config.size());
     std::string section;
     for (const auto& [name, value] : run.start().config) {
       const std::size_t dot = name.find('.');
@@ -402,7 +568,8 @@ class PageWriter {
         section = name.substr(0, dot);
         print("<table><thead><tr><th>[{}]</th><th></th></tr></thead><tbody>", escape_xml(section));
       }
-      print("<tr><td><code>{}</code></td><td><code>{}</code></td></tr>", escape_xml(dot == std::string::npos ? name : name.substr(dot + 1)), escape_xml(value));
+      print("<tr><td><code>{}</code></td><td><code>{}</code></td></tr>",
+            escape_xml(dot == std::string::npos ? name : name.substr(dot + 1)), escape_xml(value));
     }
     if (!section.empty()) out_ += "</tbody></table>";
     out_ += "</div></details></section>\n";
@@ -417,7 +584,8 @@ class PageWriter {
 }  // namespace
 
 std::string report_page(const std::vector<RunReport>& runs) {
-  if (runs.empty()) throw ValueError(describe("report", "no run", "at least one run", "give the folder of a run"));
+  if (runs.empty())
+    throw ValueError(describe("report", "no run", "at least one run", "give the folder of a run"));
   return PageWriter(runs).write();
 }
 
@@ -431,7 +599,8 @@ void write_page(const std::filesystem::path& path, const std::string& page) {
   if (!file || error) {
     std::error_code ignored;  // the error below is reported instead
     std::filesystem::remove(temporary, ignored);
-    throw ConfigError(describe("report page", path.string(), "a file that can be written", "give another path with --out"));
+    throw ConfigError(
+        describe("report page", path.string(), "a file that can be written", "give another path with --out"));
   }
 }
 

@@ -23,9 +23,9 @@ namespace penstock::train {
 // Time breakdown of a traced step on one rank, in milliseconds. The parts add up to the step.
 struct RankTimes {
   double compute = 0;
-  double communication = 0;    // starting transfers, passing tensors on, gathering and reducing
-  double wait = 0;             // for receives and for sends to complete
-  double rest = 0;             // before the first, between and after the last instruction
+  double communication = 0;  // starting transfers, passing tensors on, gathering and reducing
+  double wait = 0;           // for receives and for sends to complete
+  double rest = 0;           // before the first, between and after the last instruction
   double simulated_compute = 0;
 };
 
@@ -35,7 +35,7 @@ struct TraceReport {
   StepTrace trace;
   TraceComparison comparison;
   std::vector<RankTimes> ranks;
-  double bubble = 0;            // fraction of ranks x time without computation
+  double bubble = 0;  // fraction of ranks x time without computation
   double simulated_bubble = 0;
 };
 // Throws the same exceptions as compare_with_simulation.
@@ -43,18 +43,18 @@ TraceReport report_trace(StepTrace trace);
 
 // Speed and times are means over all steps but the first five, which are warm-up.
 struct RunNumbers {
-  double loss = 0;             // mean over the last steps
+  double loss = 0;  // mean over the last steps
   std::int64_t loss_steps = 0;
   std::optional<ValidationMetrics> last_validation;
   std::optional<ValidationMetrics> best_validation;
   double tokens_per_second = 0;
-  double mfu = 0;              // 0: the peak is unknown
+  double mfu = 0;  // 0: the peak is unknown
   StepTimes times;
   double outside_schedule = 0;  // fraction of a step outside the schedule
   std::int64_t peak_resident_bytes = 0;
   std::int64_t peak_device_bytes = 0;
-  double longest_stall = 0;     // of a checkpoint, seconds
-  double seconds = 0;           // from the first start to the last line, pauses included
+  double longest_stall = 0;  // of a checkpoint, seconds
+  double seconds = 0;        // from the first start to the last line, pauses included
   std::int64_t tokens = 0;
 };
 

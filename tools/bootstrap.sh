@@ -12,7 +12,7 @@ penstock_tools="g++ cmake ninja-build ccache mold"
 penstock_libraries="libcli11-dev libspdlog-dev libfmt-dev nlohmann-json3-dev libtomlplusplus-dev libboost-graph-dev
   libxxhash-dev libucx-dev"
 penstock_torch="libtorch-dev libgloo-dev libopenblas0-openmp"
-penstock_test_packages="libgtest-dev libgmock-dev librapidcheck-dev libbenchmark-dev openmpi-bin"
+penstock_test_packages="clang-format-14 doxygen libgtest-dev libgmock-dev librapidcheck-dev libbenchmark-dev openmpi-bin"
 
 say() { printf '\033[1m==> %s\033[0m\n' "$*" >&2; }
 die() { printf 'error: %s\n' "$*" >&2; exit 2; }

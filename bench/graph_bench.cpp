@@ -29,6 +29,8 @@
 #include "penstock/compile.h"
 #include "penstock/fake.h"
 #include "penstock/graph/ir/functionalize.h"
+#include "penstock/graph/run/compiled.h"
+#include "penstock/graph/run/module_state.h"
 #include "penstock/graph/trace/fake_in_place.h"
 #include "penstock/torch/compat/cpu_memory.h"
 #include "penstock/torch/compat/device_memory.h"

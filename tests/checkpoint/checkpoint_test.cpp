@@ -10,6 +10,7 @@
 #include "penstock/checkpoint/tensors/load.h"
 #include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/checkpoint/tensors/writer.h"
+#include "penstock/comm/launch/launch_env.h"
 #include "penstock/checkpoint_types.h"
 #include "penstock/dtensor.h"
 #include "penstock/errors.h"

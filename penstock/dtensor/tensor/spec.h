@@ -15,7 +15,6 @@
 #include <string>
 #include <vector>
 
-#include "penstock/dtensor/tensor/spec.h"
 #include "penstock/placement.h"
 #include "penstock/sharding_rule.h"
 #include "penstock/world.h"

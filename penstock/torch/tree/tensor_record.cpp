@@ -12,7 +12,6 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/base/hash.h"
-#include "penstock/dtensor/tensor/spec.h"
 #include "penstock/errors.h"
 #include "penstock/torch/compat/dtype.h"
 #include "penstock/torch/tree/distributed_type.h"

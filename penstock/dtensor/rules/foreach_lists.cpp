@@ -9,6 +9,7 @@
 #include "penstock/base/describe.h"
 #include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/rule_helpers.h"
+#include "penstock/dtensor/tensor/spec.h"
 #include "penstock/errors.h"
 
 namespace penstock::detail {

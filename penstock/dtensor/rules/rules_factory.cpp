@@ -3,6 +3,7 @@
 
 #include "penstock/dtensor/tensor/rule_helpers.h"
 #include "penstock/dtensor/tensor/rule_registry.h"
+#include "penstock/dtensor/tensor/spec.h"
 
 namespace penstock::detail {
 namespace {

@@ -18,6 +18,7 @@
 #include "penstock/dtensor/rules/norm_terms.h"
 #include "penstock/dtensor/tensor/rule_helpers.h"
 #include "penstock/dtensor/tensor/rule_registry.h"
+#include "penstock/dtensor/tensor/spec.h"
 #include "penstock/errors.h"
 
 namespace penstock::detail {

@@ -10,6 +10,7 @@
 #include "penstock/dtensor/tensor/dtensor_random.h"
 #include "penstock/dtensor/tensor/rule_helpers.h"
 #include "penstock/dtensor/tensor/rule_registry.h"
+#include "penstock/dtensor/tensor/spec.h"
 #include "penstock/errors.h"
 #include "penstock/mesh/local_shard.h"
 

@@ -12,6 +12,7 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/dtensor.h"
+#include "penstock/dtensor/tensor/spec.h"
 #include "penstock/errors.h"
 #include "penstock/fake.h"
 #include "penstock/mesh/local_shard.h"

@@ -2,8 +2,7 @@
 // blocks its caller.
 //
 //   checkpoint_bench [MiB of tensors] [ranks] [folder]            default: 512 2 (the temporary folder)
-//   penstock launch -n 2 -- checkpoint_bench ...                  the ranks are processes, as in training;
-//   otherwise threads
+//   penstock launch -n 2 -- checkpoint_bench ...  the ranks are processes, as in training; otherwise threads
 //
 // In every round both methods write to the same disk, one after the other, each rank its half. The ratio is
 // taken within a round, and the median is shown. Half of the tensors are sharded by rows, half by columns,

@@ -2,8 +2,7 @@
 // shape-only run.
 //
 //   dispatch_bench                                              the figures of this library
-//   dispatch_bench --peer "python3 bench/fake_peer.py"          also Python's FakeTensorMode on the same
-//   model
+//   dispatch_bench --peer "python3 bench/fake_peer.py"  also Python's FakeTensorMode on the same model
 //
 // The methods alternate in short blocks on one core; differences are taken within a block, where other load
 // on the machine affects both sides equally, and the median over the blocks is shown.

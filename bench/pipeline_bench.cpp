@@ -2,10 +2,11 @@
 // optionally Python.
 //
 //   pipeline_bench                                                    several schedules, d = 32 and 256
-//   pipeline_bench --peer "python3 bench/pipeline_peer.py"            compared with the peer: medians,
-//   ratios, loss and gradient norm pipeline_bench --d 256 --schedule ZBVZeroBubble --repeats 5 --p2p ucx
-//   pipeline_bench --d 256 --schedule 1F1B --trace step.json          also writes the last step, for penstock
-//   trace and Perfetto
+//   pipeline_bench --peer "python3 bench/pipeline_peer.py"
+//       compared with the peer: medians, ratios, loss and gradient norm
+//   pipeline_bench --d 256 --schedule ZBVZeroBubble --repeats 5 --p2p ucx
+//   pipeline_bench --d 256 --schedule 1F1B --trace step.json
+//       also writes the last step, for penstock trace and Perfetto
 //
 // --linear: "joined" computes the weight gradients of linear layers for all microbatches at once
 // (StageOptions::join_weight_gradients), "deferred" those of each microbatch in its weight pass, "plain"

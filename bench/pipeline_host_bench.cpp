@@ -1,7 +1,7 @@
 // The overhead of the runtime: all stages on one rank, with so little work that host time dominates.
 //
-//   pipeline_host_bench [--device cuda] [--device-graph]      1, 2 and 4 stages of a 64-wide layer, 16
-//   microbatches; microseconds per (stage, microbatch)
+//   pipeline_host_bench [--device cuda] [--device-graph]
+//       1, 2 and 4 stages of a 64-wide layer, 16 microbatches; microseconds per (stage, microbatch)
 //
 // With --device-graph the steps are recorded and replayed by the device (PipelineOptions::device_graph). The
 // same work in a plain loop of microbatches in one process is subtracted; the remainder is the overhead of

@@ -2,9 +2,10 @@
 // on its own core: Penstock, and optionally Python over Gloo. Penstock uses shared memory if UCX is built in;
 // set PENSTOCK_P2P=gloo to use Gloo for both.
 //
-//   shard_bench                                                  d = 32 and 256, with and without
-//   accumulation shard_bench --peer "python3 bench/shard_peer.py"             compared with the peer:
-//   medians, ratios, loss and gradient norm shard_bench --d 256 --accumulate 4 --repeats 5
+//   shard_bench  d = 32 and 256, with and without accumulation
+//   shard_bench --peer "python3 bench/shard_peer.py"
+//       compared with the peer: medians, ratios, loss and gradient norm
+//   shard_bench --d 256 --accumulate 4 --repeats 5
 //
 // A second line breaks down a step of rank 0: gather and reduce are the time to start collectives and to wait
 // for them, copies the time to copy between parameters or gradients and the buffers of collectives, compute

@@ -1,8 +1,8 @@
 // The overhead of sharding on a single rank: a transformer on one device, without and with fully_shard,
 // alternating.
 //
-//   shard_single_bench --device cuda                                     the sizes of gpt2-124m, 32 rows of
-//   1024 tokens shard_single_bench --width 64 --layers 4 --rows 2 --length 128       a small one, on the CPU
+//   shard_single_bench --device cuda  the sizes of gpt2-124m, 32 rows of 1024 tokens
+//   shard_single_bench --width 64 --layers 4 --rows 2 --length 128       a small one, on the CPU
 //
 // Without fully_shard: parameters in float32, autocast to bfloat16. With fully_shard: the same parameters,
 // gathered in bfloat16, gradients reduced in float32, every block its own group. Both use the same optimizer.

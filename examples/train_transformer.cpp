@@ -2,8 +2,8 @@
 // with data shards, checkpoints, reports and all other layouts.
 //
 //   ./run launch -n 2 -- build/release/bin/train_transformer README.md
-//   ./run launch -n 2 -- build/release/bin/train_transformer README.md examples/own_schedule.csv      a
-//   schedule of your own
+//   ./run launch -n 2 -- build/release/bin/train_transformer README.md examples/own_schedule.csv
+//       a schedule of your own
 #include <torch/torch.h>
 
 #include <cstdio>

@@ -1,9 +1,8 @@
 // Dropout whose mask depends on the step, microbatch, layer and element, not on how the work is split.
 //
 //   KeyedDropout drop(KeyedDropoutOptions(0.1, "blocks.3.mlp.drop"));
-//   y = drop->forward(x);                                          // seed, step and microbatch from the
-//   StepContext y = drop->forward(x, {.global_shape = {8, 16}, .offset = {4, 0}});    // x is a part of the
-//   whole tensor
+//   y = drop->forward(x);  // seed, step and microbatch come from the StepContext
+//   y = drop->forward(x, {.global_shape = {8, 16}, .offset = {4, 0}});  // x is a part of the whole tensor
 //
 // The mask is a function of (seed, step, microbatch) of the StepContext, the layer and the element's global
 // index: the same under recomputation, on every pipeline split and for every sharding whose boxes are given.

@@ -3,9 +3,10 @@
 //   torch::nn::Linear head(16, 4);
 //   StageModule from_module(head);
 //   StageModule from_function([head](at::Tensor x) mutable { return head->forward(x.relu()); },
-//   {head.ptr()}); StageModule chained = StageModule::chain({StageModule(block), from_function});
-//   PipelineLoss loss([](at::Tensor output, at::Tensor target) { return output.sub(target).square().mean();
-//   });
+//       {head.ptr()});
+//   StageModule chained = StageModule::chain({StageModule(block), from_function});
+//   PipelineLoss loss([](at::Tensor output,
+//       at::Tensor target) { return output.sub(target).square().mean(); });
 //
 // The arguments of `forward` are the positional inputs of the stage, in order: tensors, and on the first
 // stage also numbers, strings and Trees. Missing trailing tensors are undefined. If the last parameter is a

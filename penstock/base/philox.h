@@ -6,8 +6,9 @@
 // the same value, in any order, any number of times, on any device.
 //
 //   const philox::Stream stream = philox::derive(seed, step, microbatch, layer, purpose);
-//   const philox::Block block = philox::numbers(stream, i / 4);   // four words, for elements i/4*4 ... i/4*4
-//   + 3 const philox::u32 word = block.word[i % 4];
+//   // four words, for elements i/4*4 ... i/4*4 + 3
+//   const philox::Block block = philox::numbers(stream, i / 4);
+//   const philox::u32 word = block.word[i % 4];
 //
 // Derivation (lo and hi are the halves of a 64-bit number, P(counter; key) is Philox4x32-10):
 //

@@ -1,7 +1,7 @@
 // Every command with bad inputs: it ends in time, with a documented exit code and a message of Penstock.
 //
-//   PENSTOCK_BAD_INPUTS=200 build/release/tests/cli_plain_tests --of=bad_input_test   # cases per command
-//   (10) PENSTOCK_BAD_INPUT_SEED=7                                                         # other cases
+//   PENSTOCK_BAD_INPUTS=200 build/release/tests/cli_plain_tests --of=bad_input_test  # cases per command (10)
+//   PENSTOCK_BAD_INPUT_SEED=7                                                         # other cases
 //   PENSTOCK_BAD_INPUT_COMMAND='data make'                                            # only this command
 #include <gtest/gtest.h>
 

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include "penstock/dtensor/plan/shard_drawing.h"
 #include "penstock/errors.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"

@@ -2,7 +2,7 @@
 //
 //   if (has_operator("aten::_fused_rms_norm"))
 //     Tensors out = call_operator("aten::_fused_rms_norm", {x}, {{"normalized_shape",
-//     std::vector<std::int64_t>{4}}, {"weight", w}});
+//         std::vector<std::int64_t>{4}}, {"weight", w}});
 #pragma once
 
 #include <ATen/ATen.h>

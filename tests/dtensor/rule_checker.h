@@ -1,8 +1,8 @@
 // Checks operators on distributed tensors against one process: every combination of placements on one mesh
 // axis, random ones on two, forward and backward.
 //
-//   check_rule({.name = "softmax", .inputs = {randn({5, 7})}, .body = [](const auto& in) { return
-//   softmax(in[0], 1); }});
+//   check_rule({.name = "softmax", .inputs = {randn({5, 7})},
+//       .body = [](const auto& in) { return softmax(in[0], 1); }});
 //
 // Values are small multiples of 1/64, so that partial values add up to them exactly. An in-place body on a
 // placement that cannot be written may throw ValueError, or StateError for a view that is a copy;

@@ -103,7 +103,9 @@ TEST(PublicHeaders, TheUmbrellaHasAllOfThem) {
       own_includes(text_of(source_root() / "include/penstock/penstock.h"));
   const std::set<std::string> all(includes.begin(), includes.end());
   for (const std::string& file : sources_under("include/penstock"))
-    if (file != "include/penstock/penstock.h") EXPECT_TRUE(all.contains(file.substr(8))) << file;
+    if (file != "include/penstock/penstock.h") {
+      EXPECT_TRUE(all.contains(file.substr(8))) << file;
+    }
 }
 
 TEST(PublicHeaders, ExamplesAndDocsUseNothingElse) {

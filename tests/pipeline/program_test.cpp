@@ -75,7 +75,7 @@ class Tokens final : public StepActions {
     for (const Instruction& each : unit) run(each.action);
   }
   void post(const Instruction& instruction, const Channel& channel) override {
-    posted_[{instruction.channel, instruction.action.microbatch()->value()}] = next_[instruction.channel]++;
+    posted_[{instruction.channel, *instruction.action.microbatch()}] = next_[instruction.channel]++;
     if (channel.to_rank != program_.rank) report("receives on another rank's channel", instruction);
   }
   void await(const Instruction& instruction, const Channel& channel) override {

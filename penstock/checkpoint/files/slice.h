@@ -2,8 +2,7 @@
 // the local tensor.
 //
 //   Slice slice{{4, 6}, {2, 6}, local_boxes({4, 6}, {2}, {1}, {Shard{0}})};      // rows 2-3
-//   for_each_run(slice, 4, [](ByteRun run) { ... });                 // one: 48 bytes at byte 48, local byte
-//   0
+//   for_each_run(slice, 4, [](ByteRun run) { ... });  // one: 48 bytes at byte 48, local byte 0
 //
 // Both tensors are row-major. Pure arithmetic.
 #pragma once

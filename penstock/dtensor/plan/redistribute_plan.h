@@ -2,7 +2,7 @@
 // one mesh axis.
 //
 //   plan_redistribute({.shape = {1024, 1024}, .element_bytes = 4}, {2, 4}, {Partial{}, Replicate{}},
-//   {Shard{0}, Shard{1}})
+//       {Shard{0}, Shard{1}})
 //     axis 1  R -> S(1)        slice
 //     axis 0  P(sum) -> S(0)   reduce_scatter     524288 bytes
 //

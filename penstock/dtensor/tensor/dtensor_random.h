@@ -2,8 +2,8 @@
 //
 //   manual_seed(mesh, 42);                                   // on every rank
 //   auto x = distribute_tensor(torch::empty({8, 16}), mesh, {Shard{0}});
-//   x.normal_();                                             // the values of the whole tensor; each rank
-//   computes its part auto y = torch::dropout(x, 0.1, true);
+//   x.normal_();  // the values of the whole tensor; each rank computes its part
+//   auto y = torch::dropout(x, 0.1, true);
 //
 // The value of an element depends on the seed, on how many random operators ran before, and on the element's
 // position in the whole tensor, but not on the placements, the mesh or the number of ranks. A run on one
@@ -26,8 +26,7 @@
 //
 //   const RandomCursor start = random_cursor(mesh);          // before the first forward
 //   ...
-//   { const RandomReplay replay(mesh, start); again(); }     // draws the same; restores the counter
-//   afterwards
+//   { const RandomReplay replay(mesh, start); again(); }  // draws the same; restores the counter afterwards
 //
 // All ranks of a mesh must run the same random operators in the same order, as for all operators.
 // Thread safety: any thread. Create and destroy a RandomReplay on the same thread, innermost first.

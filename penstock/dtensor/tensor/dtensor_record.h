@@ -1,9 +1,8 @@
 // Records of distributed tensors: what the next stage must know to receive one, and creating a tensor from a
 // record.
 //
-//   TensorMeta meta = meta_of(activation);                               // works for distributed tensors,
-//   see below auto bytes = comm::to_message(meta);                                 // can be sent;
-//   comm/record_messages.h
+//   TensorMeta meta = meta_of(activation);  // works for distributed tensors, see below
+//   auto bytes = comm::to_message(meta);  // can be sent; comm/record_messages.h
 //   ...                                                                  // on the other side:
 //   const auto record = std::get<DistributedRecord>(comm::from_message<TensorMeta>(bytes));
 //   at::Tensor buffer = make_dtensor_from_record(record, at::kCPU, meshes.get(record.mesh_key(), find_mesh));

@@ -1,8 +1,8 @@
 // Maps global indices of a dim to positions in this rank's part of it. Private to this folder.
 //
 //   // rows 2 and 3 of 5 are here
-//   local_index(call, "gather", tensor([0, 2, 3]), shape, {Shard{0}}, 0)   // position [0, 0, 1], held
-//   [false, true, true]
+//   // position [0, 0, 1], held [false, true, true]
+//   local_index(call, "gather", tensor([0, 2, 3]), shape, {Shard{0}}, 0)
 #pragma once
 
 #include <ATen/core/Tensor.h>

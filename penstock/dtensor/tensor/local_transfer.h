@@ -1,8 +1,7 @@
 // Executes a redistribution on the local tensors of this rank.
 //
 //   const LocalTransfer& transfer = transfer_between(from, to, PartialTarget::Refuse);
-//   at::Tensor local = transfer.run(mesh, old_local);                     // collective: every rank of the
-//   mesh calls it
+//   at::Tensor local = transfer.run(mesh, old_local);  // collective: every rank of the mesh calls it
 //
 // Which elements are sent where is computed once, from the index ranges that each rank along an axis holds
 // before and after a step, and used for every tensor of the same spec. Results are contiguous and do not

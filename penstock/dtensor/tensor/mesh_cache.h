@@ -3,8 +3,8 @@
 //
 //   MeshCache meshes;
 //   meshes.harvest(example_inputs);                              // the meshes of existing tensors
-//   const comm::MeshGroups mesh = meshes.get(record.mesh_key(), [&](const MeshKey& key) ->
-//   std::optional<comm::MeshGroups> {
+//   const comm::MeshGroups mesh = meshes.get(record.mesh_key(),
+//       [&](const MeshKey& key) -> std::optional<comm::MeshGroups> {
 //     return root.with_mesh(root.mesh().find(key));              // called once per key
 //   });
 //

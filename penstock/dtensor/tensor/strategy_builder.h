@@ -2,7 +2,7 @@
 // to this folder.
 //
 //   StrategyBuilder(call).in("input", Shard{0}).in("weight", Replicate{}).out(0,
-//   Shard{0}).add_to(strategies);
+//       Shard{0}).add_to(strategies);
 //
 // Arguments that the operator does not have and tensors that are not given are skipped, so one rule serves
 // all overloads of an operator in all versions. Written arguments (out=) are placed like the result that they

@@ -3,9 +3,9 @@
 // width * 2 numbers per block.
 //
 //   KvCache cache(options, 256);
-//   auto logits = TransformerAccess::forward_cached(*model, prompt, cache);  // [batch, prompt length,
-//   vocabulary] logits = TransformerAccess::forward_cached(*model, next_token, cache);   // [batch, 1,
-//   vocabulary]
+//   // [batch, prompt length, vocabulary]
+//   auto logits = TransformerAccess::forward_cached(*model, prompt, cache);
+//   logits = TransformerAccess::forward_cached(*model, next_token, cache);   // [batch, 1, vocabulary]
 //
 // Grouped queries store only their key heads; under tensor parallelism a rank stores its own. No gradients.
 // Thread safety: one thread.

@@ -3,9 +3,11 @@
 // sent in each direction.
 //
 //   const LocalRegion region(x, up->weight, Rows::BatchAndLength);
-//   at::Tensor h = at::linear(region.enter(x), region.weight(up->weight));      // backward: gradients of x
-//   are summed over the axis, once h = at::silu(h); return region.leave_sum(at::linear(h,
-//   region.weight(down->weight)));        // forward: the terms are summed over the axis
+//   // backward: gradients of x are summed over the axis, once
+//   at::Tensor h = at::linear(region.enter(x), region.weight(up->weight));
+//   h = at::silu(h);
+//   // forward: the terms are summed over the axis
+//   return region.leave_sum(at::linear(h, region.weight(down->weight)));
 //
 // With plain parameters all of it is a no-op. The activation may be plain and equal on all ranks of a mesh
 // with one axis (the result is then plain), or distributed over the mesh of the parameters, with rows split

@@ -1,8 +1,8 @@
 // The backward of one stage, in one pass or in two halves: first the gradients of its inputs, which the
 // previous stage waits for, later the gradients of its weights, which no other stage waits for.
 //
-//   auto outputs = OutputEdges::of(stage_outputs);                  // where the graph of the forward ends;
-//   no output is kept alive
+//   // where the graph of the forward ends; no output is kept alive
+//   auto outputs = OutputEdges::of(stage_outputs);
 //   // in one pass
 //   std::vector<at::Tensor> input_grads = stage_backward(outputs, output_grads, inputs);
 //   // in halves

@@ -1,9 +1,10 @@
 // The trace of one executed step: what each rank did and when, on one clock. It can be written as a
 // trace-event file, which Perfetto (ui.perfetto.dev) and chrome://tracing display, and read back.
 //
-//   if (auto trace = trace_last_step(pipeline)) write_trace(*trace, "step.json");     // on rank 0 of the
-//   pipeline StepTrace trace = read_trace("step.json"); TraceComparison comparison =
-//   compare_with_simulation(trace);                        // trace_comparison.h
+//   // on rank 0 of the pipeline
+//   if (auto trace = trace_last_step(pipeline)) write_trace(*trace, "step.json");
+//   StepTrace trace = read_trace("step.json");
+//   TraceComparison comparison = compare_with_simulation(trace);                        // trace_comparison.h
 //
 // In the viewer every rank is a process with one track for computation, one for waits and one for the starts
 // of transfers. An overlapped unit contains the pieces of its actions as they took turns; an arrow leads from

@@ -1,9 +1,9 @@
 // CUDA kernels compiled from source text at first use, for the device in use. Building Penstock therefore
 // needs no CUDA compiler, and one build runs on every device that LibTorch supports.
 //
-//   static CudaKernel kernel({.name = "scale", .text = R"(extern "C" __global__ void scale(float* x, float
-//   by, int n) {...})"}); kernel.launch(device, blocks, threads, x, by, n);       // on the current stream of
-//   the device
+//   static CudaKernel kernel({.name = "scale", .text = R"(extern "C" __global__ void scale(float* x,
+//       float by, int n) {...})"});
+//   kernel.launch(device, blocks, threads, x, by, n);       // on the current stream of the device
 //
 // NVRTC and the driver are loaded at first use: from LibTorch's installation, or from PENSTOCK_NVRTC (the
 // path of libnvrtc). Kernels are compiled without fused multiply-add and with IEEE division, square root and

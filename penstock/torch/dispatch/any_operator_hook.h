@@ -5,8 +5,7 @@
 //     bring_what_is_missing(op, stack);          // the arguments are on top of the stack, as for a handler
 //     op.callBoxed(stack);
 //   });
-//   mark_for_any_hook(parameter);                // plain tensor or wrapper: every operator on it calls the
-//   hook
+//   mark_for_any_hook(parameter);  // plain tensor or wrapper: every operator on it calls the hook
 //
 // operator_hook.h intercepts single operators on wrappers. This hook sees all operators, also on plain
 // tensors, and runs first: before those hooks, autocast and autograd. Views of a marked tensor, detached

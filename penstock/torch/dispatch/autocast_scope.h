@@ -2,8 +2,7 @@
 // float32.
 //
 //   const AutocastScope scope(device.type(), at::kBFloat16);
-//   y = model->forward(x);                                    // call backward() outside of the scope; it
-//   uses forward's dtypes
+//   y = model->forward(x);  // call backward() outside of the scope; it uses forward's dtypes
 //
 // Weights are cast once within the outermost scope of a thread. Without a dtype the scope does nothing.
 // Construct and destroy it on the same thread.

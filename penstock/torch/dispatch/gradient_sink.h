@@ -1,9 +1,8 @@
 // Redirects the gradients of leaves to a sink instead of accumulating them in `grad()`.
 //
-//   const AccumulatorPtr hold = send_gradient_to(weight, sink, 3);    // before the operator that uses the
-//   leaf y = at::linear(x, weight);                                        // the graph now holds the
-//   accumulator y.sum().backward();                                               // sink.take(3, gradient);
-//   weight.grad() is unchanged
+//   const AccumulatorPtr hold = send_gradient_to(weight, sink, 3);  // before the operator that uses the leaf
+//   y = at::linear(x, weight);                                        // the graph now holds the accumulator
+//   y.sum().backward();  // sink.take(3, gradient); weight.grad() is unchanged
 //
 // LibTorch destroys a leaf's accumulator, and the sink's registration with it, when no graph holds it: call
 // send_gradient_to for every use (it is cheap). User hooks on the leaf run first.

@@ -2,8 +2,8 @@
 //
 //   register_operator_hook("aten::linear", [](const c10::OperatorHandle& op, Stack* stack) {
 //     const NoHooksGuard off;                       // operators called from here do not call hooks
-//     prepare((*stack)[stack->size() - 3]);         // the arguments are on top of the stack, as for a
-//     handler op.callBoxed(stack);
+//     prepare((*stack)[stack->size() - 3]);  // the arguments are on top of the stack, as for a handler
+//     op.callBoxed(stack);
 //   });
 //   mark_hooked(weight);                            // a wrapper: every linear with it calls the hook
 //

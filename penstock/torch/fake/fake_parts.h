@@ -1,8 +1,9 @@
 // Fake versions of tensor subclasses: a wrapper of the same kind and context around fake tensors.
 //
-//   at::Tensor fake = to_fake_parts(dtensor);      // a DTensor of the same mesh and placements whose local
-//   part is fake const FakeLeaves scope({layer->weight});       // within the scope every handle to the
-//   weight sees the fake one
+//   // a DTensor of the same mesh and placements whose local part is fake
+//   at::Tensor fake = to_fake_parts(dtensor);
+//   // within the scope every handle to the weight sees the fake one
+//   const FakeLeaves scope({layer->weight});
 //
 // Thread safety: as for tensors.
 #pragma once

@@ -5,8 +5,8 @@
 //     const FakeWatch::Guard guard(watch);
 //     module->forward(fake_input);                 // may be entered several times
 //   }
-//   for (const at::Tensor& kept : watch.survivors()) mark_leftover(kept, "stage 1 kept it from its trial
-//   run");
+//   for (const at::Tensor& kept : watch.survivors()) mark_leftover(kept,
+//       "stage 1 kept it from its trial run");
 //
 // A module may keep a tensor that it created in a shape-only run, such as a mask or position table built by
 // its first forward. That tensor has no values, so a real operator on it must fail with the reason.

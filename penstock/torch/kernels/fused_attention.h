@@ -1,9 +1,10 @@
 // Attention of queries to keys: LibTorch's fused kernels where available (2.0 and newer), otherwise two
 // batched products.
 //
-//   const AttentionMask mask = AttentionMask::causal(queries, keys, like);                    // allocates
-//   nothing in the common case const AttentionMask mask = AttentionMask::within_documents(documents); //
-//   causal, within a document only y = attend(q, k, v, mask); // [batch, heads, queries, width]
+//   // allocates nothing in the common case
+//   const AttentionMask mask = AttentionMask::causal(queries, keys, like);
+//   const AttentionMask mask = AttentionMask::within_documents(documents);  // causal, within a document only
+//   y = attend(q, k, v, mask);  // [batch, heads, queries, width]
 //
 // Keys and values may have fewer heads than queries (grouped queries): query head h uses key head h / (heads
 // / key heads). Scores are scaled by 1 / sqrt(width). Nothing here waits for a GPU. Plain and fake tensors;

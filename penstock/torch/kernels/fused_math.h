@@ -3,9 +3,10 @@
 // see it and captured graphs contain it. Elsewhere, and for tensor subclasses that are not fake, LibTorch's
 // operators are used.
 //
-//   loss = cross_entropy_sum(logits, targets, -100);      // logits [rows, classes] of any floating dtype,
-//   targets [rows] q = rotate_pairs(q, turns);                           // rotary positions y =
-//   silu_product(gate, up);                           // silu(gate) * up
+//   // logits [rows, classes] of any floating dtype, targets [rows]
+//   loss = cross_entropy_sum(logits, targets, -100);
+//   q = rotate_pairs(q, turns);                           // rotary positions
+//   y = silu_product(gate, up);                           // silu(gate) * up
 //
 // All compute in float32 (float64 for float64) and round once to the dtype of their input. The float32 values
 // that LibTorch would save for backward are not saved: backward reads the inputs again. Differentiable once

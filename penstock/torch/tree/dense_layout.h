@@ -1,8 +1,8 @@
 // Treats tensors as blocks of memory, so that a tensor of any dense layout can be sent as one piece.
 //
-//   at::Tensor copy = in_layout(tensor, dense_strides(tensor.sizes(), tensor.strides()));   // no copy if it
-//   is dense send(memory_of(copy));                                                                  // one
-//   row of numel() elements
+//   // no copy if it is dense
+//   at::Tensor copy = in_layout(tensor, dense_strides(tensor.sizes(), tensor.strides()));
+//   send(memory_of(copy));  // one row of numel() elements
 //
 // A layout is dense if every element has its own memory location and there are no gaps between them:
 // contiguous, channels-last, and any permutation of these. Not dense: expanded dims, slices with gaps,

@@ -12,8 +12,7 @@
 //       52      4  0
 //       56      8  checksum of the table of block checksums
 //       64      8  checksum of the bytes 0 to 63
-//       72         body: the tokens, zeros up to a multiple of 8, then for each document (end, key), 8 bytes
-//       each
+//       72  body: the tokens, zeros up to a multiple of 8, then for each document (end, key), 8 bytes each
 //                  table: 8 bytes for each block of the body, its checksum; the last block may be short
 //
 // Document d consists of the tokens [end of d-1, end of d); no document is empty, and the last one ends at

@@ -1,7 +1,8 @@
 // Finds where NaN or infinity first appeared, for the error message of a run that stops because of them.
 //
-//   std::optional<NonFiniteOrigin> place = earliest(world, bad_parameter(layout, model));  // the same on
-//   every rank if (!place) {
+//   // the same on every rank
+//   std::optional<NonFiniteOrigin> place = earliest(world, bad_parameter(layout, model));
+//   if (!place) {
 //     OperatorWatch watch(layout, model);
 //     watch.begin_run(0);
 //     {

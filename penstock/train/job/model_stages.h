@@ -3,8 +3,7 @@
 //
 //   ModelStages stages(layout, config, device);
 //   stages.stages()                   // for PipelineRuntime
-//   stages.parameters()               // for the optimizer and checkpoints: by full model name, each tensor
-//   once
+//   stages.parameters()  // for the optimizer and checkpoints: by full model name, each tensor once
 //
 // Initial values are the same in every layout. If a tied weight has copies on two ranks, both are listed
 // under the same name.

@@ -4,7 +4,8 @@
 //   record_side(world, one_process(config), data, folder / "one", 3);                 // a world of one rank
 //   record_side(world, config, data, folder / "layout", 3);                        // all ranks of the layout
 //   const ParityReport report = compare_sides(folder / "one", folder / "layout", 3,
-//   parity_tolerance(config)); report.ok()
+//       parity_tolerance(config));
+//   report.ok()
 //
 // The sides are compared through checkpoints, which do not depend on the layout: no rank needs more than its
 // own part, and the comparison holds two tensors at a time. Copies are compared as well: a tied weight at the

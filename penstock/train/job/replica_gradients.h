@@ -5,15 +5,14 @@
 //   ... backward ...
 //   replicas.begin(1);       // the gradients of part 1 are complete: starts their sum
 //   ... backward ...
-//   replicas.finish();       // starts the rest and waits; .grad() is then the mean, the same bits on all
-//   replicas
+//   replicas.finish();  // starts the rest and waits; .grad() is then the mean, the same bits on all replicas
 //
 // Gradients are sent in buckets of one dtype. The position of each parameter in a bucket is decided once,
 // from the parameters that require gradients, and compared over the replicas; it never depends on which
 // gradients exist. A rank without a gradient contributes zeros, and one mark per parameter is sent with the
 // values, so that every rank knows whether any rank had one:
-//   - some replica has a gradient: all have the mean afterwards, and the optimizer updates all copies
-//   equally;
+//   - some replica has a gradient: all have the mean afterwards,
+//       and the optimizer updates all copies equally;
 //   - no replica has one: all stay without, and the optimizer skips the parameter everywhere.
 // Parameters are plain or distributed over ranks that are not replicas; sharded parameters reduce their
 // gradients themselves.

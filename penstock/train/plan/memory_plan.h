@@ -1,7 +1,7 @@
 // Predicts how much memory each rank of a configuration needs, from the plan alone.
 //
-//   const std::vector<RankMemory> memory = plan_memory(config, schedule, parts, simulation);  // by pipeline
-//   rank
+//   // by pipeline rank
+//   const std::vector<RankMemory> memory = plan_memory(config, schedule, parts, simulation);
 //
 // Included: parameters, gradients, optimizer state (float32, even if the computation is not), gathered
 // parameters in the order in which the schedule gathers and frees stages, and what microbatches keep for

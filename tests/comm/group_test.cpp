@@ -322,7 +322,7 @@ TEST(Group, WrongArgumentsSayWhatToChange) {
     EXPECT_TRUE(has_text(message([&] { group.all_reduce(at::zeros({5}, at::kLong), ReduceOp::Avg).wait(); }),
                          "floating point"));
     EXPECT_TRUE(
-        has_text(message([&] { group.all_reduce(at::zeros({5}, at::kBool)).wait(); }), "max for any"));
+        has_text(message([&] { group.all_reduce(at::zeros({5}, at::kBool)).wait(); }), "max for 'any'"));
     EXPECT_TRUE(
         has_text(message([&] { group.all_to_all(at::zeros({3}), at::zeros({3})).wait(); }), "multiple of 2"));
     EXPECT_TRUE(has_text(message([&] {

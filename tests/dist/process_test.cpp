@@ -370,7 +370,7 @@ void expect_stop_is_told(int ranks, int victim, const std::vector<std::string>& 
     const std::string lines = lines_of(ended, rank);
     EXPECT_TRUE(has_text(lines, fmt::format("pipeline stalled, seen from rank {}", rank)));
     EXPECT_TRUE(has_text(
-        lines, fmt::format("no word from rank {}, which is stopped or cut off and holds up", victim)));
+        lines, fmt::format("no status from rank {}, which is stopped or cut off and holds up", victim)));
     for (const std::string& part : told) EXPECT_TRUE(has_text(lines, part));
   }
   remove_tree(folder);
@@ -379,14 +379,14 @@ void expect_stop_is_told(int ranks, int victim, const std::vector<std::string>& 
 TEST_F(Processes, StopInPipeline) {
   expect_stop_is_told(
       3, 1,
-      {"rank 1  no word", "await 2RECV_F1 (activation of stage 1 to stage 2), waits for rank 1",
+      {"rank 1  no status", "await 2RECV_F1 (activation of stage 1 to stage 2), waits for rank 1",
        "(gradient of stage 1 to stage 0), waits for rank 1"});
 }
 
 // The stopped rank hosts the store: no status can be read, but a rank that waits for it knows.
 TEST_F(Processes, StopOfTheHostInPipeline) {
   expect_stop_is_told(
-      2, 0, {"rank 0  no word", "await 1RECV_F1 (activation of stage 0 to stage 1), waits for rank 0"});
+      2, 0, {"rank 0  no status", "await 1RECV_F1 (activation of stage 0 to stage 1), waits for rank 0"});
 }
 
 TEST_F(Processes, PipelineSoak) {

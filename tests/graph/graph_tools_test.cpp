@@ -145,7 +145,7 @@ TEST(Rewrite, BrokenRulesAreErrors) {
   Rule shape{captured([](const Tensors& in) { return Tensors{in[0].exp()}; }, {torch::ones({3})}),
              captured([](const Tensors& in) { return Tensors{in[0].sum()}; }, {torch::ones({3})}), nullptr};
   EXPECT_TRUE(
-      has_text(message_of<ValueError>([&] { rewrite(graph, shape); }), "gives float32[] for float32[3]"));
+      has_text(message_of<ValueError>([&] { rewrite(graph, shape); }), "produces float32[] for float32[3]"));
   const at::Tensor held = torch::ones({2});
   Rule constant = silu_rule();
   constant.pattern = captured([&](const Tensors& in) { return Tensors{in[0] * held}; }, {torch::ones({2})});

@@ -208,7 +208,7 @@ TEST(RecordMessages, UnknownNumbersAreRefusedByPlace) {
   EXPECT_THAT(refusal(with(25, 200)), AllOf(HasSubstr("byte 49"), HasSubstr("element type is unknown"),
                                             HasSubstr("got number 200"), HasSubstr("same build")));
   EXPECT_THAT(refusal(with(25, 0)), HasSubstr("got number 0"));
-  EXPECT_THAT(refusal(with(26, 2)), HasSubstr("no bool"));
+  EXPECT_THAT(refusal(with(26, 2)), HasSubstr("not a bool"));
 
   const DistributedRecord record(TensorRecord({2}, {1}, at::kFloat), {2}, {1}, {Partial{}}, MeshKey{});
   payload = payload_of(to_message(TensorMeta(record)));

@@ -57,7 +57,7 @@ TEST(StallCause, ARankThatCouldNotBeAskedIsNotToBlame) {
   unasked.error = "the store does not answer";
   expect_cause({place(0, State::NoStatus), place(1, State::Waiting, {0}), unasked},
                StallCause::Kind::SilentRank, {0}, {1});
-  EXPECT_EQ(to_text(unasked), "no word: the store does not answer");
+  EXPECT_EQ(to_text(unasked), "no status: the store does not answer");
 }
 
 TEST(StallCause, ALostRankCountsBeforeEverythingElse) {
@@ -175,8 +175,8 @@ TEST(StallReport, TextAndJson) {
   EXPECT_TRUE(has_text(text, "pipeline stalled, seen from rank 0"));
   EXPECT_TRUE(has_text(
       text, "rank 0  step 4, for 3.0 s: await 0RECV_B0 (gradient of stage 1 to stage 0), waits for rank 1"));
-  EXPECT_TRUE(has_text(text, "rank 1  no word"));
-  EXPECT_TRUE(has_text(text, "no word from rank 1, which is stopped or cut off and holds up ranks 0, 2"));
+  EXPECT_TRUE(has_text(text, "rank 1  no status"));
+  EXPECT_TRUE(has_text(text, "no status from rank 1, which is stopped or cut off and holds up ranks 0, 2"));
   const auto document = nlohmann::json::parse(report.to_json());
   EXPECT_EQ(document.at("cause").at("kind"), "silent rank");
   EXPECT_EQ(document.at("cause").at("ranks"), std::vector<int>{1});

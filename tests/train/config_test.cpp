@@ -208,7 +208,7 @@ TEST(Config, InconsistentValuesNameTheRemedy) {
       {{"--warmup_steps", "500"}, {"training.warmup_steps = 500", "training.steps = 120"}},
       {{"--loss_scale", "128"}, {"fp16"}},
       {{"--transport", "nccl", "--device", "cpu"}, {"layout.transport", "auto"}},
-      {{"--data", "src", "--shards", "data"}, {"one of the two"}},
+      {{"--data", "src", "--shards", "data"}, {"leave one of them out"}},
       {{"--validation_fraction", "0"}, {"validate_every to 0"}},
       {{"--pattern", "AAMA"}, {"not implemented yet"}},
       {{"--pattern", "AAXA"}, {"'X'"}},

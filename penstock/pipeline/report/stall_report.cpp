@@ -156,7 +156,7 @@ std::string cause_text(const StallReport& report) {
       return fmt::format("deadlock: {}rank {}{}", chain, cause.ranks.front(), held);
     }
     case StallCause::Kind::SilentRank:
-      return fmt::format("no word from {}, which {} stopped or cut off{}", who, many ? "are" : "is", held);
+      return fmt::format("no status from {}, which {} stopped or cut off{}", who, many ? "are" : "is", held);
     case StallCause::Kind::BusyRank:
       return fmt::format("{} is busy{}: {}", who, held, doing);
     case StallCause::Kind::AbsentRank:
@@ -193,7 +193,7 @@ std::string to_text(const RankPlace& place) {
   const std::string when = fmt::format("step {}, for {:.1f} s", place.step, place.for_s);
   switch (place.state) {
     case State::NoStatus:
-      return place.error.empty() ? "no word" : "no word: " + place.error;
+      return place.error.empty() ? "no status" : "no status: " + place.error;
     case State::Lost:
       text = place.instruction.empty()
                  ? "lost"

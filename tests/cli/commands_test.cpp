@@ -203,7 +203,7 @@ TEST(Environment, EveryVariableOfTheLibraryIsKnownToTheCheck) {
     std::ifstream file(path);
     return std::string(std::istreambuf_iterator<char>(file), {});
   };
-  const std::string known = text_of(source / "cli" / "environment.cpp");
+  const std::string known = text_of(source / "cli" / "common" / "environment.cpp");
   const std::regex reads("\"(PENSTOCK_[A-Z0-9_]+)\"");
   std::size_t found = 0;
   for (const auto& entry : std::filesystem::recursive_directory_iterator(source)) {

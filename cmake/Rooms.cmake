@@ -3,7 +3,8 @@
 # One static library per room, a folder of penstock/ with sources: comm/group is penstock_comm_group. What a room may use of other
 # rooms is said in penstock/arrows.txt, which is read here: links follow the arrows. Rooms below its line "LibTorch" link LibTorch and
 # share one precompiled header.
-#   COLD      runs a few times in a run or a step at most: compiled with -O1, which takes a quarter less time
+#   COLD      runs a few times in a run or a step at most: compiled with -O1, which takes a quarter less time. Not for rooms with LibTorch:
+#             newer g++ refuse a precompiled header that was made with other optimizations
 #   LINKS     other libraries that its headers need
 #   PRIVATE   other libraries that its sources need
 

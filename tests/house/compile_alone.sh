@@ -1,29 +1,18 @@
 #!/usr/bin/env bash
-# Compiles headers and sources each as a unit of its own, so that missing includes are found.
-#   compile_alone.sh <build folder> <source folder> public     every public header, without any precompiled header
-#   compile_alone.sh <build folder> <source folder> sample     one in twelve of all other headers and sources
-#   compile_alone.sh <build folder> <source folder> all        all of them
+# Compiles every header and source as a unit of its own, so that missing includes are found. Takes about half an hour on two cores.
+#   compile_alone.sh <build folder> <source folder>
 # The flags come from <build folder>/alone.flags, which CMake writes.
 set -euo pipefail
 build=$1
 source=$2
-which=$3
 # The system's own folder must not be named: its headers are found by include_next.
 flags=$(sed -E 's#-isystem (/usr/include|/usr/lib/../include)( |$)# #g; s#-isystem (/usr/include|/usr/lib/../include)( |$)# #g' "$build/alone.flags")
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 cd "$source"
 
-# A file is in the sample by the checksum of its name: the same files every time.
-sampled() { [ $(($(printf '%s' "$1" | cksum | cut -d' ' -f1) % 12)) -eq 0 ]; }
-
 list="$work/list"
-case $which in
-  public) ls include/penstock/*.h > "$list" ;;
-  sample) find penstock -name '*.h' -o -name '*.cpp' | sort | while read -r file; do if sampled "$file"; then echo "$file"; fi; done > "$list" ;;
-  all) find penstock -name '*.h' -o -name '*.cpp' | sort > "$list" ;;
-  *) echo "unknown: $which"; exit 2 ;;
-esac
+find penstock include -name '*.h' -o -name '*.cpp' | sort > "$list"
 
 compile() {
   local file=$1

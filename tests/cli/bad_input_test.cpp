@@ -206,7 +206,7 @@ TEST_F(KnownBadInput, FilesAndFoldersOfAnotherKind) {
   expect_refused(here("inspect graph /dev/zero"), {"graph file /dev/zero: got a device"});
   expect_refused(here("generate " + std::string(300, 'n')), {"a folder with a config.toml"});
   expect_refused(here("data show " + std::string(300, 'n')), {"penstock: "});
-  expect_refused(here("resume " + std::string(300, 'n')), {"the folder of a penstock train run"});
+  expect_refused(here("resume " + std::string(300, 'n')), {"the folder of a run"});
   expect_refused(here("train --dry-run --data.sources " + std::string(300, 'n')), {"penstock: "});
   expect_refused(here("train --steps 1 --data.sources text.txt --run_folder " + std::string(300, 'n')),
                  {"penstock: "});

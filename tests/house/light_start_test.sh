@@ -8,4 +8,4 @@ if ldd "$1" | grep -E 'libtorch|libc10|libopenblas|libgloo'; then
 fi
 "$1" --version
 "$1" schedule --kind 1F1B --ranks 2 --microbatches 4 >/dev/null
-"$1" train --help | grep -q 'penstock train'   # this one becomes penstock-tensor
+"$1" train --help | grep 'penstock train' >/dev/null  # this one becomes penstock-tensor

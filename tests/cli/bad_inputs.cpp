@@ -400,7 +400,8 @@ std::vector<CommandHelp> all_commands(const std::string& program) {
 }
 
 std::vector<std::string> own_variables(const std::string& program) {
-  const std::string bytes = read_all(program);
+  // The command and the program with the commands that need LibTorch.
+  const std::string bytes = read_all(program) + read_all(program + "-tensor");
   std::set<std::string> names;
   const std::string prefix = "PENSTOCK_";
   for (std::size_t at = bytes.find(prefix); at != std::string::npos; at = bytes.find(prefix, at + 1)) {

@@ -80,7 +80,7 @@ Four efficient_backward(const Tensor&, const Tensor& query, const Tensor& key, c
           heads_inside(value, value.size(3)), mask[3] && bias.defined() ? at::empty_like(bias) : Tensor()};
 }
 
-#if PENSTOCK_TORCH_AT_LEAST(2, 11)
+#if PENSTOCK_TORCH_AT_LEAST(2, 6)
 // The result has the layout of the query.
 Flash cudnn(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor&, bool, double,
             bool, bool, Scale) {

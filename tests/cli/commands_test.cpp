@@ -178,6 +178,16 @@ TEST(Environment, MalformedVariablesAreRefusedByName) {
     }
 }
 
+TEST(Environment, PathsThatNoFileCanHaveAreRefusedWithoutTheirBytes) {
+  for (const char* name : {"PENSTOCK_RECORDER_DIR", "PENSTOCK_STALL_DIR", "PENSTOCK_LOG_DIR"}) {
+    const Variable variable(name, std::string(5000, '9').c_str());
+    const std::string error = message_of<ConfigError>([] { cli::check_environment(); });
+    EXPECT_TRUE(
+        has_text(error, std::string(name) + ": got a path of 5000 bytes, expected at most 4095 bytes"));
+    EXPECT_LT(error.size(), 200u);
+  }
+}
+
 TEST(Environment, MisspelledNamesAreWarnedAbout) {
   const auto warning = [] {
     ::testing::internal::CaptureStderr();

@@ -3,16 +3,19 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <climits>
 #include <cstdio>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/base/env.h"
 #include "penstock/base/text.h"
 #include "penstock/cli/common/commands.h"
 #include "penstock/comm/launch/launch_env.h"
+#include "penstock/errors.h"
 
 namespace penstock::cli {
 
@@ -26,6 +29,15 @@ struct Variable {
 };
 
 void any_text(const char*) {}
+
+// Longer than any path can be: refused here, once, instead of by every rank with all of its bytes.
+void path_text(const char* name) {
+  const auto path = env_text(name);
+  if (path && path->size() >= PATH_MAX)
+    throw ConfigError(describe(name, fmt::format("a path of {} bytes", path->size()),
+                               fmt::format("at most {} bytes", PATH_MAX - 1),
+                               "set it to an existing folder"));
+}
 
 const std::vector<Variable>& variables() {
   static const std::vector<Variable> kVariables = {
@@ -53,12 +65,12 @@ const std::vector<Variable>& variables() {
            return std::string_view(asked) == name ? env_text(name) : std::nullopt;
          });
        }},
-      {"PENSTOCK_RECORDER_DIR", any_text},
-      {"PENSTOCK_LOG_DIR", any_text},
-      {"PENSTOCK_STALL_DIR", any_text},
-      {"PENSTOCK_NVRTC", any_text},
+      {"PENSTOCK_RECORDER_DIR", path_text},
+      {"PENSTOCK_LOG_DIR", path_text},
+      {"PENSTOCK_STALL_DIR", path_text},
+      {"PENSTOCK_NVRTC", path_text},
       {"PENSTOCK_LAUNCH_ID", any_text},
-      {"PENSTOCK_RANK_ERRORS", any_text},
+      {"PENSTOCK_RANK_ERRORS", path_text},
       {"PENSTOCK_RESTARTED_TO_COMPUTE", any_text},
   };
   return kVariables;

@@ -9,6 +9,9 @@ commands=$("$penstock" --help | sed -n '/^Subcommands:/,$s/^  \([a-z]\+\) .*/\1/
 for command in $commands; do
   grep -qx "\.B $command" "$source/packaging/penstock.1" || { echo "the manual page lacks $command"; exit 1; }
 done
+# The example that needs nothing but the command itself.
+example=$(grep '^penstock schedule ' "$source/packaging/penstock.1")
+"$penstock" ${example#penstock } >/dev/null || { echo "the manual page's example fails: $example"; exit 1; }
 source "$source/packaging/penstock.bash"
 complete_words() {
   COMP_WORDS=("$penstock" "$@")

@@ -84,15 +84,15 @@ CLI::App* add_tensor_subcommand(CLI::App& app, std::string_view name) {
   const auto& commands = tensor_commands();
   const auto found = std::find_if(commands.begin(), commands.end(),
                                   [&](const TensorCommand& command) { return command.name == name; });
-  PENSTOCK_INVARIANT(found != commands.end(), "a command that needs LibTorch stands in the table");
+  PENSTOCK_INVARIANT(found != commands.end(), "a command that needs LibTorch is in the table");
   return app.add_subcommand(found->name, found->description);
 }
 
 int run_command_line(int argc, char** argv,
                      const std::function<void(CLI::App&, CommandOutcome&)>& add_commands) {
   report_failure_on_terminate();
-  std::signal(SIGXFSZ,
-              SIG_IGN);  // exceeding the file size limit is an error of the write, not the end of the process
+  // Exceeding the file size limit is an error of the write, not the end of the process.
+  std::signal(SIGXFSZ, SIG_IGN);
   CLI::App app{"Penstock: distributed training from pure C++"};
   app.name("penstock");
   app.require_subcommand(1);
@@ -100,8 +100,7 @@ int run_command_line(int argc, char** argv,
   app.footer(
       "Example: penstock launch -n 4 -- ./my_program\n"
       "Exit codes: 0 ok, 1 a check or a run failed, 2 usage or parse error, 3 the last checkpoint of a run "
-      "was not saved, 70 a "
-      "defect of Penstock.");
+      "was not saved, 70 a defect of Penstock.");
   app.failure_message(usage_message);
   CommandOutcome outcome;
   add_commands(app, outcome);

@@ -1,4 +1,6 @@
+#include "penstock/cli/common/command_line.h"
 #include "penstock/cli/common/commands.h"
+#include "penstock/cli/common/program.h"
 #include "penstock/cli/plain/plain_commands.h"
 
 namespace penstock::cli {
@@ -12,5 +14,7 @@ void add_all_commands(CLI::App& app, CommandOutcome& outcome) {
   add_parity_command(app, outcome);
   add_inspect_command(app, outcome);
 }
+
+int run_tensor_program(int argc, char** argv) { return run_command_line(argc, argv, add_all_commands); }
 
 }  // namespace penstock::cli

@@ -1,7 +1,7 @@
 // `penstock doctor`: shows what this machine has, and tests whether ranks can communicate on it.
 #include <fmt/format.h>
 #include <spdlog/version.h>
-#include <torch/torch.h>
+#include <torch/cuda.h>
 #include <unistd.h>
 
 #include <algorithm>

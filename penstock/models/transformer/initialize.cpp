@@ -8,30 +8,10 @@
 #include <string>
 
 #include "penstock/base/describe.h"
-#include "penstock/dtensor.h"
 #include "penstock/errors.h"
-#include "penstock/mesh/local_shard.h"
-#include "penstock/random.h"
+#include "penstock/models/blocks/initial_values.h"
 
 namespace penstock::models {
-namespace {
-
-void fill(const at::Tensor& parameter, const RandomKey& key, double deviation) {
-  if (!is_dtensor(parameter)) {
-    keyed_normal_(parameter, key, 0, deviation);
-    return;
-  }
-  const at::Tensor local = to_local(parameter);
-  for (const ShardBox& box :
-       local_boxes(parameter.sizes().vec(), mesh_of(parameter).mesh(), placements_of(parameter))) {
-    at::Tensor piece = local;
-    for (std::size_t dim = 0; dim < box.shape.size(); ++dim)
-      piece = piece.narrow(static_cast<std::int64_t>(dim), box.local_offset[dim], box.shape[dim]);
-    keyed_normal_(piece, key, 0, deviation, {.global_shape = parameter.sizes().vec(), .offset = box.offset});
-  }
-}
-
-}  // namespace
 
 void initialize(TransformerStageImpl& stage, const InitOptions& how) {
   if (!(how.deviation > 0))
@@ -49,8 +29,7 @@ void initialize(TransformerStageImpl& stage, const InitOptions& how) {
       continue;
     }
     const bool writes_residual = name.ends_with(".output.weight") || name.ends_with(".down.weight");
-    fill(item.value(), {.seed = how.seed, .layer = layer_from_name(name), .purpose = purpose::kInit},
-         writes_residual ? residual : how.deviation);
+    fill_normal(item.value(), name, how.seed, writes_residual ? residual : how.deviation);
   }
 }
 

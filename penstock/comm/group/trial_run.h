@@ -4,6 +4,7 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
 
 #include "penstock/step_context.h"
 
@@ -13,7 +14,7 @@ namespace penstock::comm {
 // zero; a tensor that is both sent and received, as in an all-reduce, keeps its values.
 inline bool skipped_in_trial(at::ArrayRef<at::Tensor> received = {}) {
   if (!StepContext::current()->trial) return false;
-  const at::NoGradGuard no_grad;
+  const c10::NoGradGuard no_grad;
   for (const at::Tensor& tensor : received) tensor.zero_();
   return true;
 }

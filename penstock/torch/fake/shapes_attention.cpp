@@ -27,7 +27,7 @@ at::TensorOptions in_float(const Tensor& tensor) {
 Two flash_for_cpu(const Tensor& query, const Tensor&, const Tensor& value, double, bool,
                   const OptionalTensor&, Scale) {
   // Newer kernels give the result the layout of the query. The sums are stored as (batch, length, heads).
-  const bool as_query = PENSTOCK_TORCH_AT_LEAST(2, 11) && value.size(3) == query.size(3);
+  const bool as_query = PENSTOCK_TORCH_AT_LEAST(2, 6) && value.size(3) == query.size(3);
   return {as_query ? at::empty_like(query) : heads_inside(query, value.size(3)),
           at::empty({query.size(0), query.size(2), query.size(1)}, in_float(query)).transpose(1, 2)};
 }

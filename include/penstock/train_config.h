@@ -30,9 +30,10 @@
 
 namespace penstock::train {
 
-// Section [model]: the transformer.
+// Section [model]: the model.
 struct ModelConfig {
   std::string preset = "tiny";    // named set of values; all other settings override it
+  std::string type = "auto";      // which model: auto, transformer, or one that the program registered
   std::int64_t vocabulary = 257;  // vocabulary size; byte tokens need 257
   std::int64_t width = 192;       // width of the residual stream; must be a multiple of heads
   std::int64_t layers = 4;        // number of blocks in the model

@@ -13,13 +13,22 @@
 #include <filesystem>
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "penstock/observer.h"
 #include "penstock/train_config.h"
+#include "penstock/trainable_model.h"
 #include "penstock/world.h"
 
 namespace penstock::train {
+
+// Creates a model for a configuration. Throws ConfigError for settings that the model cannot have.
+using ModelFactory = std::function<std::shared_ptr<models::TrainableModel>(const TrainConfig& config)>;
+
+// Makes a model of this program available to the trainer as model.type = `name`. Throws ValueError for a name
+// that is in use. Call it before making a Trainer, on every rank.
+void register_model(const std::string& name, ModelFactory factory);
 
 // Ends the runs of this process after their current step, with a checkpoint. Calling it on one rank is
 // enough. Safe in a signal handler; Penstock installs none in a Trainer.

@@ -1,4 +1,5 @@
-// A decoder-only transformer, whole or as stages of a pipeline: model, initial values, loss and generation.
+// A decoder-only transformer, whole or as stages of a pipeline: model and initial values. Loss and generation
+// are in language_model.h.
 //
 //   models::TransformerOptions options{.vocabulary = 256, .width = 128, .layers = 4, .heads = 4};
 //   models::TransformerStage model(options);
@@ -24,14 +25,13 @@
 #include <torch/nn/pimpl.h>
 
 #include <cstdint>
-#include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
+#include "penstock/language_model.h"
 #include "penstock/pytree.h"
-#include "penstock/random.h"
+#include "penstock/trainable_model.h"
 #include "penstock/transformer_options.h"
 #include "penstock/world.h"
 
@@ -45,7 +45,7 @@ namespace penstock::models {
 //
 // Inputs may be distributed tensors (parallelize_transformer). In fake mode only shapes are computed. On CUDA
 // nothing waits for the device except the first forward on a device. Thread safety: one thread at a time.
-class TransformerStageImpl : public torch::nn::Module {
+class TransformerStageImpl : public ModelStage {
  public:
   // The whole model. Throws ConfigError for inconsistent options.
   explicit TransformerStageImpl(const TransformerOptions& options);
@@ -63,19 +63,26 @@ class TransformerStageImpl : public torch::nn::Module {
   // longer than the context, StateError for dropout in training mode outside of a step (step_context.h).
   at::Tensor forward(at::Tensor x, at::Tensor documents = {});
   // The same with keyword arguments, as pipelines pass them: a dict with "documents", or none.
-  at::Tensor forward_with(at::Tensor x, const Tree& keywords);
+  at::Tensor forward_with(at::Tensor x, const Tree& keywords) override;
 
   // Returns the options, with zeros replaced by their defaults.
   const TransformerOptions& options() const;
   // Returns the part of the model that this stage is.
-  const StagePart& part() const;
-  // Returns whether this stage is the whole model.
-  bool is_whole() const { return part().has_embed() && part().has_head(); }
+  const StagePart& part() const override;
   // Returns the blocks of this stage in model order, for example for fully_shard.
-  std::vector<std::shared_ptr<torch::nn::Module>> blocks() const;
+  std::vector<std::shared_ptr<torch::nn::Module>> blocks() const override;
   // Returns the weight of the head: head.weight, or embed.weight if tied. Throws StateError if this is not
   // the last stage.
   const at::Tensor& head_weight() const;
+
+  std::int64_t context() const override { return options().context; }
+  // As in ModelStage: initialize(), parallelize_transformer(), a cache of keys and values, and the head of a
+  // whole model with a tied weight as its own autograd leaf.
+  void set_initial_values(std::uint64_t seed) override;
+  void parallelize(const comm::MeshGroups& mesh) override;
+  std::unique_ptr<StageCache> make_cache(std::int64_t capacity) const override;
+  at::Tensor forward_cached(const at::Tensor& x, StageCache& cache) override;
+  at::Tensor separate_last_use(const std::string& tied) override;
 
   torch::nn::Embedding embed{nullptr};  // at the first stage, and at the last one if the head is tied
   torch::nn::Linear head{nullptr};      // at the last stage, unless tied
@@ -109,65 +116,5 @@ struct InitOptions {
 // and element, hence the same bits in every layout and on every device; for sharded parameters each rank
 // computes its own part. Throws ValueError for a deviation that is not positive.
 void initialize(TransformerStageImpl& stage, const InitOptions& how = {});
-
-// ---- loss ----
-
-// Targets with this value are not counted: padding, or prompts that are not learned.
-inline constexpr std::int64_t kIgnoredTarget = -100;
-
-// Returns the sum of the cross entropy over the counted targets, a scalar tensor. logits [..., vocabulary],
-// plain or distributed; targets [...], Long. The loss is plain; 16-bit logits are summed in float32. Does not
-// wait for the device. Throws ValueError for shapes that do not match.
-at::Tensor token_loss_sum(const at::Tensor& logits, const at::Tensor& targets,
-                          std::int64_t ignored = kIgnoredTarget);
-
-// Returns the sum divided by `tokens`. Throws ValueError unless that is positive.
-//
-// A mean of means is not the mean if microbatches have different numbers of counted targets. Divide by the
-// same number in all of them: with N counted targets in the batch of a step, M microbatches and D
-// data-parallel ranks, N / (M * D). The mean over microbatches and ranks is then the sum over all tokens / N.
-at::Tensor token_loss(const at::Tensor& logits, const at::Tensor& targets, double tokens,
-                      std::int64_t ignored = kIgnoredTarget);
-
-// Returns the number of counted targets: a Long scalar tensor on the device of the targets.
-at::Tensor counted_targets(const at::Tensor& targets, std::int64_t ignored = kIgnoredTarget);
-
-// ---- generation ----
-
-// How sample() chooses a token.
-struct SampleOptions {
-  double temperature = 1;  // 0: the most likely token
-  std::int64_t top_k = 0;  // sample among this many of the most likely tokens (more if tied); 0: among all
-};
-
-// Returns the next token of each row: logits [batch, vocabulary] -> Long [batch], drawn from the softmax of
-// logits / temperature. Throws ValueError for a negative temperature or top_k.
-at::Tensor sample(const at::Tensor& logits, const SampleOptions& how, const RandomKey& key);
-
-// How generate() works.
-struct GenerateOptions {
-  std::int64_t max_tokens = 100;                // number of new tokens
-  double temperature = 1;                       // as in SampleOptions
-  std::int64_t top_k = 0;                       // as in SampleOptions
-  std::uint64_t seed = 0;                       // the same seed generates the same tokens
-  std::optional<std::int64_t> stop_token = {};  // fills the rest of its row; all rows have it: the end
-  bool use_cache = true;                        // keep keys and values instead of computing them again
-  // Allows more tokens than the context: the model then sees the last ones, and each new token costs a whole
-  // forward, because the cache holds keys by position.
-  bool slide = false;
-};
-
-// Receives the new token of each row and its position; returns false to end the generation.
-using TokenCallback = std::function<bool(const std::vector<std::int64_t>& tokens, std::int64_t position)>;
-
-// Returns the prompt and the tokens that follow it. prompt: Long [batch, length], at least one token, on the
-// model's device. The model must be whole and is in evaluation mode during the call; a tensor-parallel one
-// generates the same tokens on all ranks. Random numbers are a function of seed, position, row and vocabulary
-// entry, so that the cache changes tokens only if rounding decides (logits differ by at most 1e-5 of their
-// size in float32, 1e-12 in float64). Waits for the device once per token if there is a callback or a stop
-// token, otherwise never. Throws StateError for one stage of several, ValueError for a bad prompt and for
-// more tokens than fit into the context without `slide`.
-at::Tensor generate(TransformerStageImpl& model, const at::Tensor& prompt, const GenerateOptions& how = {},
-                    const TokenCallback& callback = {});
 
 }  // namespace penstock::models

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "tests/command.h"
+#include "tests/train/scratch_folder.h"
 
 namespace penstock::test {
 namespace examples_test {
@@ -35,6 +36,25 @@ TEST(Examples, TrainsATransformerByAKnownScheduleAndByOneFromAFile) {
   EXPECT_LT(losses.back(), losses.front() - 0.5);
   // Another order of the same work.
   EXPECT_EQ(losses, losses_of(own.output));
+}
+
+TEST(Examples, TrainsAModelOfTheProgramsOwn) {
+  const std::string bin = environment("PENSTOCK_BIN"), source = environment("PENSTOCK_SOURCE");
+  const ScratchFolder folder;
+  const auto losses_with = [&](const std::string& launch, const std::string& ranks) {
+    const Ended ended =
+        run_command(launch + "'" + bin + "/own_model' '" + (folder / ("pp" + ranks)).string() + "' --data '" +
+                        source + "/README.md' --steps 6 --context 64 --layers 4 --pp " + ranks,
+                    std::chrono::seconds(110));
+    EXPECT_EQ(ended.exit_code, 0) << ended.output;
+    return losses_of(ended.output);
+  };
+  const std::vector<double> alone = losses_with("", "1"),
+                            split = losses_with("'" + bin + "/penstock' launch -n 2 -- ", "2");
+  ASSERT_EQ(alone.size(), 6u);
+  EXPECT_LT(alone.back(), alone.front() - 0.1);
+  ASSERT_EQ(split.size(), 6u);
+  for (std::size_t i = 0; i < alone.size(); ++i) EXPECT_NEAR(split[i], alone[i], 2e-4) << "step " << i + 1;
 }
 
 TEST(Examples, EndWithAMessageWhenSomethingFails) {

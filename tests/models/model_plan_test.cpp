@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -65,8 +66,38 @@ TEST(TransformerOptions, CountsOfAModelDoneByHand) {
   EXPECT_EQ(training_flops_per_token(options, 16), 3 * (2 * (2.0 * (block - 16) + 512) + 160));
 }
 
+TransformerOptions layers(std::int64_t count, std::int64_t vocabulary = 256) {
+  return {.vocabulary = vocabulary, .width = 64, .layers = count, .heads = 4, .context = 64};
+}
+
+TEST(ModelPlan, TotalsAreSumsOverTheParts) {
+  ModelPlan plan{.vocabulary = 10, .width = 4, .context = 8};
+  plan.embed = {{"embed.weight", {10, 4}}};
+  plan.blocks = {
+      {.letter = 'A', .kind = "attention", .parameters = {{"blocks.0.a", {4, 4}}}, .flops_per_token = 32},
+      {.letter = 'E',
+       .kind = "experts",
+       .parameters = {{"blocks.1.gate", {4, 4, 3}}},
+       .inactive_parameters = 24,
+       .flops_per_token = 48}};
+  plan.head = {{"norm.weight", {4}}};
+  plan.tied = {"embed.weight"};
+  plan.head_flops_per_token = 80;
+  EXPECT_EQ(parameter_count(plan), 40 + 16 + 48 + 4);
+  EXPECT_EQ(active_parameter_count(plan), parameter_count(plan) - 24);
+  EXPECT_EQ(training_flops_per_token(plan), 3 * (32 + 48 + 80));
+  const std::vector<StagePart> parts = partition_model(plan, 2, {.pattern = "A|E"});
+  const std::vector<PartReport> reports = report_parts(parts, plan);
+  EXPECT_EQ(reports[0].parameters, 40 + 16);
+  EXPECT_EQ(reports[1].parameters, 48 + 4 + 40);  // with the copy of the tied weight
+  EXPECT_EQ(reports[1].block_kinds, (std::map<std::string, std::int64_t>{{"experts", 1}}));
+  EXPECT_EQ(stages_of_parameter(parts, plan, "embed.weight"), (std::vector<int>{0, 1}));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { partition_model(plan, 2, {.pattern = "E|A"}); }),
+                       "block 0: got E, expected A"));
+}
+
 TEST(Pattern, RoundTrip) {
-  for (const std::string text : {"A", "AAAA", "AA|AA|A", "A|A"})
+  for (const std::string text : {"A", "AAAA", "AA|AA|A", "A|A", "AE|MF"})
     EXPECT_EQ(to_text(parse_pattern(text)), text);
   EXPECT_EQ(parse_pattern("AA|AA|A").boundaries, (std::vector<int>{2, 4}));
   EXPECT_EQ(parse_pattern(" AA | A "), parse_pattern("AA|A"));
@@ -81,12 +112,8 @@ TEST(Pattern, BadInput) {
   EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_pattern("AAx"); }), "'x'"));
   EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_pattern("aa"); }), "'a'"));
   EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_pattern("A\n"); }), "\\x0a"));
-  EXPECT_TRUE(has_text(message_of<NotImplemented>([] { parse_pattern("AM|A"); }), "not available yet"));
-  EXPECT_TRUE(has_text(message_of<NotImplemented>([] { parse_pattern("E"); }), "E (experts)"));
-}
-
-TransformerOptions layers(std::int64_t count, std::int64_t vocabulary = 256) {
-  return {.vocabulary = vocabulary, .width = 64, .layers = count, .heads = 4, .context = 64};
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] { partition_model(layers(3), 2, {.pattern = "AM|A"}); }),
+                       "block 1: got M, expected A"));
 }
 
 TEST(StageParts, CompleteAndInOrder) {

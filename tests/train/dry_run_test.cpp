@@ -12,7 +12,7 @@
 
 #include "penstock/errors.h"
 #include "penstock/train/data/token_shard_writer.h"
-#include "penstock/train/job/model_stages.h"
+#include "penstock/train/job/configured_model.h"
 #include "penstock/transformer_options.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
@@ -67,15 +67,17 @@ TEST(DryRun, OnePipeline) {
   ASSERT_EQ(run.memory.size(), 2u);
   EXPECT_EQ(run.memory[0].live, 2);
   EXPECT_EQ(run.memory[1].live, 1);
-  EXPECT_GT(run.measured.block.kept, 2 * 16 * 16 * 4);  // more than the block's output
-  EXPECT_GE(run.memory[0].activations, 2 * 2 * run.measured.block.kept);
+  EXPECT_GT(run.measured.blocks.at("attention").kept, 2 * 16 * 16 * 4);  // more than the block's output
+  EXPECT_GE(run.memory[0].activations, 2 * 2 * run.measured.blocks.at("attention").kept);
   // A tied weight is on both ranks; AdamW has two tensors of a parameter's size.
   const models::TransformerOptions options = transformer_options(run.config.model);
   EXPECT_EQ(run.memory[0].parameters + run.memory[1].parameters,
             4 * (models::parameter_count(options) + options.vocabulary * options.width));
   EXPECT_EQ(run.memory[0].optimizer, 2 * run.memory[0].parameters);
-  EXPECT_GT(run.measured.block.forward, 0);
-  EXPECT_GE(run.step_seconds, 4 * 2 * (run.measured.block.forward + run.measured.block.backward));
+  EXPECT_GT(run.measured.blocks.at("attention").forward, 0);
+  EXPECT_GE(
+      run.step_seconds,
+      4 * 2 * (run.measured.blocks.at("attention").forward + run.measured.blocks.at("attention").backward));
 }
 
 TEST(DryRun, ReplicasTensorParallelRanksAndVirtualStages) {

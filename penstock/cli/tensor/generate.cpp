@@ -87,7 +87,7 @@ void run(const GenerateFlags& flags) {
     throw ConfigError(describe(flags.prompt ? "--prompt" : "output.sample_prompt of the run",
                                "an empty prompt", "at least one byte, which the model continues",
                                flags.prompt ? "leave it out to use the run's prompt" : "set --prompt"));
-  const models::TransformerOptions& model = loaded.model->options();
+  const train::ModelConfig& model = loaded.config.model;
   std::vector<std::int64_t> tokens;
   for (const char each : prompt) tokens.push_back(static_cast<unsigned char>(each));
   if (const auto unknown = std::find_if(tokens.begin(), tokens.end(),

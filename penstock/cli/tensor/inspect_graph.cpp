@@ -20,10 +20,9 @@
 #include "penstock/graph/run/module_state.h"
 #include "penstock/graph/tools/draw.h"
 #include "penstock/graph/tools/graph_report.h"
+#include "penstock/train/job/configured_model.h"
 #include "penstock/train/job/host_check.h"
-#include "penstock/train/job/model_stages.h"
 #include "penstock/train/job/process_memory.h"
-#include "penstock/transformer.h"
 
 namespace penstock::cli {
 namespace {
@@ -38,7 +37,8 @@ struct InspectFlags {
 
 // Captures forward and backward of one microbatch of the trainer's model, shapes only.
 graph::GraphFile capture_model(const train::TrainConfig& config, bool min_cut) {
-  models::TransformerStage model(train::transformer_options(config.model));
+  const std::shared_ptr<models::TrainableModel> trainable = train::configured_model(config);
+  const std::shared_ptr<models::ModelStage> model = trainable->make_stage(whole_model(trainable->plan()));
   const graph::ModuleState state(*model);
   graph::Values inputs(state.tensors.begin(), state.tensors.end());
   const at::Tensor tokens = at::zeros({config.layout.microbatch_size, config.model.context}, at::kLong);
@@ -47,9 +47,9 @@ graph::GraphFile capture_model(const train::TrainConfig& config, bool min_cut) {
   graph::Convention convention{state.tensors.size(), state.names};
   convention.names.insert(convention.names.end(), {"tokens", "targets"});
   const graph::Function step = [&](const graph::Values& in) -> graph::Values {
-    const at::Tensor logits = model->forward(in[state.tensors.size()].toTensor());
-    return {models::token_loss(logits, in[state.tensors.size() + 1].toTensor(),
-                               static_cast<double>(tokens.numel()))};
+    const at::Tensor output = model->forward_with(in[state.tensors.size()].toTensor(), Tree());
+    return {
+        model->loss(output, in[state.tensors.size() + 1].toTensor(), static_cast<double>(tokens.numel()))};
   };
   graph::AnalyzedCapture captured = graph::analyze_and_capture(step, inputs, convention);
   graph::GraphFile file;

@@ -1,4 +1,4 @@
-#include "penstock/transformer.h"
+#include "penstock/language_model.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
@@ -6,11 +6,11 @@
 
 #include <algorithm>
 #include <limits>
+#include <memory>
 
 #include "penstock/base/describe.h"
 #include "penstock/dtensor.h"
 #include "penstock/errors.h"
-#include "penstock/models/transformer/transformer_access.h"
 
 namespace penstock::models {
 namespace {
@@ -32,11 +32,11 @@ class EvaluationMode {
   bool before_;
 };
 
-void check(const TransformerStageImpl& model, const at::Tensor& prompt, const GenerateOptions& how) {
+void check(const ModelStage& model, const at::Tensor& prompt, const GenerateOptions& how) {
   if (!model.is_whole())
     throw StateError(describe("generate",
                               fmt::format("stage {} of {}", model.part().index, model.part().count),
-                              "a whole model", "load the checkpoint into TransformerStage(options)"));
+                              "a whole model", "load the checkpoint into a stage made with whole_model()"));
   if (prompt.dim() != 2 || prompt.size(1) < 1 || prompt.scalar_type() != at::kLong)
     throw ValueError(describe("generate: prompt",
                               fmt::format("{} of {} dims", c10::toString(prompt.scalar_type()), prompt.dim()),
@@ -44,10 +44,10 @@ void check(const TransformerStageImpl& model, const at::Tensor& prompt, const Ge
   if (how.max_tokens < 0)
     throw ValueError(describe("generate: max_tokens", fmt::format("{}", how.max_tokens), "at least 0"));
   // The last token is not fed back, so one more fits.
-  if (!how.slide && prompt.size(1) + how.max_tokens > model.options().context + 1)
+  if (!how.slide && prompt.size(1) + how.max_tokens > model.context() + 1)
     throw ValueError(
         describe("generate", fmt::format("a prompt of {} and {} new tokens", prompt.size(1), how.max_tokens),
-                 fmt::format("at most {} in all, one more than model.context", model.options().context + 1),
+                 fmt::format("at most {} in all, one more than model.context", model.context() + 1),
                  "shorten the prompt, lower max_tokens, or set slide"));
 }
 
@@ -70,7 +70,7 @@ at::Tensor sample(const at::Tensor& logits, const SampleOptions& how, const Rand
   return scores.sub(noise.log().neg().log()).argmax(-1);
 }
 
-at::Tensor generate(TransformerStageImpl& model, const at::Tensor& prompt, const GenerateOptions& how,
+at::Tensor generate(ModelStage& model, const at::Tensor& prompt, const GenerateOptions& how,
                     const TokenCallback& callback) {
   check(model, prompt, how);
   if (how.max_tokens == 0) return prompt.clone();
@@ -79,16 +79,15 @@ at::Tensor generate(TransformerStageImpl& model, const at::Tensor& prompt, const
   const std::int64_t begin = prompt.size(1), end = begin + how.max_tokens;
   at::Tensor tokens = at::empty({prompt.size(0), end}, prompt.options());
   tokens.narrow(1, 0, begin).copy_(prompt);
-  std::optional<KvCache> cache;
-  const std::int64_t context = model.options().context;
-  if (how.use_cache && begin <= context) cache.emplace(model.options(), std::min(end - 1, context));
+  std::unique_ptr<StageCache> cache;
+  const std::int64_t context = model.context();
+  if (how.use_cache && begin <= context) cache = model.make_cache(std::min(end - 1, context));
   at::Tensor ended = prompt.new_zeros({prompt.size(0)}, prompt.options().dtype(at::kBool));
   for (std::int64_t position = begin; position < end; ++position) {
     if (position > context) cache.reset();
     const std::int64_t known = cache ? cache->length() : std::max<std::int64_t>(position - context, 0);
     const at::Tensor fresh = tokens.narrow(1, known, position - known);
-    const at::Tensor logits =
-        cache ? TransformerAccess::forward_cached(model, fresh, *cache) : model.forward(fresh);
+    const at::Tensor logits = cache ? model.forward_cached(fresh, *cache) : model.forward_with(fresh, Tree());
     at::Tensor next = sample(logits.select(1, logits.size(1) - 1), {how.temperature, how.top_k},
                              {.seed = how.seed, .step = position, .purpose = kSampling});
     if (how.stop_token) {

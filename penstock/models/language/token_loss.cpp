@@ -1,4 +1,4 @@
-#include "penstock/transformer.h"
+#include "penstock/language_model.h"
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>

@@ -2,60 +2,39 @@
 
 #include <fmt/format.h>
 
-#include <charconv>
 #include <cstddef>
 #include <cstdint>
-#include <string_view>
-#include <system_error>
-#include <utility>
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
+#include "penstock/models/plan/element_count.h"
 
 namespace penstock::models {
-namespace {
 
-constexpr std::string_view kBlocks = "blocks.";
-constexpr std::string_view kFirstBlock = "blocks.0.";
-
-}  // namespace
-
-ParameterStages::ParameterStages(const std::vector<StagePart>& parts, const TransformerOptions& options)
-    : of_block_(static_cast<std::size_t>(options.layers)) {
+ParameterStages::ParameterStages(const std::vector<StagePart>& parts, const ModelPlan& plan) {
   for (const StagePart& part : parts) {
+    for (const ParameterShape& parameter : plan.embed)
+      if (part.has_embed() || (part.has_head() && is_tied(plan, parameter.name)))
+        stages_[parameter.name].push_back(part.index);
     for (std::int64_t block = part.first_block; block < part.end_block; ++block)
-      of_block_.at(static_cast<std::size_t>(block)).push_back(part.index);
-    if (part.has_embed() || (part.has_head() && options.tie_head)) of_embed_.push_back(part.index);
-    if (part.has_head()) of_head_.push_back(part.index);
-  }
-  // Block names are those of the first block, model names those of a model without blocks.
-  TransformerOptions one = options;
-  one.layers = 1;
-  for (ParameterShape& shape : parameter_shapes(one)) {
-    if (shape.name.starts_with(kFirstBlock)) {
-      in_block_.insert(shape.name.substr(kFirstBlock.size()));
-    } else {
-      in_none_.insert(std::move(shape.name));
-    }
+      for (const ParameterShape& parameter : plan.blocks.at(static_cast<std::size_t>(block)).parameters)
+        stages_[parameter.name].push_back(part.index);
+    if (part.has_head())
+      for (const ParameterShape& parameter : plan.head) stages_[parameter.name].push_back(part.index);
   }
 }
 
 const std::vector<int>& ParameterStages::of(const std::string& name) const {
-  if (in_none_.contains(name)) return name == "embed.weight" ? of_embed_ : of_head_;
-  const std::size_t digits = kBlocks.size(), dot = name.find('.', digits);
-  if (name.starts_with(kBlocks) && dot != std::string::npos && in_block_.contains(name.substr(dot + 1))) {
-    std::size_t block = of_block_.size();
-    const auto [stop, error] = std::from_chars(name.data() + digits, name.data() + dot, block);
-    if (error == std::errc{} && stop == name.data() + dot && block < of_block_.size())
-      return of_block_[block];
-  }
-  throw ValueError(
-      describe("parameter", fmt::format("'{}'", name), "a name of the model, like blocks.0.feed.up.weight"));
+  const auto found = stages_.find(name);
+  if (found == stages_.end())
+    throw ValueError(describe("parameter", fmt::format("'{}'", name),
+                              "a name of the model, like blocks.0.feed.up.weight"));
+  return found->second;
 }
 
-std::vector<int> stages_of_parameter(const std::vector<StagePart>& parts, const TransformerOptions& options,
+std::vector<int> stages_of_parameter(const std::vector<StagePart>& parts, const ModelPlan& plan,
                                      const std::string& name) {
-  return ParameterStages(parts, options).of(name);
+  return ParameterStages(parts, plan).of(name);
 }
 
 }  // namespace penstock::models

@@ -3,8 +3,7 @@
 //   parse_pattern("AA|AA|A");      // five blocks, stages begin at 2 and 4
 //   parse_pattern("AAAA");         // four blocks, no cuts: the stages are chosen elsewhere
 //
-// A is an attention block. M (state space) and E (experts) are reserved letters without blocks yet. Spaces
-// are ignored.
+// A is an attention block, M state space, E experts, F feed-forward. Spaces are ignored.
 #pragma once
 
 #include <string>
@@ -13,7 +12,12 @@
 
 namespace penstock::models {
 
-enum class BlockKind { Attention };
+enum class BlockKind { Attention, StateSpace, Experts, FeedForward };
+
+// 'A', 'M', 'E' or 'F'.
+char letter_of(BlockKind kind);
+// "attention", "state space", "experts" or "feed-forward".
+const char* name_of(BlockKind kind);
 
 struct BlockPattern {
   std::vector<BlockKind> blocks;
@@ -23,8 +27,7 @@ struct BlockPattern {
   bool operator==(const BlockPattern&) const = default;
 };
 
-// Throws ConfigError with the position of an unknown letter, an empty stage or an empty pattern;
-// NotImplemented for M and E.
+// Throws ConfigError with the position of an unknown letter, an empty stage or an empty pattern.
 BlockPattern parse_pattern(std::string_view text);
 std::string to_text(const BlockPattern& pattern);
 

@@ -71,25 +71,10 @@ TransformerOptions TransformerOptions::resolved() const {
   return whole;
 }
 
-std::vector<ParameterShape> parameter_shapes(const TransformerOptions& options) {
-  const TransformerOptions whole = options.resolved();
-  std::vector<ParameterShape> all{{"embed.weight", {whole.vocabulary, whole.width}}};
-  for (std::int64_t block = 0; block < whole.layers; ++block)
-    for (ParameterShape& shape : block_shapes(whole, block)) all.push_back(std::move(shape));
-  all.push_back({"norm.weight", {whole.width}});
-  if (!whole.tie_head) all.push_back({"head.weight", {whole.vocabulary, whole.width}});
-  return all;
-}
-
 std::int64_t block_parameter_count(const TransformerOptions& options) {
   std::int64_t count = 0;
   for (const ParameterShape& shape : block_shapes(options.resolved(), 0)) count += size_of(shape.shape);
   return count;
-}
-
-std::int64_t parameter_count(const TransformerOptions& options) {
-  return options.layers * block_parameter_count(options) + options.width +
-         (options.tie_head ? 1 : 2) * options.vocabulary * options.width;
 }
 
 double block_flops_per_token(const TransformerOptions& options, std::int64_t length) {
@@ -106,6 +91,29 @@ double head_flops_per_token(const TransformerOptions& options) {
 double training_flops_per_token(const TransformerOptions& options, std::int64_t length) {
   return 3 * (static_cast<double>(options.layers) * block_flops_per_token(options, length) +
               head_flops_per_token(options));
+}
+
+ModelPlan TransformerOptions::plan() const {
+  const TransformerOptions whole = resolved();
+  const auto elements = static_cast<double>(whole.width), words = static_cast<double>(whole.vocabulary);
+  ModelPlan plan{.vocabulary = whole.vocabulary, .width = whole.width, .context = whole.context};
+  plan.embed = {{"embed.weight", {whole.vocabulary, whole.width}}};
+  // Besides the products, about 20 elements of the width and 6 of the feed-forward are touched; scores are
+  // touched 4 times per head.
+  const double moved = 20 * elements + 6 * static_cast<double>(whole.feed_width) +
+                       4 * static_cast<double>(whole.context * whole.heads);
+  const double flops = block_flops_per_token(whole, whole.context);
+  for (std::int64_t block = 0; block < whole.layers; ++block)
+    plan.blocks.push_back(
+        {.parameters = block_shapes(whole, block), .flops_per_token = flops, .moved_per_token = moved});
+  plan.head = {{"norm.weight", {whole.width}}};
+  if (whole.tie_head)
+    plan.tied = {"embed.weight"};
+  else
+    plan.head.push_back({"head.weight", {whole.vocabulary, whole.width}});
+  plan.head_flops_per_token = head_flops_per_token(whole);
+  plan.head_moved_per_token = 2 * words + 4 * elements;
+  return plan;
 }
 
 }  // namespace penstock::models

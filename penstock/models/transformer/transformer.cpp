@@ -75,7 +75,7 @@ struct TransformerStageImpl::Impl {
   std::vector<Block> blocks;
   RmsNorm norm{nullptr};  // at the last stage
   Rotary rotary;
-  at::Tensor tied_head;  // after separate_head
+  at::Tensor tied_head;  // after separate_last_use
 };
 
 void TransformerStageImpl::Impl::register_modules() {
@@ -140,7 +140,7 @@ at::Tensor TransformerStageImpl::Impl::run(const at::Tensor& input, const Attent
 }
 
 TransformerStageImpl::TransformerStageImpl(const TransformerOptions& options)
-    : TransformerStageImpl(options, whole_model(options)) {}
+    : TransformerStageImpl(options, StagePart{0, 1, 0, options.layers}) {}
 
 TransformerStageImpl::TransformerStageImpl(const TransformerOptions& options, const StagePart& part)
     : impl_(std::make_unique<Impl>(*this, options, part)) {
@@ -208,15 +208,41 @@ at::Tensor TransformerAccess::forward_cached(TransformerStageImpl& stage, const 
   return result;
 }
 
-void TransformerAccess::separate_head(TransformerStageImpl& stage) {
-  TransformerStageImpl::Impl& impl = *stage.impl_;
-  if (!stage.is_whole() || !impl.options.tie_head || impl.tied_head.defined())
+namespace {
+
+class KeysAndValues : public StageCache {
+ public:
+  KeysAndValues(const TransformerOptions& options, std::int64_t capacity) : cache(options, capacity) {}
+  std::int64_t length() const override { return cache.length(); }
+
+  KvCache cache;
+};
+
+}  // namespace
+
+std::unique_ptr<StageCache> TransformerStageImpl::make_cache(std::int64_t capacity) const {
+  return std::make_unique<KeysAndValues>(options(), capacity);
+}
+
+at::Tensor TransformerStageImpl::forward_cached(const at::Tensor& x, StageCache& cache) {
+  auto* own = dynamic_cast<KeysAndValues*>(&cache);
+  if (own == nullptr)
+    throw TypeError(describe("TransformerStage: cache", "a cache of another model", "one of make_cache()"));
+  return TransformerAccess::forward_cached(*this, x, own->cache);
+}
+
+void TransformerStageImpl::set_initial_values(std::uint64_t seed) { initialize(*this, {.seed = seed}); }
+
+void TransformerStageImpl::parallelize(const comm::MeshGroups& mesh) { parallelize_transformer(*this, mesh); }
+
+at::Tensor TransformerStageImpl::separate_last_use(const std::string& tied) {
+  if (!is_whole() || !options().tie_head || impl_->tied_head.defined() || tied != "embed.weight")
     throw StateError(
-        fmt::format("separate_head: stage {} of {} does not have both uses of a tied weight, or they are "
-                    "already separate",
-                    impl.part.index, impl.part.count));
-  impl.tied_head =
-      stage.register_parameter(kTiedHead, stage.embed->weight.detach(), stage.embed->weight.requires_grad());
+        fmt::format("separate_last_use: stage {} of {} does not have both uses of {}, or they are already "
+                    "separate",
+                    part().index, part().count, tied));
+  impl_->tied_head = register_parameter("tied_head", embed->weight.detach(), embed->weight.requires_grad());
+  return impl_->tied_head;
 }
 
 }  // namespace penstock::models

@@ -15,13 +15,6 @@ struct TransformerAccess {
   // Computes tokens that follow those in the cache, and adds them to it. Records no graph. Works stage by
   // stage: each has its own cache.
   static at::Tensor forward_cached(TransformerStageImpl& stage, const at::Tensor& x, KvCache& cache);
-
-  // For a whole model with a tied head: gives the head its own autograd leaf, the parameter kTiedHead, which
-  // shares memory with embed.weight. Each use then accumulates its own gradient, as it does on two stages,
-  // and the caller adds them. Call it when the weights have their final storage (initialize, parallelize).
-  // Throws StateError for other stages.
-  static void separate_head(TransformerStageImpl& stage);
-  static constexpr const char* kTiedHead = "tied_head";
 };
 
 }  // namespace penstock::models

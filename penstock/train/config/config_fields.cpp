@@ -45,6 +45,8 @@ std::vector<ConfigField> make_fields() {
        0,
        false,
        {}},
+      {"model", "type", "Which model; auto: transformer. Programs can register models of their own",
+       at(&T::model, &M::type)},
       {"model", "vocabulary", "Vocabulary size; byte tokens need 257", at(&T::model, &M::vocabulary), 2,
        4294967296.0},
       {"model", "width", "Width of the residual stream; must be a multiple of heads",
@@ -311,7 +313,7 @@ const std::vector<ConfigField>& config_fields() {
 
 const std::vector<ConfigSection>& config_sections() {
   static const std::vector<ConfigSection> kSections = {
-      {"model", "The transformer"},
+      {"model", "The model"},
       {"layout", "How the model and the batch are distributed over ranks"},
       {"training", "Steps, optimizer, precision, validation"},
       {"data", "Training data"},

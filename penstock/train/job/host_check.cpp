@@ -10,10 +10,9 @@
 #include "penstock/errors.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/torch/kernels/attention_scores.h"
+#include "penstock/train/job/configured_model.h"
 #include "penstock/train/job/job.h"
-#include "penstock/train/job/model_stages.h"
 #include "penstock/train/job/process_memory.h"
-#include "penstock/transformer_options.h"
 #include "penstock/world.h"
 
 namespace penstock::train {

@@ -31,7 +31,6 @@
 #include "penstock/train/job/find_not_finite.h"
 #include "penstock/train/job/replica_gradient_sync.h"
 #include "penstock/train/report/elapsed.h"
-#include "penstock/transformer.h"
 
 namespace penstock::train {
 
@@ -163,8 +162,8 @@ struct TrainingJob::Impl {
   // runs add up to the whole.
   PipelineLoss loss() const {
     const double each = static_cast<double>(positions_of_microbatch() * config.training.accumulation);
-    return PipelineLoss([each](const at::Tensor& logits, const at::Tensor& targets) {
-      return models::token_loss(logits, targets, each);
+    return PipelineLoss([this, each](const at::Tensor& output, const at::Tensor& targets) {
+      return model.loss(output, targets, each);
     });
   }
 
@@ -214,16 +213,14 @@ struct TrainingJob::Impl {
     }
   }
 
-  struct Inputs {
-    Tree args, kwargs, target;
-  };
-  Inputs inputs_of(const Batch& batch) const {
+  models::StageInputs inputs_of(const Batch& batch) const {
     const auto tensor = [&](const std::vector<std::int64_t>& values) {
       return as_tensor(values, batch.samples, batch.context, device);
     };
-    return {Tree::tuple({tensor(batch.tokens)}),
-            config.data.document_mask ? Tree::dict({{"documents", tensor(batch.documents)}}) : Tree(),
-            Tree(tensor(batch.targets))};
+    return model.model().inputs(
+        {.tokens = tensor(batch.tokens),
+         .targets = tensor(batch.targets),
+         .documents = config.data.document_mask ? tensor(batch.documents) : at::Tensor()});
   }
 
   // Sum of the losses of the runs over their tokens, before the division; only the last stage has any. Waits
@@ -264,11 +261,11 @@ struct TrainingJob::Impl {
     for (std::int64_t run = 0; run < config.training.accumulation; ++run) {
       auto now = Clock::now();
       batches->next(batch);
-      const Inputs inputs = inputs_of(batch);
+      const models::StageInputs inputs = inputs_of(batch);
       outcome.times.data += seconds_since(now);
       now = Clock::now();
       pipeline.set_step(steps_done * config.training.accumulation + run);
-      const StepResult result = pipeline.step(inputs.args, inputs.kwargs, inputs.target);
+      const StepResult result = pipeline.step(inputs.args, inputs.keywords, inputs.target);
       if (last_stage_here) {
         losses.insert(losses.end(), result.losses.begin(), result.losses.end());
         counted += static_cast<double>(count_targets(batch.targets));
@@ -364,10 +361,10 @@ struct TrainingJob::Impl {
     for (std::int64_t run = 0; run < runs; ++run) {
       fill_share(*data.training, batches->position() - static_cast<std::uint64_t>((runs - run) * round),
                  again);
-      const Inputs inputs = inputs_of(again);
+      const models::StageInputs inputs = inputs_of(again);
       watch.begin_run(run, runs);
       const ModeGuard watching(watch);
-      pipeline.eval(inputs.args, inputs.kwargs, inputs.target);
+      pipeline.eval(inputs.args, inputs.keywords, inputs.target);
     }
     if (const auto place = earliest(world, watch.found())) return place;
     return earliest(world, bad_gradient(layout, model));
@@ -383,8 +380,8 @@ struct TrainingJob::Impl {
     Batch held;
     for (std::int64_t i = 0; i < config.training.validate_batches; ++i) {
       fill_share(*data.validation, static_cast<std::uint64_t>(i * round), held);
-      const Inputs inputs = inputs_of(held);
-      const StepResult result = pipeline.eval(inputs.args, inputs.kwargs, inputs.target);
+      const models::StageInputs inputs = inputs_of(held);
+      const StepResult result = pipeline.eval(inputs.args, inputs.keywords, inputs.target);
       if (!last_stage_here) continue;
       losses.insert(losses.end(), result.losses.begin(), result.losses.end());
       counted += static_cast<double>(count_targets(held.targets));

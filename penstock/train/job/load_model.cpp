@@ -14,7 +14,7 @@
 #include "penstock/checkpoint/tensors/tensor_part.h"
 #include "penstock/errors.h"
 #include "penstock/train/config/run_config.h"
-#include "penstock/train/job/model_stages.h"
+#include "penstock/train/job/configured_model.h"
 #include "penstock/train/job/run_folder.h"
 
 namespace penstock::train {
@@ -46,7 +46,8 @@ LoadedModel load_model(const fs::path& path, at::Device device) {
   checkpoint::SingleRankAgreement alone;
   const checkpoint::Checkpoint opened =
       is_checkpoint ? checkpoint::open_checkpoint(alone, path) : open_newest(run, config);
-  models::TransformerStage model(transformer_options(config.model));
+  const std::shared_ptr<models::TrainableModel> trainable = configured_model(config);
+  const std::shared_ptr<models::ModelStage> model = trainable->make_stage(whole_model(trainable->plan()));
   model->to(device);
   std::vector<checkpoint::TensorPart> parts;
   for (const auto& entry : model->named_parameters())

@@ -2,15 +2,15 @@
 #pragma once
 
 #include <filesystem>
-#include <optional>
+#include <memory>
 
 #include "penstock/train_config.h"
-#include "penstock/transformer.h"
+#include "penstock/trainable_model.h"
 
 namespace penstock::train {
 
 struct LoadedModel {
-  models::TransformerStage model;
+  std::shared_ptr<models::ModelStage> model;
   TrainConfig config;
   std::filesystem::path checkpoint;
   std::int64_t step = 0;

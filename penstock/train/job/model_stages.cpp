@@ -12,14 +12,12 @@
 #include "penstock/errors.h"
 #include "penstock/fully_shard.h"
 #include "penstock/generators.h"
-#include "penstock/models/transformer/parallel_plan.h"
-#include "penstock/models/transformer/transformer_access.h"
 #include "penstock/schedule.h"
 #include "penstock/shard/state/shard_info.h"
 #include "penstock/stage_module.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
+#include "penstock/train/job/configured_model.h"
 #include "penstock/train/job/stage_scope.h"
-#include "penstock/transformer.h"
 
 namespace penstock::train {
 
@@ -56,7 +54,7 @@ std::optional<at::ScalarType> autocast_dtype(const std::string& precision) {
   return std::nullopt;
 }
 
-StageModule stage_module(models::TransformerStage stage, at::Device device,
+StageModule stage_module(const std::shared_ptr<models::ModelStage>& stage, at::Device device,
                          std::optional<at::ScalarType> autocast) {
   return StageModule(
       [stage, device, autocast](at::Tensor x, Tree more) mutable {
@@ -64,25 +62,10 @@ StageModule stage_module(models::TransformerStage stage, at::Device device,
         const AutocastScope scope(device.type(), autocast);
         return stage->forward_with(x, more);
       },
-      {stage.ptr()});
+      {stage});
 }
 
 }  // namespace
-
-models::TransformerOptions transformer_options(const ModelConfig& config) {
-  return models::TransformerOptions{.vocabulary = config.vocabulary,
-                                    .width = config.width,
-                                    .layers = config.layers,
-                                    .heads = config.heads,
-                                    .key_value_heads = config.key_value_heads,
-                                    .feed_width = config.feed_width,
-                                    .context = config.context,
-                                    .rope_theta = config.rope_theta,
-                                    .norm_epsilon = config.norm_epsilon,
-                                    .tie_head = config.tie_head,
-                                    .dropout = config.dropout}
-      .resolved();
-}
 
 schedule::Schedule configured_schedule(const LayoutConfig& config) {
   if (is_file(config.schedule)) return schedule_from_file(config);
@@ -93,39 +76,44 @@ schedule::Schedule configured_schedule(const LayoutConfig& config) {
                              .group_size = {}});
 }
 
-std::vector<models::StagePart> configured_parts(const TrainConfig& config, int stages) {
+std::vector<models::StagePart> configured_parts(const TrainConfig& config, const models::ModelPlan& plan,
+                                                int stages) {
   return models::partition_model(
-      transformer_options(config.model), stages,
+      plan, stages,
       {.balance = config.layout.partition == "cost" ? models::Balance::Cost : models::Balance::Count,
        .pattern = config.model.pattern,
        .costs = {}});
 }
 
-void check_stages(const TrainConfig& config, const schedule::Schedule& schedule) {
+void check_stages(const TrainConfig& config, const models::TrainableModel& model,
+                  const schedule::Schedule& schedule) {
   if (schedule.stages().chains().size() > 1)
     throw ConfigError(
         describe("layout.schedule", config.layout.schedule, "a schedule with one copy of the model",
                  "a bidirectional schedule needs two copies; choose DualPipeV, which needs one"));
-  if (config.layout.tp > 1)
-    models::check_tensor_parallel(transformer_options(config.model), static_cast<int>(config.layout.tp));
+  if (config.layout.tp > 1) model.check_tensor_parallel(static_cast<int>(config.layout.tp));
+  if (model.plan().tied.size() > 1)
+    throw NotImplemented(
+        fmt::format("the model ties {} parameters between its first and last stage; the trainer supports one",
+                    model.plan().tied.size()));
 }
 
 ModelStages::ModelStages(const RankLayout& layout, const TrainConfig& config,
                          const schedule::Schedule& schedule, at::Device device)
-    : options_(transformer_options(config.model)),
-      parts_(configured_parts(config, schedule.stages().stages())) {
+    : model_(configured_model(config)),
+      parts_(configured_parts(config, model_->plan(), schedule.stages().stages())) {
   const schedule::StageMap& map = schedule.stages();
-  check_stages(config, schedule);
+  check_stages(config, *model_, schedule);
   for (const int index : map.stages_of(layout.pp())) {
-    models::TransformerStage module(options_, parts_[static_cast<std::size_t>(index)]);
+    std::shared_ptr<models::ModelStage> module = model_->make_stage(parts_[static_cast<std::size_t>(index)]);
     module->to(device);
-    if (layout.tp_size() > 1) models::parallelize_transformer(*module, layout.tensor_mesh());
-    models::initialize(*module, {.seed = static_cast<std::uint64_t>(config.training.seed)});
-    modules_.push_back(module);
+    if (layout.tp_size() > 1) module->parallelize(layout.tensor_mesh());
+    module->set_initial_values(static_cast<std::uint64_t>(config.training.seed));
+    modules_.push_back(std::move(module));
   }
-  if (options_.tie_head) tie(layout, map);
+  if (!plan().tied.empty()) tie(layout, map);
   if (layout.shard_size() > 1)
-    for (models::TransformerStage& module : modules_) {
+    for (const auto& module : modules_) {
       for (const auto& block : module->blocks()) fully_shard(*block, layout.shard_mesh());
       fully_shard(*module, layout.shard_mesh());
     }
@@ -142,30 +130,31 @@ ModelStages::ModelStages(const RankLayout& layout, const TrainConfig& config,
 // copies otherwise. Each accumulates its own gradient over the microbatches, and both are added at the end,
 // so that the sum has the same bits in every layout.
 void ModelStages::tie(const RankLayout& layout, const schedule::StageMap& map) {
-  models::TransformerStage *first = nullptr, *last = nullptr;
-  for (models::TransformerStage& module : modules_) {
-    if (module->part().has_embed()) first = &module;
-    if (module->part().has_head()) last = &module;
+  const std::string& name = plan().tied.front();
+  models::ModelStage *first = nullptr, *last = nullptr;
+  for (const auto& module : modules_) {
+    if (module->part().has_embed()) first = module.get();
+    if (module->part().has_head()) last = module.get();
   }
-  if (first) tied_.embed = (*first)->embed->weight;
+  if (first) tied_.embed = first->named_parameters()[name];
   if (first && last) {
     const bool sharded = layout.shard_size() > 1;
     if (first == last) {
       if (sharded) return;  // one sharded parameter for both uses: autograd adds the gradients
-      models::TransformerAccess::separate_head(**last);
+      tied_.head = last->separate_last_use(name);
     } else if (!sharded) {
-      (*last)->embed->weight.set_data(tied_.embed);
+      last->named_parameters()[name].set_data(tied_.embed);
     }
     // Two sharded stages gather, free and reduce their own parameters: each has its own shard.
   }
-  if (last) tied_.head = (*last)->head_weight();
+  if (last && first != last) tied_.head = last->named_parameters()[name];
   const int first_rank = map.rank_of(0), last_rank = map.rank_of(map.stages() - 1);
   if (first_rank != last_rank && (first || last)) tied_.peer = first ? last_rank : first_rank;
 }
 
 std::vector<optim::NamedParameter> ModelStages::parameters_of(int stage) const {
   std::vector<optim::NamedParameter> result;
-  for (const models::TransformerStage& module : modules_)
+  for (const auto& module : modules_)
     if (module->part().index == stage)
       for (const auto& entry : module->named_parameters()) result.push_back({entry.key(), entry.value()});
   return result;
@@ -191,8 +180,14 @@ void ModelStages::share_tied() {
   tied_.head.copy_(tied_.embed);
 }
 
+at::Tensor ModelStages::loss(const at::Tensor& output, const at::Tensor& targets, double tokens) const {
+  for (const auto& module : modules_)
+    if (module->part().has_head()) return module->loss(output, targets, tokens);
+  throw StateError("the loss is computed at the last stage, which is not on this rank");
+}
+
 void ModelStages::set_training(bool training) {
-  for (models::TransformerStage& module : modules_) module->train(training);
+  for (const auto& module : modules_) module->train(training);
 }
 
 }  // namespace penstock::train

@@ -9,6 +9,7 @@
 // under the same name.
 #pragma once
 
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -17,23 +18,21 @@
 #include "penstock/stage.h"
 #include "penstock/train/job/layout.h"
 #include "penstock/train_config.h"
-#include "penstock/transformer.h"
-#include "penstock/transformer_options.h"
+#include "penstock/trainable_model.h"
 
 namespace penstock::train {
-
-// Returns the model options of the configuration. Throws ConfigError.
-models::TransformerOptions transformer_options(const ModelConfig& config);
 
 // Returns the configured schedule: generated from its kind, or read from a CSV file. Throws ConfigError for a
 // file that cannot be read or does not match pp, virtual_stages and microbatches.
 schedule::Schedule configured_schedule(const LayoutConfig& config);
 
 // Returns the blocks of every stage.
-std::vector<models::StagePart> configured_parts(const TrainConfig& config, int stages);
+std::vector<models::StagePart> configured_parts(const TrainConfig& config, const models::ModelPlan& plan,
+                                                int stages);
 
 // Throws ConfigError if ModelStages cannot be built on some rank.
-void check_stages(const TrainConfig& config, const schedule::Schedule& schedule);
+void check_stages(const TrainConfig& config, const models::TrainableModel& model,
+                  const schedule::Schedule& schedule);
 
 class ModelStages {
  public:
@@ -41,7 +40,8 @@ class ModelStages {
   ModelStages(const RankLayout& layout, const TrainConfig& config, const schedule::Schedule& schedule,
               at::Device device);
 
-  const models::TransformerOptions& options() const { return options_; }
+  const models::TrainableModel& model() const { return *model_; }
+  const models::ModelPlan& plan() const { return model_->plan(); }
   const std::vector<models::StagePart>& parts() const { return parts_; }  // of all stages
   std::vector<PipelineStage> stages() const { return stages_; }           // of this rank
   const std::vector<optim::NamedParameter>& parameters() const { return parameters_; }
@@ -62,6 +62,9 @@ class ModelStages {
   // Copies new values of the first leaf to the second, if the second has its own memory. No communication.
   void share_tied();
 
+  // Returns the loss of a microbatch, divided by `tokens`. On the rank of the last stage.
+  at::Tensor loss(const at::Tensor& output, const at::Tensor& targets, double tokens) const;
+
   // Switches between training and evaluation mode (dropout).
   void set_training(bool training);
 
@@ -69,9 +72,9 @@ class ModelStages {
   void tie(const RankLayout& layout, const schedule::StageMap& map);
   bool is_second_leaf(const at::Tensor& parameter) const;
 
-  models::TransformerOptions options_;
+  std::shared_ptr<models::TrainableModel> model_;
   std::vector<models::StagePart> parts_;
-  std::vector<models::TransformerStage> modules_;
+  std::vector<std::shared_ptr<models::ModelStage>> modules_;
   std::vector<PipelineStage> stages_;
   std::vector<optim::NamedParameter> parameters_;
   TiedWeight tied_;

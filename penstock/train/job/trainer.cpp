@@ -30,7 +30,6 @@
 #include "penstock/train/job/run_folder.h"
 #include "penstock/train/job/trainer_access.h"
 #include "penstock/train/report/elapsed.h"
-#include "penstock/transformer_options.h"
 
 namespace penstock::train {
 
@@ -135,16 +134,16 @@ struct Trainer::Impl {
   }
 
   void describe_run() {
-    const models::TransformerOptions options = transformer_options(config.model);
+    const models::ModelPlan& plan = job.model().plan();
     description.config = config;
     description.folder = folder;
     description.ranks = world.size();
     description.device = job.device().str();
     description.libtorch = torch_version();
-    description.parameters = models::parameter_count(options);
-    description.flops_per_token = models::training_flops_per_token(options, options.context);
+    description.parameters = models::parameter_count(plan);
+    description.flops_per_token = models::training_flops_per_token(plan);
     description.peak_flops = peak_flops(world, job.device(), config.training.precision);
-    description.partition = lines_of(models::describe_parts(job.model().parts(), options));
+    description.partition = lines_of(models::describe_parts(job.model().parts(), plan));
     description.tokens_per_step = job.tokens_per_step();
     description.training_tokens = data.training->dataset().tokens();
     description.validation_tokens = data.validation ? data.validation->dataset().tokens() : 0;

@@ -16,11 +16,11 @@
 #include "penstock/comm/launch/launcher.h"
 #include "penstock/draw.h"
 #include "penstock/errors.h"
+#include "penstock/train/job/configured_model.h"
 #include "penstock/train/job/host_check.h"
 #include "penstock/train/job/job.h"
 #include "penstock/train/job/model_stages.h"
 #include "penstock/train/job/process_memory.h"
-#include "penstock/transformer_options.h"
 #include "penstock/world.h"
 
 namespace penstock::train {
@@ -49,9 +49,14 @@ plan::CostModel cost_model(const DryRun& run) {
   const double share = slowdown(run) / static_cast<double>(run.config.layout.tp);
   const PartMeasurements& measured = run.measured;
   for (const models::StagePart& part : run.parts) {
-    const auto blocks = static_cast<double>(part.blocks());
-    double forward = blocks * measured.block.forward, backward = blocks * measured.block.backward;
-    std::int64_t kept = part.blocks() * measured.block.kept + measured.kept_by_stage;
+    double forward = 0, backward = 0;
+    std::int64_t kept = measured.kept_by_stage;
+    for (std::int64_t i = part.first_block; i < part.end_block; ++i) {
+      const PartMeasurement& block = measured.blocks.at(run.plan.blocks[static_cast<std::size_t>(i)].kind);
+      forward += block.forward;
+      backward += block.backward;
+      kept += block.kept;
+    }
     if (part.has_embed()) {
       forward += measured.embed.forward;
       backward += measured.embed.backward;
@@ -92,6 +97,29 @@ using Lines = std::vector<std::string>;
 // "3", "3-7"
 std::string range_text(std::int64_t first, std::int64_t last) {
   return first == last ? fmt::format("{}", first) : fmt::format("{}-{}", first, last);
+}
+
+std::string model_text(const DryRun& run) {
+  const auto millions = [](std::int64_t count) {
+    return fmt::format("{:.3f} M", static_cast<double>(count) / 1e6);
+  };
+  const std::int64_t all = models::parameter_count(run.plan),
+                     active = models::active_parameter_count(run.plan);
+  return fmt::format(
+      "model: {} of width {}, {} parameters{}, context {}, {:.3g} MFLOP per token, {}",
+      count_of(static_cast<std::int64_t>(run.plan.blocks.size()), "block"), run.plan.width, millions(all),
+      active == all ? "" : fmt::format(" ({} active per token)", millions(active)), run.plan.context,
+      models::training_flops_per_token(run.plan) / 1e6, run.config.training.precision);
+}
+
+// "1.2 MiB in a block", "1.2 MiB in attention, 3.4 MiB in experts"
+std::string kept_text(const DryRun& run) {
+  const auto& blocks = run.measured.blocks;
+  std::vector<std::string> texts;
+  for (const auto& [kind, measured] : blocks)
+    texts.push_back(
+        fmt::format("{} in {}", bytes_text(measured.kept), blocks.size() == 1 ? "a block" : kind));
+  return fmt::format("{}", fmt::join(texts, ", "));
 }
 
 std::string mesh_text(const DryRun& run) {
@@ -193,10 +221,13 @@ void write_time(std::string& text, const DryRun& run) {
     return fmt::format("{} + {}", time_text(each.forward), time_text(each.backward));
   };
   const LayoutConfig& layout = run.config.layout;
+  std::vector<std::string> blocks;
+  for (const auto& [kind, each] : run.measured.blocks)
+    blocks.push_back(fmt::format("{} {}", run.measured.blocks.size() == 1 ? "block" : kind, part(each)));
   fmt::format_to(out,
-                 "measured on this machine, forward + backward per microbatch: block {}, embedding {}, head "
+                 "measured on this machine, forward + backward per microbatch: {}, embedding {}, head "
                  "with loss {}{}\n",
-                 part(run.measured.block), part(run.measured.embed), part(run.measured.head),
+                 fmt::join(blocks, ", "), part(run.measured.embed), part(run.measured.head),
                  run.measured.measured_rows < layout.microbatch_size ? ", extrapolated from one row" : "");
   std::vector<std::string> assumed;
   if (layout.tp > 1)
@@ -243,13 +274,14 @@ DryRun dry_run(const TrainConfig& config, const DataCheckProgress& progress) {
   }
   now("generating the schedule");
   schedule::Schedule schedule = configured_schedule(config.layout);
-  check_stages(config, schedule);
+  const std::shared_ptr<models::TrainableModel> model = configured_model(config);
+  check_stages(config, *model, schedule);
   const at::Device device =
       configured_device(config.layout, comm::World::fake(0, static_cast<int>(config.layout.ranks)));
   require_precision(config, device);
   if (device.is_cpu()) require_memory(minimum_memory_of_parts(config), machine_memory_bytes());
   const int stages = schedule.stages().stages();
-  std::vector<models::StagePart> parts = configured_parts(config, stages);
+  std::vector<models::StagePart> parts = configured_parts(config, model->plan(), stages);
   std::string data = check_data(config, DataCheck::Reading, progress);
   now("measuring an embedding, a block and a head");
   DryRun run{.config = config,
@@ -257,8 +289,9 @@ DryRun dry_run(const TrainConfig& config, const DataCheckProgress& progress) {
              .data = std::move(data),
              .cores = comm::available_cores(),
              .schedule = std::move(schedule),
+             .plan = model->plan(),
              .parts = std::move(parts),
-             .measured = measure_parts(config, device),
+             .measured = measure_parts(config, *model, device),
              .simulation = {},
              .memory = {},
              .step_seconds = 0,
@@ -266,18 +299,14 @@ DryRun dry_run(const TrainConfig& config, const DataCheckProgress& progress) {
   now("simulating a step");
   run.simulation = plan::simulate(run.schedule, cost_model(run));
   now("planning memory");
-  run.memory = plan_memory(config, run.schedule, run.parts, run.simulation);
+  run.memory = plan_memory(config, run.plan, run.schedule, run.parts, run.simulation);
   run.step_seconds = run.simulation.time * static_cast<double>(config.training.accumulation);
   return run;
 }
 
 std::string to_text(const DryRun& run) {
-  const models::TransformerOptions options = transformer_options(run.config.model);
-  std::string text = fmt::format("model: {} of width {}, {:.3f} M parameters, context {}, {}\ndata: {}\n",
-                                 count_of(options.layers, "block"), options.width,
-                                 static_cast<double>(models::parameter_count(options)) / 1e6, options.context,
-                                 run.config.training.precision, run.data);
-  Lines ranks = rank_lines(run), parts = models::summarize_parts(run.parts, options),
+  std::string text = model_text(run) + fmt::format("\ndata: {}\n", run.data);
+  Lines ranks = rank_lines(run), parts = models::summarize_parts(run.parts, run.plan),
         memory = memory_lines(run);
   const Lines grid = grid_lines(run.schedule);
   constexpr std::size_t kFixedLines = 11;  // model, data, mesh, partition, schedule, memory (3), time (3)
@@ -306,8 +335,8 @@ std::string to_text(const DryRun& run) {
   add(memory);
   fmt::format_to(
       std::back_inserter(text),
-      "  activations: measured on real parts; one microbatch keeps {} in a block and {} in the head{}\n",
-      bytes_text(run.measured.block.kept), bytes_text(run.measured.head.kept),
+      "  activations: measured on real parts; one microbatch keeps {} and {} in the head{}\n", kept_text(run),
+      bytes_text(run.measured.head.kept),
       run.config.layout.tp > 1 ? "; the part that tensor parallelism splits is not subtracted" : "");
   write_time(text, run);
   return text;

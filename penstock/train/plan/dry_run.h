@@ -18,13 +18,13 @@
 #include <string>
 #include <vector>
 
+#include "penstock/model_plan.h"
 #include "penstock/schedule.h"
 #include "penstock/simulator.h"
 #include "penstock/train/job/configured_data.h"
 #include "penstock/train/plan/memory_plan.h"
 #include "penstock/train/plan/part_costs.h"
 #include "penstock/train_config.h"
-#include "penstock/transformer_options.h"
 
 namespace penstock::train {
 
@@ -34,6 +34,7 @@ struct DryRun {
   std::string data;  // description of the training data
   int cores = 1;     // of this machine, shared by all ranks
   schedule::Schedule schedule;
+  models::ModelPlan plan;
   std::vector<models::StagePart> parts;  // by stage
   PartMeasurements measured;
   plan::Simulation simulation;     // of one run of the schedule, in seconds

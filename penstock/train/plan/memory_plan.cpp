@@ -4,10 +4,9 @@
 #include <map>
 #include <string>
 
+#include "penstock/models/plan/element_count.h"
 #include "penstock/models/plan/parameter_stages.h"
 #include "penstock/pipeline/program/program.h"
-#include "penstock/train/job/model_stages.h"
-#include "penstock/transformer_options.h"
 
 namespace penstock::train {
 
@@ -92,17 +91,17 @@ class GatheredPeaks {
 
 }  // namespace
 
-std::vector<RankMemory> plan_memory(const TrainConfig& config, const schedule::Schedule& schedule,
+std::vector<RankMemory> plan_memory(const TrainConfig& config, const models::ModelPlan& plan,
+                                    const schedule::Schedule& schedule,
                                     const std::vector<models::StagePart>& parts,
                                     const plan::Simulation& simulation) {
-  const models::TransformerOptions options = transformer_options(config.model);
   const schedule::StageMap& map = schedule.stages();
   const bool sharded = config.layout.shard > 1;
   const std::int64_t states = config.training.optimizer == "adamw" ? 2 : config.training.momentum > 0 ? 1 : 0;
   std::vector<RankMemory> memory(static_cast<std::size_t>(map.ranks()));
   GatheredPeaks gathered;
-  const models::ParameterStages stages_of(parts, options);
-  for (const models::ParameterShape& parameter : models::parameter_shapes(options)) {
+  const models::ParameterStages stages_of(parts, plan);
+  for (const models::ParameterShape& parameter : models::parameter_shapes(plan)) {
     const Sizes size = sizes_of(parameter, config.layout);
     std::vector<int> ranks;
     for (const int stage : stages_of.of(parameter.name)) {
@@ -111,7 +110,7 @@ std::vector<RankMemory> plan_memory(const TrainConfig& config, const schedule::S
     }
     // Both uses of a tied weight accumulate their own gradient, even if they share memory; a sharded weight
     // has one.
-    if (!sharded && options.tie_head && parameter.name == "embed.weight" && ranks.size() == 1)
+    if (!sharded && models::is_tied(plan, parameter.name) && ranks.size() == 1)
       ranks.push_back(ranks.front());
     for (std::size_t i = 0; i < ranks.size(); ++i) {
       RankMemory& rank = memory[static_cast<std::size_t>(ranks[i])];

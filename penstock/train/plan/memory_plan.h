@@ -1,7 +1,7 @@
 // Predicts how much memory each rank of a configuration needs, from the plan alone.
 //
 //   // by pipeline rank
-//   const std::vector<RankMemory> memory = plan_memory(config, schedule, parts, simulation);
+//   const std::vector<RankMemory> memory = plan_memory(config, plan, schedule, parts, simulation);
 //
 // Included: parameters, gradients, optimizer state (float32, even if the computation is not), gathered
 // parameters in the order in which the schedule gathers and frees stages, and what microbatches keep for
@@ -12,10 +12,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "penstock/model_plan.h"
 #include "penstock/schedule.h"
 #include "penstock/simulator.h"
 #include "penstock/train_config.h"
-#include "penstock/transformer_options.h"
 
 namespace penstock::train {
 
@@ -30,7 +30,8 @@ struct RankMemory {
   std::int64_t total() const { return parameters + gathered + gradients + optimizer + activations; }
 };
 
-std::vector<RankMemory> plan_memory(const TrainConfig& config, const schedule::Schedule& schedule,
+std::vector<RankMemory> plan_memory(const TrainConfig& config, const models::ModelPlan& plan,
+                                    const schedule::Schedule& schedule,
                                     const std::vector<models::StagePart>& parts,
                                     const plan::Simulation& simulation);
 

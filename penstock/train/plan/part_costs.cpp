@@ -19,9 +19,7 @@
 #include "penstock/step_context.h"
 #include "penstock/torch/compat/thread_count.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
-#include "penstock/train/job/model_stages.h"
 #include "penstock/train/report/elapsed.h"
-#include "penstock/transformer.h"
 
 namespace penstock::train {
 
@@ -71,14 +69,16 @@ class LiveMemory final : public Mode {
 // One part of the model with a microbatch as its input.
 class Trial {
  public:
-  Trial(const TrainConfig& config, const models::StagePart& part, at::Device device, std::int64_t rows)
-      : config_(config), device_(device), stage_(transformer_options(config.model), part) {
+  Trial(const TrainConfig& config, const models::TrainableModel& model, const models::StagePart& part,
+        at::Device device, std::int64_t rows)
+      : config_(config), device_(device), stage_(model.make_stage(part)) {
     stage_->to(device);
-    models::initialize(*stage_, {.seed = static_cast<std::uint64_t>(config.training.seed)});
+    stage_->set_initial_values(static_cast<std::uint64_t>(config.training.seed));
     const std::int64_t length = config.model.context;
     const at::TensorOptions numbers = at::TensorOptions().dtype(at::kLong).device(device);
-    documents_ = at::zeros({rows, length}, numbers);
     targets_ = at::randint(config.model.vocabulary, {rows, length}, numbers);
+    inputs_ = model.inputs(
+        {.tokens = targets_, .targets = targets_, .documents = at::zeros({rows, length}, numbers)});
     input_ = part.has_embed()
                  ? targets_
                  : at::randn({rows, length, config.model.width}, at::TensorOptions().device(device))
@@ -91,10 +91,9 @@ class Trial {
     context.microbatch = 0;
     const StepGuard step(context);
     const AutocastScope scope(device_.type(), autocast());
-    at::Tensor output = stage_->forward(input_, documents_);
-    return stage_->part().has_head()
-               ? models::token_loss(output, targets_, static_cast<double>(targets_.numel()))
-               : output;
+    at::Tensor output = stage_->forward_with(input_, inputs_.keywords);
+    return stage_->part().has_head() ? stage_->loss(output, targets_, static_cast<double>(targets_.numel()))
+                                     : output;
   }
   void backward(const at::Tensor& output) {
     StepContext context;
@@ -131,7 +130,8 @@ class Trial {
       graph = forward().grad_fn();
     }
     std::vector<at::Tensor> others = stage_->parameters();
-    others.insert(others.end(), {documents_, targets_, input_});
+    others.insert(others.end(), {targets_, input_});
+    for (const at::Tensor& tensor : tensors_of(inputs_.keywords)) others.push_back(tensor);
     return memory.bytes_without(others);
   }
 
@@ -147,13 +147,15 @@ class Trial {
 
   const TrainConfig& config_;
   at::Device device_;
-  models::TransformerStage stage_;
-  at::Tensor documents_, targets_, input_;
+  std::shared_ptr<models::ModelStage> stage_;
+  models::StageInputs inputs_;
+  at::Tensor targets_, input_;
 };
 
 }  // namespace
 
-PartMeasurements measure_parts(const TrainConfig& config, at::Device device) {
+PartMeasurements measure_parts(const TrainConfig& config, const models::TrainableModel& model,
+                               at::Device device) {
   const std::int64_t rows = config.layout.microbatch_size;
   PartMeasurements result;
   result.measured_rows = rows;
@@ -162,7 +164,7 @@ PartMeasurements measure_parts(const TrainConfig& config, at::Device device) {
   const ThreadCountScope threads(result.threads);
 
   const auto measure = [&](const models::StagePart& part) {
-    Trial one(config, part, device, 1);
+    Trial one(config, model, part, device, 1);
     one.time(1);  // loads kernels and allocates memory
     PartMeasurement measured = one.time(1);
     const double all_rows = (measured.forward + measured.backward) * static_cast<double>(rows);
@@ -171,22 +173,27 @@ PartMeasurements measure_parts(const TrainConfig& config, at::Device device) {
       measured.forward *= static_cast<double>(rows);
       measured.backward *= static_cast<double>(rows);
     } else {
-      measured = Trial(config, part, device, rows).time(kRepeats);
+      measured = Trial(config, model, part, device, rows).time(kRepeats);
     }
     measured.kept = one.kept() * rows;
     return measured;
   };
   // Of three stages: only the embedding, only one block, only the head.
-  const std::int64_t layers = config.model.layers;
+  const std::vector<models::BlockPlan>& blocks = model.plan().blocks;
+  const auto layers = static_cast<std::int64_t>(blocks.size());
   result.embed = measure({.index = 0, .count = 3, .first_block = 0, .end_block = 0});
-  result.block = measure({.index = 1, .count = 3, .first_block = 0, .end_block = 1});
+  for (std::int64_t i = 0; i < layers; ++i)
+    if (const std::string& kind = blocks[static_cast<std::size_t>(i)].kind; !result.blocks.contains(kind))
+      result.blocks[kind] = measure({.index = 1, .count = 3, .first_block = i, .end_block = i + 1});
   result.head = measure({.index = 2, .count = 3, .first_block = layers, .end_block = layers});
-  // A second block shows what blocks share.
+  // Two blocks show what blocks share.
   if (layers > 1) {
     const std::int64_t two =
-        Trial(config, {.index = 1, .count = 3, .first_block = 0, .end_block = 2}, device, 1).kept() * rows;
-    result.kept_by_stage = std::max<std::int64_t>(0, 2 * result.block.kept - two);
-    result.block.kept -= result.kept_by_stage;
+        Trial(config, model, {.index = 1, .count = 3, .first_block = 0, .end_block = 2}, device, 1).kept() *
+        rows;
+    result.kept_by_stage = std::max<std::int64_t>(
+        0, result.blocks.at(blocks[0].kind).kept + result.blocks.at(blocks[1].kind).kept - two);
+    for (auto& [kind, measured] : result.blocks) measured.kept -= result.kept_by_stage;
   }
   return result;
 }

@@ -1,9 +1,9 @@
-// Measures time and memory of an embedding, a block and a head of the model on this machine, for one
-// microbatch.
+// Measures time and memory of an embedding, a block of each kind and a head of the model on this machine, for
+// one microbatch.
 //
-//   const PartMeasurements measured = measure_parts(config, device);
-//   measured.block.forward                    // seconds
-//   measured.block.kept                       // bytes that one microbatch keeps until its backward
+//   const PartMeasurements measured = measure_parts(config, *model, device);
+//   measured.blocks.at("attention").forward   // seconds
+//   measured.blocks.at("attention").kept      // bytes that one microbatch keeps until its backward
 //
 // Runs real forwards and backwards of one block each, on the device, with the threads of a rank. Takes about
 // a second: if all rows of a microbatch would take longer, one row is measured and the result multiplied.
@@ -12,8 +12,11 @@
 #include <c10/core/Device.h>
 
 #include <cstdint>
+#include <map>
+#include <string>
 
 #include "penstock/train_config.h"
+#include "penstock/trainable_model.h"
 
 namespace penstock::train {
 
@@ -24,8 +27,8 @@ struct PartMeasurement {
 
 struct PartMeasurements {
   PartMeasurement embed;
-  PartMeasurement block;
-  PartMeasurement head;            // with the last norm and the loss
+  std::map<std::string, PartMeasurement> blocks;  // by kind (BlockPlan)
+  PartMeasurement head;                           // with the last norm and the loss
   std::int64_t kept_by_stage = 0;  // bytes per stage besides its parts: masks, rotary embedding
   std::int64_t border = 0;         // bytes of the activation between two stages
   std::int64_t measured_rows = 0;  // if fewer than in a microbatch, times are extrapolated
@@ -33,6 +36,7 @@ struct PartMeasurements {
 };
 
 // For a rank that computes whole blocks, regardless of tp. Throws ConfigError like the model.
-PartMeasurements measure_parts(const TrainConfig& config, at::Device device);
+PartMeasurements measure_parts(const TrainConfig& config, const models::TrainableModel& model,
+                               at::Device device);
 
 }  // namespace penstock::train

@@ -1,0 +1,122 @@
+// What a model owes the trainer. The transformer implements it; a program can register a model of its own
+// (train::register_model, trainer.h) and train it with the same schedules, layouts, checkpoints and reports:
+// examples/own_model.cpp.
+//
+//   models::TransformerStage transformer(models::TransformerOptions{.vocabulary = 256, .layers = 4});
+//   models::ModelStage& stage = *transformer;
+//   stage.set_initial_values(42);
+//   at::Tensor logits = stage.forward_with(tokens, Tree());
+//   stage.loss(logits, targets, double(targets.numel())).backward();
+//
+// Parameters must have the same names and initial values in every layout: a stage registers its modules under
+// the names that ModelPlan lists, and computes initial values from seed and name (random.h).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "penstock/model_plan.h"
+#include "penstock/pytree.h"
+#include "penstock/world.h"
+
+namespace penstock::models {
+
+// What a stage keeps of the tokens that it has seen, so that generation computes only new ones.
+class StageCache {
+ public:
+  virtual ~StageCache() = default;
+  // Returns the number of tokens seen so far.
+  virtual std::int64_t length() const = 0;
+};
+
+// A part of a model: a module with the parameters of one stage of a pipeline. A whole model is one stage.
+class ModelStage : public torch::nn::Module {
+ public:
+  // Returns the part of the model that this stage is.
+  virtual const StagePart& part() const = 0;
+  // Returns whether this stage is the whole model.
+  bool is_whole() const { return part().has_embed() && part().has_head(); }
+  // Returns the length of the longest sequence.
+  virtual std::int64_t context() const = 0;
+
+  // Computes hidden states, at the last stage the output for loss(), of a microbatch. `x`: tokens [batch,
+  // length] at the first stage, hidden states at the others; `keywords`: those of TrainableModel::inputs().
+  // With layout.shard > 1 the stage and its blocks() gather their parameters by a ForwardScope
+  // (fully_shard.h).
+  virtual at::Tensor forward_with(at::Tensor x, const Tree& keywords) = 0;
+
+  // Returns the loss of a microbatch at the last stage, a scalar: a sum over its targets divided by `tokens`.
+  // The default is token_loss() of logits and targets.
+  virtual at::Tensor loss(const at::Tensor& output, const at::Tensor& targets, double tokens);
+
+  // Fills the parameters. A value must be a function of seed, parameter name and element alone.
+  virtual void set_initial_values(std::uint64_t seed) = 0;
+
+  // Returns the units that fully_shard gathers one at a time. The default has none: the stage is one unit.
+  virtual std::vector<std::shared_ptr<torch::nn::Module>> blocks() const { return {}; }
+
+  // [collective over the mesh] Splits the parameters over tensor-parallel ranks. The default throws
+  // NotImplemented; see TrainableModel::check_tensor_parallel().
+  virtual void parallelize(const comm::MeshGroups& mesh);
+
+  // Makes the last use of a tied parameter (ModelPlan::tied) of a whole model an autograd leaf of its own
+  // that shares memory with the first one, registered as a parameter, and returns it. Gradients are then
+  // summed in the same order in every layout. The default returns an undefined tensor: autograd adds both.
+  virtual at::Tensor separate_last_use(const std::string& tied);
+
+  // Returns a cache for `capacity` tokens, or null if the model has none: generation then computes all tokens
+  // again for each new one. The default returns null.
+  virtual std::unique_ptr<StageCache> make_cache(std::int64_t capacity) const;
+  // Computes tokens that follow those in the cache, and adds them to it. Records no graph. `cache` is from
+  // make_cache() of this stage. The default throws NotImplemented.
+  virtual at::Tensor forward_cached(const at::Tensor& x, StageCache& cache);
+};
+
+// Text as tensors [batch, length], Long.
+struct TokenBatch {
+  at::Tensor tokens;     // what the model reads
+  at::Tensor targets;    // the token after each one; negative: not counted
+  at::Tensor documents;  // the document of each token; undefined: attention is not masked
+};
+
+// A batch as a pipeline takes it; dim 0 of every tensor is split into microbatches.
+struct StageInputs {
+  Tree args;      // a tuple with the input of the first stage
+  Tree keywords;  // given to every stage
+  Tree target;    // given to the loss
+};
+
+// Makes a stage with uninitialized parameters.
+using MakeStage = std::function<std::shared_ptr<ModelStage>(const StagePart& part)>;
+
+// Returns a plan whose parameters are those of the stages that `make_stage` makes, one for each of the
+// `blocks` of this kind, without allocating their memory. `sizes` has vocabulary, width and context. Costs
+// are estimated: two operations per token for each element of a matrix.
+ModelPlan plan_from_stages(ModelPlan sizes, std::int64_t blocks, const std::string& kind,
+                           const MakeStage& make_stage);
+
+// A model as a whole: what is known of it, and how to make its stages.
+class TrainableModel {
+ public:
+  virtual ~TrainableModel() = default;
+
+  // Returns blocks, parameters and costs.
+  virtual const ModelPlan& plan() const = 0;
+  // Creates a stage with uninitialized parameters. Called for each stage of a rank, or once for a whole
+  // model.
+  virtual std::shared_ptr<ModelStage> make_stage(const StagePart& part) const = 0;
+  // Throws ConfigError if parallelize() cannot split the model over this many ranks. The default accepts 1
+  // only.
+  virtual void check_tensor_parallel(int ranks) const;
+  // Returns the inputs of the stages for a batch. The default passes tokens, targets and, if there are any,
+  // documents under the keyword "documents".
+  virtual StageInputs inputs(const TokenBatch& batch) const;
+};
+
+}  // namespace penstock::models

@@ -1,0 +1,83 @@
+#include "penstock/trainable_model.h"
+
+#include <fmt/format.h>
+
+#include <utility>
+
+#include "penstock/base/describe.h"
+#include "penstock/errors.h"
+#include "penstock/fake.h"
+#include "penstock/language_model.h"
+#include "penstock/mode.h"
+#include "penstock/models/plan/element_count.h"
+
+namespace penstock::models {
+
+at::Tensor ModelStage::loss(const at::Tensor& output, const at::Tensor& targets, double tokens) {
+  return token_loss(output, targets, tokens);
+}
+
+void ModelStage::parallelize(const comm::MeshGroups&) {
+  throw NotImplemented(
+      "this model cannot be split over tensor-parallel ranks; set layout.tp to 1, or override "
+      "ModelStage::parallelize()");
+}
+
+at::Tensor ModelStage::separate_last_use(const std::string&) { return {}; }
+
+std::unique_ptr<StageCache> ModelStage::make_cache(std::int64_t) const { return nullptr; }
+
+at::Tensor ModelStage::forward_cached(const at::Tensor&, StageCache&) {
+  throw NotImplemented("this model has no cache for generation; use forward_with()");
+}
+
+namespace {
+
+std::vector<ParameterShape> shapes_of(const ModelStage& stage) {
+  std::vector<ParameterShape> shapes;
+  for (const auto& item : stage.named_parameters())
+    shapes.push_back({item.key(), item.value().sizes().vec()});
+  return shapes;
+}
+
+double product_flops(const std::vector<ParameterShape>& parameters) {
+  double flops = 0;
+  for (const ParameterShape& parameter : parameters)
+    if (parameter.shape.size() > 1) flops += 2 * static_cast<double>(element_count(parameter));
+  return flops;
+}
+
+}  // namespace
+
+ModelPlan plan_from_stages(ModelPlan sizes, std::int64_t blocks, const std::string& kind,
+                           const MakeStage& make_stage) {
+  FakeMode fake;
+  const ModeGuard guard(fake);
+  ModelPlan plan = std::move(sizes);
+  // Of three stages: only the embedding, only one block, only the head.
+  plan.embed = shapes_of(*make_stage({.index = 0, .count = 3, .first_block = 0, .end_block = 0}));
+  for (std::int64_t i = 0; i < blocks; ++i) {
+    BlockPlan block{.kind = kind};
+    block.parameters = shapes_of(*make_stage({.index = 1, .count = 3, .first_block = i, .end_block = i + 1}));
+    block.flops_per_token = product_flops(block.parameters);
+    plan.blocks.push_back(std::move(block));
+  }
+  plan.head = shapes_of(*make_stage({.index = 2, .count = 3, .first_block = blocks, .end_block = blocks}));
+  plan.head_flops_per_token = product_flops(plan.head);
+  return plan;
+}
+
+void TrainableModel::check_tensor_parallel(int ranks) const {
+  if (ranks > 1)
+    throw ConfigError(describe("layout.tp", fmt::format("{}", ranks),
+                               "1, because this model cannot be split over tensor-parallel ranks",
+                               "use layout.dp or layout.pp instead"));
+}
+
+StageInputs TrainableModel::inputs(const TokenBatch& batch) const {
+  return {Tree::tuple({batch.tokens}),
+          batch.documents.defined() ? Tree::dict({{"documents", batch.documents}}) : Tree(),
+          Tree(batch.targets)};
+}
+
+}  // namespace penstock::models

@@ -1,0 +1,18 @@
+// Small questions about plans that several files ask.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "penstock/model_plan.h"
+
+namespace penstock::models {
+
+std::int64_t element_count(const ParameterShape& parameter);
+std::int64_t element_count(const std::vector<ParameterShape>& parameters);
+
+// Returns whether the last stage uses a parameter of the embedding, too.
+bool is_tied(const ModelPlan& plan, const std::string& name);
+
+}  // namespace penstock::models

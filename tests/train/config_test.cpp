@@ -382,8 +382,8 @@ TEST(Config, KeysWithoutEffectAreRefusedOnTheCommandLine) {
 }
 
 TEST(Fields, AKeyOfSeveralSectionsNeedsItsSection) {
-  std::vector<ConfigField> fields(config_fields().begin(), config_fields().begin() + 2);
-  fields.push_back(fields[1]);
+  std::vector<ConfigField> fields(config_fields().begin(), config_fields().begin() + 3);
+  fields.push_back(fields[2]);
   fields.back().section = "other";
   EXPECT_TRUE(
       has_text(message_of<ConfigError>([&] { (void)find_field("vocabulary", "--vocabulary", fields); }),

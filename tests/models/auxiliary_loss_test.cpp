@@ -6,6 +6,7 @@
 #include <cmath>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "penstock/errors.h"
@@ -68,7 +69,7 @@ TEST(InjectLoss, DtypesMayDiffer) {
 
 TEST(InjectLoss, CapturedEqualsEager) {
   const auto make = [] {
-    const torch::nn::Linear router(3, 1), body(3, 3);
+    torch::nn::Linear router(3, 1), body(3, 3);
     const at::NoGradGuard no_grad;
     router.ptr()->weight.copy_(random_tensor({1, 3}, 1, at::kFloat));
     body.ptr()->weight.copy_(random_tensor({3, 3}, 2, at::kFloat));
@@ -107,18 +108,18 @@ TEST(InjectLoss, SplitBackwardEqualsOnePass) {
   Tensors whole;
   for (const bool split : {false, true}) {
     const at::Tensor x = leaf(random_tensor({3, 5}, 4));
-    router.mutable_grad() = {};
-    body.mutable_grad() = {};
+    router.mutable_grad() = at::Tensor();
+    body.mutable_grad() = at::Tensor();
     const at::Tensor loss = at::matmul(x, router).softmax(-1).pow(2).sum();
     const at::Tensor output = inject_loss(at::matmul(x, body).tanh(), loss, 0.25);
     Tensors all;
-    const OutputEdges edges = OutputEdges::of({output});
+    OutputEdges edges = OutputEdges::of({output});
     if (split) {
-      auto [inputs, weights] = stage_backward_input(edges, {gradient}, {x});
+      auto [inputs, weights] = stage_backward_input(std::move(edges), {gradient}, {x});
       all = inputs;
       weights.run();
     } else {
-      all = stage_backward(edges, {gradient}, {x});
+      all = stage_backward(std::move(edges), {gradient}, {x});
     }
     all.push_back(router.grad());
     all.push_back(body.grad());

@@ -88,8 +88,8 @@ at::Tensor by_definition(MixtureOfDepthsImpl& depth, const at::Tensor& x, const 
 TEST(MixtureOfDepths, EqualsTheDefinitionWithItsGradients) {
   std::uint64_t seed = 0;
   for (const DepthKind kind : {DepthKind::Plain, DepthKind::Gamma})
-    for (const double capacity : {0.01, 0.3, 0.5, 1.0})
-      for (const auto& [batch, length] : {std::pair{1, 1}, {2, 7}, {3, 10}, {1, 16}}) {
+    for (const double capacity : {0.01, 0.4, 1.0})
+      for (const auto& [batch, length] : {std::pair{1, 1}, {2, 7}, {3, 5}}) {
         SCOPED_TRACE(testing::Message() << to_text(kind) << " " << capacity << " " << batch << "x" << length);
         MixtureOfDepths depth = wrapper(kind, capacity);
         const at::Tensor x = leaf(random_tensor({batch, length, kWidth}, ++seed)),

@@ -173,8 +173,8 @@ TEST(MultiTokenPrediction, ShortRowsAndIgnoredTargetsAreZero) {
 TEST(MultiTokenPrediction, CapturedEqualsEager) {
   for (const NormKind norm : {NormKind::RmsNorm, NormKind::DynamicTanh}) {
     const auto make = [=] {
-      const MultiTokenPrediction more = made_prediction(2, norm, at::kFloat);
-      const torch::nn::Embedding embed(kVocabulary, kWidth);
+      MultiTokenPrediction more = made_prediction(2, norm, at::kFloat);
+      torch::nn::Embedding embed(kVocabulary, kWidth);
       {
         const at::NoGradGuard no_grad;
         embed.ptr()->weight.copy_(random_tensor({kVocabulary, kWidth}, 5, at::kFloat));

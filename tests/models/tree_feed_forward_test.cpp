@@ -47,6 +47,8 @@ at::Tensor by_definition(const TreeFeedForwardImpl& feed, const at::Tensor& x, c
       if (parent >= 0 && (!documents.defined() || documents[row][parent].item<std::int64_t>() ==
                                                       documents[row][place].item<std::int64_t>()))
         h = h + feed.mix * x[row][parent];
+      else
+        h = h + feed.mix * at::zeros({kWidth}, at::kDouble);
       const at::Tensor gate = at::mv(feed.gate->weight, h);
       rows.push_back(at::mv(feed.down->weight, gate / (1 + (-gate).exp()) * at::mv(feed.up->weight, h)));
     }
@@ -108,7 +110,7 @@ TEST(TreeFeedForward, OneTokenAtATimeEqualsTheWholeRow) {
 // On a device parents are not checked; there one that is not before its token counts as none. Fake inputs
 // take the same path in a capture, which then runs on real ones.
 TEST(TreeFeedForward, IsCausalWhateverTheParents) {
-  const TreeFeedForward feed = made_feed();
+  TreeFeedForward feed = made_feed();
   auto original = std::make_shared<CalledModule>(
       std::vector<std::shared_ptr<torch::nn::Module>>{feed.ptr()},
       [feed](const Tensors& in) mutable { return Tensors{feed->forward(in[0], {.parents = in[1]})}; });
@@ -123,7 +125,7 @@ TEST(TreeFeedForward, IsCausalWhateverTheParents) {
 
 TEST(TreeFeedForward, CapturedEqualsEager) {
   const auto make = [] {
-    const TreeFeedForward feed = made_feed(at::kFloat);
+    TreeFeedForward feed = made_feed(at::kFloat);
     return std::make_shared<CalledModule>(
         std::vector<std::shared_ptr<torch::nn::Module>>{feed.ptr()}, [feed](const Tensors& in) mutable {
           return Tensors{feed->forward(in[0], {.parents = in[1], .documents = in[2], .earlier = in[3]})};

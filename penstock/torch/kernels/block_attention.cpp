@@ -33,11 +33,13 @@ struct BandOrder {
 
   // x [batch, groups, blocks, ...]
   at::Tensor operator()(const at::Tensor& x) const {
-    const at::Tensor ordered = batch_in_groups ? x.movedim(2, 0) : x.movedim(2, 1);
-    std::vector<std::int64_t> sizes(ordered.sizes().begin() + 1, ordered.sizes().end());
-    sizes[0] = batch_in_groups ? x.size(0) * x.size(1) : x.size(1);
-    sizes.insert(sizes.begin(), batch_in_groups ? x.size(2) : x.size(0) * x.size(2));
-    return ordered.reshape(sizes);
+    std::vector<std::int64_t> sizes(x.sizes().begin() + 3, x.sizes().end());
+    if (batch_in_groups) {
+      sizes.insert(sizes.begin(), {x.size(2), x.size(0) * x.size(1)});
+      return x.movedim(2, 0).reshape(sizes);
+    }
+    sizes.insert(sizes.begin(), {x.size(0) * x.size(2), x.size(1)});
+    return x.movedim(2, 1).reshape(sizes);
   }
   // The inverse: x [n, groups, ...] as [batch, groups, blocks, ...].
   at::Tensor back(const at::Tensor& x, std::int64_t batch, std::int64_t groups, std::int64_t blocks) const {

@@ -31,7 +31,7 @@ BlockImpl::BlockImpl(const TransformerOptions& options, std::int64_t number)
 
 void BlockImpl::reset() {
   attention_norm = register_module("attention_norm", RmsNorm(options_.width, options_.norm_epsilon));
-  attention = register_module("attention", Attention(options_, number_));
+  attention = register_module("attention", Attention(attention_options(options_), number_));
   feed_norm = register_module("feed_norm", RmsNorm(options_.width, options_.norm_epsilon));
   feed = register_module("feed", FeedForward(options_));
 }

@@ -178,7 +178,7 @@ at::Tensor TransformerStageImpl::forward(at::Tensor x, at::Tensor documents) {
   const at::Tensor local = local_rows(x);
   return impl_->run(x, {impl_->turns_of(local, 0, length),
                         documents.defined() ? AttentionMask::within_documents(local_rows(documents))
-                                            : AttentionMask::causal(length, length, local)});
+                                            : AttentionMask::causal(length, length)});
 }
 
 at::Tensor TransformerStageImpl::forward_with(at::Tensor x, const Tree& keywords) {
@@ -203,7 +203,7 @@ at::Tensor TransformerAccess::forward_cached(TransformerStageImpl& stage, const 
   const at::Tensor local = local_rows(x);
   const at::Tensor result =
       impl.run(x, {impl.turns_of(local, cache.length(), added),
-                   AttentionMask::causal(added, cache.length() + added, local), &cache});
+                   AttentionMask::causal(added, cache.length() + added), &cache});
   cache.advance(added);
   return result;
 }

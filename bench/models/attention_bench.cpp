@@ -1,0 +1,110 @@
+// Attention with a window compared with full causal attention, both through attend(), by length: milliseconds
+// per call, forward alone and forward with backward, and their ratio within one round. On the CPU this is CPU
+// time of all threads (OMP_NUM_THREADS), so that other load does not affect it; on a GPU it is elapsed time.
+//
+//   attention_bench [cpu|cuda] [window] [longest length]
+//
+// Defaults: the GPU if there is one, a window of 512, up to 8192 tokens. bfloat16 and 16 heads of 64 on a
+// GPU, float32 and 2 heads of 64 on the CPU. "documents": the same window within documents of about 500
+// tokens.
+#include <torch/torch.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "bench/figures.h"
+#include "penstock/torch/kernels/fused_attention.h"
+
+namespace {
+
+using namespace penstock;
+using bench::median;
+
+struct Setting {
+  at::Device device;
+  std::int64_t heads, key_heads, width, window;
+  at::ScalarType dtype;
+  int rounds;
+
+  double now_ms() const {
+    if (!device.is_cuda()) return static_cast<double>(std::clock()) * 1000 / CLOCKS_PER_SEC;
+    torch::cuda::synchronize();
+    return std::chrono::duration<double, std::milli>(bench::Clock::now().time_since_epoch()).count();
+  }
+};
+
+struct Rows {
+  at::Tensor q, k, v, documents;
+
+  Rows(const Setting& how, std::int64_t length) {
+    // Heads inside, as a projection gives them.
+    const auto random = [&](std::int64_t heads) {
+      return at::randn({1, length, heads, how.width}, at::TensorOptions(how.device).dtype(how.dtype))
+          .transpose(1, 2)
+          .requires_grad_();
+    };
+    q = random(how.heads);
+    k = random(how.key_heads);
+    v = random(how.key_heads);
+    documents =
+        at::rand({1, length}, at::TensorOptions(how.device)).lt(0.002).to(at::kInt).cumsum(1, at::kInt);
+  }
+};
+
+// Milliseconds of one call. The mask is made in it, as in a model with a single layer.
+double time_ms(const Setting& how, const Rows& rows, std::int64_t window, bool documents, bool backward) {
+  const double start = how.now_ms();
+  const AttentionMask mask = documents ? AttentionMask::within_documents(rows.documents)
+                                       : AttentionMask::causal(rows.q.size(2), rows.q.size(2));
+  if (backward) {
+    const at::Tensor y = attend(rows.q, rows.k, rows.v, mask, window);
+    torch::autograd::grad({y}, {rows.q, rows.k, rows.v}, {at::ones_like(y)});
+  } else {
+    const torch::NoGradGuard no_grad;
+    attend(rows.q, rows.k, rows.v, mask, window);
+  }
+  return how.now_ms() - start;
+}
+
+void compare(const Setting& how, std::int64_t length, bool backward) {
+  const Rows rows(how, length);
+  std::vector<double> full, windowed, documents, ratios, document_ratios;
+  for (int round = 0; round <= how.rounds; ++round) {
+    const double a = time_ms(how, rows, 0, false, backward),
+                 b = time_ms(how, rows, how.window, false, backward),
+                 c = time_ms(how, rows, how.window, true, backward);
+    if (round == 0) continue;  // memory and kernels of the first calls
+    full.push_back(a);
+    windowed.push_back(b);
+    documents.push_back(c);
+    ratios.push_back(a / b);
+    document_ratios.push_back(a / c);
+  }
+  std::printf("%8lld %-20s %10.3f %10.3f %8.2f %12.3f %8.2f\n", static_cast<long long>(length),
+              backward ? "forward, backward" : "forward", median(full), median(windowed), median(ratios),
+              median(documents), median(document_ratios));
+  std::fflush(stdout);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const bool cuda = argc > 1 ? std::strcmp(argv[1], "cuda") == 0 : torch::cuda::is_available();
+  const std::int64_t window = argc > 2 ? std::atoll(argv[2]) : 512,
+                     longest = argc > 3 ? std::atoll(argv[3]) : 8192;
+  const Setting how = cuda ? Setting{at::Device(at::kCUDA, 0), 16, 16, 64, window, at::kBFloat16, 20}
+                           : Setting{at::Device(at::kCPU), 2, 1, 64, window, at::kFloat, 3};
+  std::printf(
+      "%s, %s, %lld heads of %lld, %lld key heads, window %lld; ms per call\n%8s %-20s %10s %10s %8s %12s "
+      "%8s\n",
+      cuda ? "CUDA" : "CPU", c10::toString(how.dtype), static_cast<long long>(how.heads),
+      static_cast<long long>(how.width), static_cast<long long>(how.key_heads),
+      static_cast<long long>(window), "tokens", "", "full", "window", "ratio", "+ documents", "ratio");
+  for (std::int64_t length = 1024; length <= longest; length *= 2)
+    for (const bool backward : {false, true}) compare(how, length, backward);
+}

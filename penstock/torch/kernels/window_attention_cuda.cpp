@@ -1,0 +1,15 @@
+#include <ATen/Context.h>
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAFunctions.h>
+
+#include "penstock/torch/kernels/window_attention.h"
+
+namespace penstock::detail {
+
+bool device_has_window_kernel(const at::Tensor& tensor) {
+  // Fake tensors may be on a device that does not exist here.
+  return at::globalContext().userEnabledFlashSDP() && tensor.get_device() < c10::cuda::device_count() &&
+         at::cuda::getDeviceProperties(tensor.get_device())->major >= 8;
+}
+
+}  // namespace penstock::detail

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <tuple>
@@ -139,18 +140,19 @@ OrderTensors expert_order_cpu(const at::Tensor& given, std::int64_t experts, std
     ++count[static_cast<std::size_t>(chosen[i])];
   }
   std::vector<std::int32_t> next(static_cast<std::size_t>(experts));
+  std::int32_t *choice_in = order.data_ptr<std::int32_t>(), *slot_of = slot.data_ptr<std::int32_t>(),
+               *end_of = ends.data_ptr<std::int32_t>();
   std::int32_t end = 0;
   for (std::size_t expert = 0; expert < count.size(); ++expert) {
     next[expert] = end;
     end += capacity > 0 && count[expert] > capacity ? static_cast<std::int32_t>(capacity) : count[expert];
-    ends.data_ptr<std::int32_t>()[expert] = end;
-    counts.data_ptr<std::int32_t>()[expert] = count[expert];
+    end_of[expert] = end;
   }
-  std::int32_t* choice_in = order.data_ptr<std::int32_t>();
+  std::copy(count.begin(), count.end(), counts.data_ptr<std::int32_t>());
   for (std::int64_t i = 0; i < total; ++i) {
     const auto expert = static_cast<std::size_t>(chosen[i]);
-    const bool fits = next[expert] < ends.data_ptr<std::int32_t>()[expert];
-    slot.data_ptr<std::int32_t>()[i] = fits ? next[expert] : -1;
+    const bool fits = next[expert] < end_of[expert];
+    slot_of[i] = fits ? next[expert] : -1;
     if (fits) choice_in[next[expert]++] = static_cast<std::int32_t>(i);
   }
   for (std::int64_t i = end; i < total; ++i) choice_in[i] = -1;

@@ -39,8 +39,8 @@ void combine_row(const Element* rows, const std::int32_t* slots, const RowSum<El
 }
 
 template <class Element>
-RowSum<Element> scale_and_multiply(const Element* row, const Element* gradient, RowSum<Element> weight,
-                                   std::int64_t width, Element* scaled) {
+RowSum<Element> scale_and_multiply(const Element* __restrict row, const Element* __restrict gradient,
+                                   RowSum<Element> weight, std::int64_t width, Element* __restrict scaled) {
   using Sum = RowSum<Element>;
   Sum partial[kPartials] = {};
   std::int64_t i = 0;

@@ -8,7 +8,11 @@
 
 namespace penstock::models {
 
-FeedForwardImpl::FeedForwardImpl(const TransformerOptions& options) : options_(options.resolved()) {
+FeedForwardImpl::FeedForwardImpl(const TransformerOptions& options)
+    : FeedForwardImpl(options.width, options.resolved().feed_width) {}
+
+FeedForwardImpl::FeedForwardImpl(std::int64_t width, std::int64_t feed_width)
+    : width_(width), feed_width_(feed_width) {
   reset();
 }
 
@@ -16,9 +20,9 @@ void FeedForwardImpl::reset() {
   const auto linear = [](std::int64_t in, std::int64_t out) {
     return torch::nn::Linear(torch::nn::LinearOptions(in, out).bias(false));
   };
-  gate = register_module("gate", linear(options_.width, options_.feed_width));
-  up = register_module("up", linear(options_.width, options_.feed_width));
-  down = register_module("down", linear(options_.feed_width, options_.width));
+  gate = register_module("gate", linear(width_, feed_width_));
+  up = register_module("up", linear(width_, feed_width_));
+  down = register_module("down", linear(feed_width_, width_));
 }
 
 at::Tensor FeedForwardImpl::forward(const at::Tensor& x) {

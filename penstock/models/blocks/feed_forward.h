@@ -5,6 +5,8 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/pimpl.h>
 
+#include <cstdint>
+
 #include "penstock/transformer_options.h"
 
 namespace penstock::models {
@@ -12,6 +14,7 @@ namespace penstock::models {
 class FeedForwardImpl : public torch::nn::Cloneable<FeedForwardImpl> {
  public:
   explicit FeedForwardImpl(const TransformerOptions& options);
+  FeedForwardImpl(std::int64_t width, std::int64_t feed_width);
   void reset() override;
   // [batch, length, width]
   at::Tensor forward(const at::Tensor& x);
@@ -19,7 +22,7 @@ class FeedForwardImpl : public torch::nn::Cloneable<FeedForwardImpl> {
   torch::nn::Linear gate{nullptr}, up{nullptr}, down{nullptr};
 
  private:
-  TransformerOptions options_;
+  std::int64_t width_, feed_width_;
 };
 TORCH_MODULE(FeedForward);
 

@@ -83,11 +83,26 @@ AutocastState autocast_state() {
 OwnAutocastCache::OwnAutocastCache() { at::autocast::clear_cache(); }
 OwnAutocastCache::~OwnAutocastCache() { at::autocast::clear_cache(); }
 
-at::Tensor cast_once(const at::Tensor& tensor) {
+namespace {
+
+// The dtype to which a tensor is cast in the current scope, if any.
+std::optional<at::ScalarType> cast_dtype(const at::Tensor& tensor) {
   const at::DeviceType device = tensor.device().type();
   const bool known = device == at::kCPU || device == at::kCUDA;
-  return known && tensor.scalar_type() == at::kFloat && is_enabled(device) ? tensor.to(dtype_of(device))
-                                                                           : tensor;
+  if (!known || tensor.scalar_type() != at::kFloat || !is_enabled(device)) return std::nullopt;
+  return dtype_of(device);
+}
+
+}  // namespace
+
+at::Tensor cast_once(const at::Tensor& tensor) {
+  const auto dtype = cast_dtype(tensor);
+  return dtype ? tensor.to(*dtype) : tensor;
+}
+
+at::Tensor cast_weight(const at::Tensor& parameter) {
+  const auto dtype = cast_dtype(parameter);
+  return dtype ? at::autocast::cached_cast(*dtype, parameter, parameter.device().type()) : parameter;
 }
 
 }  // namespace penstock

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <optional>
 
@@ -54,5 +55,15 @@ class OwnAutocastCache {
 // For a tensor that several operators use: each would cast it, and its gradients would be added up in
 // float32.
 at::Tensor cast_once(const at::Tensor& tensor);
+
+// The same for a parameter, through autocast's cache of cast weights: for operators of our own, which
+// autocast does not know.
+at::Tensor cast_weight(const at::Tensor& parameter);
+
+// Turns autocast off within its scope, for operators that must compute in the dtype of their inputs.
+class NoAutocastScope {
+ private:
+  c10::impl::ExcludeDispatchKeyGuard without_{c10::autocast_dispatch_keyset};
+};
 
 }  // namespace penstock

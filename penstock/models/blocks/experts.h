@@ -1,0 +1,80 @@
+// A layer of experts: a router sends each token to the few experts with the highest scores. Without residual
+// and norm, which belong to the block around it.
+//
+//   models::Experts experts(models::ExpertOptions{.width = 64, .experts = 8, .top_k = 2, .expert_width = 32},
+//                           "blocks.1.experts");
+//   models::BlockResult result = experts->forward(x);             // x [batch, length, 64]
+//
+//   logits = router(x)                     float32 (float64 for float64), whatever autocast says
+//   scores = softmax or sigmoid of logits
+//   chosen = the top_k of scores, plus router_bias if there is one
+//   y      = sum over the chosen of weight * down(silu(gate(x)) * up(x)), plus shared(x) if there is one
+//
+// A weight is the expert's score, divided by the sum over the token's chosen experts if router_normalize.
+// Every expert takes the tokens that chose it, none or all (dropless); with a capacity factor at most
+// expert_capacity(), the first ones in token order, and dropped choices contribute nothing. Results do not
+// depend on the number of threads, all shapes are independent of the routing, and nothing waits for the
+// device: graphs can capture it.
+//
+// Losses: "balance", experts * sum over experts of (share of the choices) * (mean score), where shares have
+// no gradient: 1 for softmax if all are equal; and "router_z", the mean of logsumexp(logits)^2.
+//
+// Balancing by a bias (router_bias_rate > 0): router_bias is added to the scores for the choice only. In
+// training mode each forward adds the number of tokens of each expert to router_load; update_router_bias()
+// then changes the bias of each expert by the rate, up if it had fewer tokens than the mean, and clears the
+// load. Call it once per optimizer step, after router_load has been summed over the data parallel ranks.
+// Recomputing a forward counts its tokens again, which does not change the signs if all forwards are
+// recomputed. Both buffers stay outside of autograd.
+//
+// A token whose scores are all NaN: on the CPU ValueError that names the layer; on a GPU NaN flows into the
+// hidden states and the losses, without waiting for the device, and the trainer's search for the first
+// operator with values that are not finite names the block.
+//
+// Expert parallelism: see expert_parallel.h.
+#pragma once
+
+#include <torch/nn/cloneable.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/pimpl.h>
+
+#include <string>
+
+#include "penstock/models/blocks/block_result.h"
+#include "penstock/models/blocks/feed_forward.h"
+#include "penstock/models/blocks/initial_values.h"
+#include "penstock/models/plan/expert_options.h"
+
+namespace penstock::models {
+
+class ExpertsImpl : public torch::nn::Cloneable<ExpertsImpl> {
+ public:
+  // `layer`: its name in the whole model, for errors. Throws ConfigError for invalid options.
+  explicit ExpertsImpl(const ExpertOptions& options, std::string layer = "experts");
+  void reset() override;
+  // x: [batch, length, width]. The hidden states have the dtype of the experts' products.
+  BlockResult forward(const at::Tensor& x);
+
+  // `name` is the prefix of the parameters' names in the whole model.
+  void initialize(const std::string& name, const BlockInit& init);
+  // See above. Does nothing without a bias.
+  void update_router_bias();
+
+  const ExpertOptions& options() const { return options_; }
+
+  at::Tensor gate, up;  // [experts, width, expert_width]
+  at::Tensor down;      // [experts, expert_width, width]
+  torch::nn::Linear router{nullptr};
+  FeedForward shared{nullptr};          // empty without a shared expert
+  at::Tensor router_bias, router_load;  // float32 [experts]; undefined without a bias
+
+ private:
+  struct Routing;
+  Routing route(const at::Tensor& tokens);
+  at::Tensor run_experts(const at::Tensor& tokens, const Routing& routing) const;
+
+  ExpertOptions options_;
+  std::string layer_;
+};
+TORCH_MODULE(Experts);
+
+}  // namespace penstock::models

@@ -1,0 +1,196 @@
+#include "penstock/torch/experts/grouped_product.h"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <string>
+#include <vector>
+
+#include "penstock/base/describe.h"
+#include "penstock/errors.h"
+#include "penstock/torch/experts/expert_kernels.h"
+
+namespace penstock {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+std::string matrix_text(const at::Tensor& tensor) {
+  return fmt::format("{} of {}", fmt::join(tensor.sizes(), " x "), c10::toString(tensor.scalar_type()));
+}
+
+void check_ends(const at::Tensor& ends, std::int64_t experts) {
+  if (ends.dim() != 1 || ends.scalar_type() != at::kInt || (experts >= 0 && ends.size(0) != experts))
+    throw ValueError(describe("grouped_product: ends", matrix_text(ends),
+                              experts >= 0 ? fmt::format("{} of Int", experts) : "a row of Int",
+                              "use the ends of expert_order()"));
+}
+
+// ---- rows [S, D], weight [experts, D, F] (transposed: [experts, F, D]) -> [S, F] ----
+
+using Sizes = std::vector<std::int64_t>;
+
+Sizes product_sizes(const at::Tensor& rows, const at::Tensor& weight, const at::Tensor& ends,
+                    bool transposed) {
+  if (rows.dim() != 2 || weight.dim() != 3 || rows.scalar_type() != weight.scalar_type() ||
+      rows.size(1) != weight.size(transposed ? 2 : 1))
+    throw ValueError(describe("grouped_product: rows and weight",
+                              fmt::format("{} and {}", matrix_text(rows), matrix_text(weight)),
+                              "[rows, in] and [experts, in, out] of the same dtype",
+                              "under autocast, cast both to its dtype first"));
+  check_ends(ends, weight.size(0));
+  return {rows.size(0), weight.size(transposed ? 1 : 2)};
+}
+
+at::Tensor grouped_product_meta(const at::Tensor& rows, const at::Tensor& weight, const at::Tensor& ends,
+                                bool transposed) {
+  return at::empty(product_sizes(rows, weight, ends, transposed), rows.options());
+}
+
+// Calls product(expert, first row, number of rows) for each expert in turn. Returns the end of the last.
+template <class Product>
+std::int64_t for_each_expert(const at::Tensor& ends, std::int64_t rows, const Product& product) {
+  const at::Tensor bounds = ends.contiguous();
+  const std::int32_t* end = bounds.data_ptr<std::int32_t>();
+  std::int64_t first = 0;
+  for (std::int64_t expert = 0; expert < bounds.numel(); ++expert) {
+    if (end[expert] < first || end[expert] > rows)
+      throw ValueError(describe(fmt::format("grouped_product: end of expert {}", expert),
+                                fmt::format("{}", end[expert]), fmt::format("from {} to {}", first, rows)));
+    product(expert, first, end[expert] - first);
+    first = end[expert];
+  }
+  return first;
+}
+
+// LibTorch's products of 16-bit matrices on the CPU may add up in 16 bits.
+void multiply_into(at::Tensor result, const at::Tensor& a, const at::Tensor& b) {
+  const auto dtype = result.scalar_type();
+  if (dtype == at::kBFloat16 || dtype == at::kHalf)
+    result.copy_(at::mm(a.to(at::kFloat), b.to(at::kFloat)));
+  else
+    at::mm_out(result, a, b);
+}
+
+at::Tensor grouped_product_cpu(const at::Tensor& rows, const at::Tensor& weight, const at::Tensor& ends,
+                               bool transposed) {
+  at::Tensor result = at::empty(product_sizes(rows, weight, ends, transposed), rows.options());
+  const std::int64_t end =
+      for_each_expert(ends, rows.size(0), [&](std::int64_t expert, std::int64_t first, std::int64_t count) {
+        if (count == 0) return;
+        multiply_into(result.narrow(0, first, count), rows.narrow(0, first, count),
+                      transposed ? weight[expert].t() : weight[expert]);
+      });
+  if (end < rows.size(0)) result.narrow(0, end, rows.size(0) - end).zero_();
+  return result;
+}
+
+std::atomic<GroupedProductPath> product_path{GroupedProductPath::Auto};
+
+bool may_use_library() { return product_path.load() == GroupedProductPath::Auto; }
+
+at::Tensor grouped_product_cuda(const at::Tensor& rows, const at::Tensor& weight, const at::Tensor& ends,
+                                bool transposed) {
+  const Sizes sizes = product_sizes(rows, weight, ends, transposed);
+  if (sizes[0] == 0 || sizes[1] == 0) return at::empty(sizes, rows.options());
+  if (rows.size(1) == 0) return at::zeros(sizes, rows.options());
+  return detail::launch_grouped_product(rows.contiguous(), weight.contiguous(), ends.contiguous(), transposed,
+                                        may_use_library());
+}
+
+// ---- rows [S, D], gradient [S, F] -> [experts, D, F]: the sum of outer products of each expert ----
+
+Sizes outer_sizes(const at::Tensor& rows, const at::Tensor& gradient, const at::Tensor& ends) {
+  if (rows.dim() != 2 || gradient.dim() != 2 || rows.size(0) != gradient.size(0) ||
+      rows.scalar_type() != gradient.scalar_type())
+    throw ValueError(describe("grouped_outer: rows and gradient",
+                              fmt::format("{} and {}", matrix_text(rows), matrix_text(gradient)),
+                              "as many rows in both, of the same dtype"));
+  check_ends(ends, -1);
+  return {ends.size(0), rows.size(1), gradient.size(1)};
+}
+
+at::Tensor grouped_outer_meta(const at::Tensor& rows, const at::Tensor& gradient, const at::Tensor& ends) {
+  return at::empty(outer_sizes(rows, gradient, ends), rows.options());
+}
+
+at::Tensor grouped_outer_cpu(const at::Tensor& rows, const at::Tensor& gradient, const at::Tensor& ends) {
+  at::Tensor result = at::empty(outer_sizes(rows, gradient, ends), rows.options());
+  for_each_expert(ends, rows.size(0), [&](std::int64_t expert, std::int64_t first, std::int64_t count) {
+    at::Tensor part = result[expert];
+    if (count == 0)
+      part.zero_();
+    else
+      multiply_into(part, rows.narrow(0, first, count).t(), gradient.narrow(0, first, count));
+  });
+  return result;
+}
+
+at::Tensor grouped_outer_cuda(const at::Tensor& rows, const at::Tensor& gradient, const at::Tensor& ends) {
+  const Sizes sizes = outer_sizes(rows, gradient, ends);
+  if (rows.numel() == 0 || gradient.numel() == 0) return at::zeros(sizes, rows.options());
+  return detail::launch_grouped_outer(rows.contiguous(), gradient.contiguous(), ends.contiguous(),
+                                      may_use_library());
+}
+
+// ---- through the dispatcher, so that modes see them ----
+
+at::Tensor call_product(const at::Tensor& rows, const at::Tensor& weight, const at::Tensor& ends,
+                        bool transposed) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("penstock::grouped_product", "")
+                             .typed<decltype(grouped_product_cpu)>();
+  return op.call(rows, weight, ends, transposed);
+}
+at::Tensor call_outer(const at::Tensor& rows, const at::Tensor& gradient, const at::Tensor& ends) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("penstock::grouped_outer", "")
+                             .typed<decltype(grouped_outer_cpu)>();
+  return op.call(rows, gradient, ends);
+}
+
+struct GroupedProductFunction : torch::autograd::Function<GroupedProductFunction> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& rows, const at::Tensor& weight,
+                            const at::Tensor& ends) {
+    context->save_for_backward({rows, weight, ends});
+    return call_product(rows, weight, ends, false);
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const variable_list saved = context->get_saved_variables();
+    const at::Tensor &rows = saved[0], &weight = saved[1], &ends = saved[2],
+                     gradient = gradients[0].contiguous();
+    return {context->needs_input_grad(0) ? call_product(gradient, weight, ends, true) : at::Tensor(),
+            context->needs_input_grad(1) ? call_outer(rows, gradient, ends) : at::Tensor(), at::Tensor()};
+  }
+};
+
+}  // namespace
+
+at::Tensor grouped_product(const at::Tensor& rows, const at::Tensor& weight, const at::Tensor& ends) {
+  return GroupedProductFunction::apply(rows, weight, ends);
+}
+
+GroupedProductPath set_grouped_product_path(GroupedProductPath path) { return product_path.exchange(path); }
+
+TORCH_LIBRARY_FRAGMENT(penstock, library) {
+  library.def("grouped_product(Tensor rows, Tensor weight, Tensor ends, bool transposed) -> Tensor");
+  library.def("grouped_outer(Tensor rows, Tensor gradient, Tensor ends) -> Tensor");
+}
+TORCH_LIBRARY_IMPL(penstock, CPU, library) {
+  library.impl("grouped_product", &grouped_product_cpu);
+  library.impl("grouped_outer", &grouped_outer_cpu);
+}
+TORCH_LIBRARY_IMPL(penstock, CUDA, library) {
+  library.impl("grouped_product", &grouped_product_cuda);
+  library.impl("grouped_outer", &grouped_outer_cuda);
+}
+TORCH_LIBRARY_IMPL(penstock, Meta, library) {
+  library.impl("grouped_product", &grouped_product_meta);
+  library.impl("grouped_outer", &grouped_outer_meta);
+}
+
+}  // namespace penstock

@@ -21,6 +21,7 @@ using detail::ConvolutionGradients;
 using detail::ConvolutionTensors;
 using detail::maybe;
 using detail::OptionalTensor;
+using detail::or_undefined;
 using detail::real_of;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
@@ -70,13 +71,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
 }
 
 struct Convolution : torch::autograd::Function<Convolution> {
+  // Absent tensors are empty optionals: LibTorch 1.13 looks for the device of every tensor.
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
-                            const at::Tensor& bias, const at::Tensor& documents, bool silu) {
+                            const OptionalTensor& bias, const OptionalTensor& documents, bool silu) {
     static const auto op =
         detail::operator_named<decltype(convolution_forward)>("penstock::causal_convolution");
-    context->save_for_backward({x, weight, bias, documents});
+    context->save_for_backward({x, weight, or_undefined(bias), or_undefined(documents)});
     context->saved_data["silu"] = silu;
-    return op.call(x, weight, maybe(bias), maybe(documents), silu);
+    return op.call(x, weight, bias, documents, silu);
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     static const auto op =
@@ -112,7 +114,7 @@ void check_convolution(const CausalConvolution& job) {
 
 at::Tensor causal_convolution(const CausalConvolution& job) {
   check_convolution(job);
-  return Convolution::apply(job.x, job.weight, job.bias, job.documents, job.silu);
+  return Convolution::apply(job.x, job.weight, maybe(job.bias), maybe(job.documents), job.silu);
 }
 
 ConvolutionPiece causal_convolution_step(const CausalConvolution& job, const at::Tensor& memory,

@@ -40,9 +40,9 @@ struct ScanOutputs {
 
 // What backward gets in addition.
 struct ScanGradientInputs {
-  at::Tensor values;              // gradient of the result, dtype of the values
-  at::Tensor last;                // gradient of the last state, real; undefined: zeros
-  at::Tensor states, last_state;  // ScanOutputs of forward
+  at::Tensor values;  // gradient of the result, dtype of the values
+  at::Tensor last;    // gradient of the last state, real; undefined: zeros
+  at::Tensor states;  // before each chunk, from forward
 };
 
 // `steps`, `decay`, `skip` and `initial` are real, the others have the dtype of the values. All are

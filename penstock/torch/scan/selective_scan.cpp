@@ -165,16 +165,17 @@ std::tuple<at::Tensor, at::Tensor> scan_step(const at::Tensor& values, const at:
 // ---- derivative ----
 
 struct Scan : torch::autograd::Function<Scan> {
+  // Absent tensors are empty optionals: LibTorch 1.13 looks for the device of every tensor.
   static variable_list forward(AutogradContext* context, const at::Tensor& values, const at::Tensor& steps,
                                const at::Tensor& decay, const at::Tensor& keys, const at::Tensor& queries,
-                               const at::Tensor& skip, const at::Tensor& documents, const at::Tensor& initial,
-                               std::int64_t chunk) {
+                               const at::Tensor& skip, const OptionalTensor& documents,
+                               const OptionalTensor& initial, std::int64_t chunk) {
     static const auto op = detail::operator_named<decltype(scan_forward)>("penstock::selective_scan");
     const auto [result, state, states] =
-        op.call(values, steps, decay, keys, queries, skip, maybe(documents), maybe(initial), chunk);
+        op.call(values, steps, decay, keys, queries, skip, documents, initial, chunk);
     context->set_materialize_grads(false);
-    context->save_for_backward(
-        {values, steps, decay, keys, queries, skip, documents, initial, state, states});
+    context->save_for_backward({values, steps, decay, keys, queries, skip, or_undefined(documents),
+                                or_undefined(initial), state, states});
     context->saved_data["chunk"] = chunk;
     return {result, state};
   }
@@ -242,10 +243,10 @@ void add_scan_operators(torch::Library& library) {
 ScanResult selective_scan(const SelectiveScan& scan) {
   check_scan(scan);
   const at::ScalarType dtype = scan.values.scalar_type(), real = real_of(dtype);
-  const variable_list results =
-      Scan::apply(scan.values, scan.steps.to(real), scan.decay.to(real), scan.keys.to(dtype),
-                  scan.queries.to(dtype), scan.skip.to(real), scan.documents,
-                  scan.initial_state.defined() ? scan.initial_state.to(real) : at::Tensor(), scan.chunk);
+  const variable_list results = Scan::apply(
+      scan.values, scan.steps.to(real), scan.decay.to(real), scan.keys.to(dtype), scan.queries.to(dtype),
+      scan.skip.to(real), maybe(scan.documents),
+      maybe(scan.initial_state.defined() ? scan.initial_state.to(real) : at::Tensor()), scan.chunk);
   return {.values = results[0], .state = results[1]};
 }
 

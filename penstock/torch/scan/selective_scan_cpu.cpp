@@ -5,11 +5,12 @@
 // exponential is computed once per token and head. The weights of one head and chunk stay in the cache.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <ATen/native/CPUBlas.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
 #include "penstock/torch/scan/scan_kernels.h"
@@ -37,17 +38,26 @@ Matrix<Real> from_row(Matrix<Real> matrix, std::int64_t row) {
   return matrix;
 }
 
-// out [rows, columns] = left [rows, inner] * right [inner, columns] + keep * out. BLAS is column-major: it
-// computes the transposed product.
+template <class Real>
+at::Tensor as_tensor(const Matrix<Real>& matrix, std::int64_t rows, std::int64_t columns) {
+  using Plain = std::remove_const_t<Real>;
+  const auto strides = matrix.transposed ? std::array<std::int64_t, 2>{1, matrix.stride}
+                                         : std::array<std::int64_t, 2>{matrix.stride, 1};
+  return at::from_blob(const_cast<Plain*>(matrix.data), {rows, columns}, strides,
+                       at::TensorOptions(c10::CppTypeToScalarType<Plain>::value));
+}
+
+// out [rows, columns] = left [rows, inner] * right [inner, columns] + keep * out. LibTorch passes such
+// matrices to BLAS in place.
 template <class Real>
 void multiply(std::int64_t rows, std::int64_t columns, std::int64_t inner, Matrix<const Real> left,
               Matrix<const Real> right, Matrix<Real> out, Real keep = 0) {
-  using at::native::TransposeType;
-  const auto kind = [](const Matrix<const Real>& matrix) {
-    return matrix.transposed ? TransposeType::Transpose : TransposeType::NoTranspose;
-  };
-  at::native::cpublas::gemm(kind(right), kind(left), columns, rows, inner, Real(1), right.data, right.stride,
-                            left.data, left.stride, keep, out.data, out.stride);
+  at::Tensor result = as_tensor(out, rows, columns);
+  const at::Tensor a = as_tensor(left, rows, inner), b = as_tensor(right, inner, columns);
+  if (keep == 0)
+    at::mm_out(result, a, b);
+  else
+    result.addmm_(a, b, keep, 1);
 }
 
 // The tokens of one chunk of one row of the batch.

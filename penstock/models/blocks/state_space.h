@@ -1,0 +1,72 @@
+// A selective state-space block of the Mamba-2 family, without the residual and the norm before it:
+//
+//   gate, value, key, query, step = projections of x
+//   value, key, query = silu(causal convolution)          depth-wise
+//   y = selective scan(value, softplus(step + step_bias), -exp(decay_log), key, query, skip)
+//   result = output(norm(y * silu(gate)))
+//
+//   models::StateSpace block({.width = 256}, 0);
+//   block->initialize("blocks.0.state_space", {.seed = 1});
+//   y = block->forward(norm->forward(x), documents);       // [batch, length, width]
+//
+// A token depends on itself and on the tokens before it in its document (torch/scan/document_starts.h).
+// Projections are computed in the dtype of autocast; steps, decays and states in float32.
+#pragma once
+
+#include <torch/nn/cloneable.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/pimpl.h>
+
+#include <cstdint>
+#include <string>
+
+#include "penstock/models/blocks/initial_values.h"
+#include "penstock/models/blocks/norm.h"
+#include "penstock/models/blocks/state_space_cache.h"
+#include "penstock/models/plan/state_space_options.h"
+
+namespace penstock::models {
+
+// Weights of one depth-wise convolution: [channels, taps] and [channels].
+class ChannelTapsImpl : public torch::nn::Cloneable<ChannelTapsImpl> {
+ public:
+  ChannelTapsImpl(std::int64_t channels, std::int64_t taps);
+  void reset() override;
+
+  at::Tensor weight, bias;
+
+ private:
+  std::int64_t channels_, taps_;
+};
+TORCH_MODULE(ChannelTaps);
+
+class StateSpaceImpl : public torch::nn::Cloneable<StateSpaceImpl> {
+ public:
+  // `block`: its index in the whole model, which identifies its memory in a cache.
+  StateSpaceImpl(const StateSpaceOptions& options, std::int64_t block);
+  void reset() override;
+  // Fills the parameters; `name` is the name of this module in the whole model.
+  void initialize(const std::string& name, const BlockInit& init);
+
+  // x [batch, length, width]; documents: integers [batch, length], or undefined. With a cache, x is what
+  // follows the tokens that the cache has seen, and the result equals that of the whole row.
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& documents = {}, StateSpaceCache* cache = nullptr);
+
+  torch::nn::Linear gate{nullptr}, value{nullptr}, key{nullptr}, query{nullptr}, step{nullptr},
+      output{nullptr};
+  ChannelTaps value_convolution{nullptr}, key_convolution{nullptr}, query_convolution{nullptr};
+  RmsNorm norm{nullptr};
+  at::Tensor step_bias, decay_log, skip;  // [heads]
+
+ private:
+  struct Projected;
+  Projected project(const at::Tensor& x) const;
+  at::Tensor mix(const Projected& in, const at::Tensor& documents) const;
+  at::Tensor mix_after(const Projected& in, const at::Tensor& documents, StateSpaceMemory& memory) const;
+
+  StateSpaceOptions options_;
+  std::int64_t block_;
+};
+TORCH_MODULE(StateSpace);
+
+}  // namespace penstock::models

@@ -1,0 +1,71 @@
+// Element-wise kernels of the batched scan (scan_batched.cpp), each of them one pass over memory. All tensors
+// are contiguous and on one GPU; the length is a multiple of the chunk. "Head-major" is [batch, chunks,
+// heads, chunk, ...], "group-major" [batch, chunks, groups, chunk, group width]. Sums and exponentials are
+// real. Private to this folder.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "penstock/torch/scan/scan_kernels.h"
+
+namespace penstock::detail {
+
+// The logarithms of decays, summed within a chunk: real [batch, chunks, heads, chunk].
+void launch_sums(const ScanTensors& in, const at::Tensor& sums);
+
+// weights [.., heads, chunk, chunk] = gram [.., groups, chunk, chunk] * decay between two tokens.
+void launch_weights(const ScanTensors& in, const at::Tensor& sums, const at::Tensor& gram,
+                    const at::Tensor& weights);
+
+// inputs = values * steps, head-major; passed = inputs * decay to the end of the chunk, group-major.
+void launch_inputs(const ScanTensors& in, const at::Tensor& sums, const at::Tensor& inputs,
+                   const at::Tensor& passed);
+
+// From what each chunk adds to the state to the state before each chunk, and the last one.
+void launch_pass(const ScanTensors& in, const at::Tensor& sums, const at::Tensor& added,
+                 const at::Tensor& states, const at::Tensor& last);
+
+// result = inside (head-major) + decay since the chunk began * read (group-major) + skip * values.
+void launch_join(const ScanTensors& in, const at::Tensor& sums, const at::Tensor& inside,
+                 const at::Tensor& read, const at::Tensor& result);
+
+// ---- backward ----
+
+// gradient: like the values. `arrived`: head-major copy; `scaled`: times the decay since the chunk began,
+// group-major.
+void launch_gradients(const ScanTensors& in, const at::Tensor& sums, const at::Tensor& gradient,
+                      const at::Tensor& arrived, const at::Tensor& scaled);
+
+// products [.., heads, chunk, chunk] become the weights; to_gram = sum over the heads of decay * products;
+// row_sums (real, like sums) = sum over the columns of weights * products.
+void launch_weights_backward(const ScanTensors& in, const at::Tensor& sums, const at::Tensor& gram,
+                             const at::Tensor& products, const at::Tensor& to_gram,
+                             const at::Tensor& row_sums);
+
+// From the gradients of states that arise within the chunks to those of the state after each chunk.
+// from_last (real) may be undefined.
+void launch_pass_backward(const ScanTensors& in, const at::Tensor& sums, const at::Tensor& added,
+                          const at::Tensor& from_last, const at::Tensor& gradients,
+                          const at::Tensor& initial);
+
+// ends (real [batch, chunks, heads]) = state after each chunk times its gradient.
+void launch_ends(const ScanTensors& in, const at::Tensor& states, const at::Tensor& last,
+                 const at::Tensor& gradients, const at::Tensor& ends);
+
+// Joins the paths of the gradients. row_sums becomes the gradient of `sums`; input_sums and skip_sums are
+// real and like `sums`.
+struct JoinedGradients {
+  at::Tensor gradient;      // of the result
+  at::Tensor inside;        // of the inputs within the chunk, head-major
+  at::Tensor passed, read;  // keys times gradients of states, and queries times states; group-major
+  at::Tensor ends;
+  at::Tensor values;  // out: gradient of the values
+  at::Tensor row_sums, input_sums, skip_sums;
+};
+void launch_join_backward(const ScanTensors& in, const at::Tensor& sums, const JoinedGradients& joined);
+
+// From the gradient of `sums` to those of steps [batch, length, heads] and, per token, of decay (like sums).
+void launch_steps_backward(const ScanTensors& in, const at::Tensor& to_sums, const at::Tensor& input_sums,
+                           const at::Tensor& steps, const at::Tensor& decay);
+
+}  // namespace penstock::detail

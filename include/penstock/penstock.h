@@ -27,6 +27,8 @@
 #include "penstock/generators.h"
 #include "penstock/gradients.h"
 #include "penstock/group.h"
+#include "penstock/hybrid.h"
+#include "penstock/hybrid_options.h"
 #include "penstock/language_model.h"
 #include "penstock/lower.h"
 #include "penstock/lr_schedule.h"

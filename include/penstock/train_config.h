@@ -32,8 +32,10 @@ namespace penstock::train {
 
 // Section [model]: the model.
 struct ModelConfig {
-  std::string preset = "tiny";    // named set of values; all other settings override it
-  std::string type = "auto";      // which model: auto, transformer, or one that the program registered
+  std::string preset = "tiny";  // named set of values; all other settings override it
+  // Which model: auto, transformer, hybrid, or one that the program registered; auto: transformer if it can
+  // have all settings, else hybrid.
+  std::string type = "auto";
   std::int64_t vocabulary = 257;  // vocabulary size; byte tokens need 257
   std::int64_t width = 192;       // width of the residual stream; must be a multiple of heads
   std::int64_t layers = 4;        // number of blocks in the model
@@ -47,8 +49,31 @@ struct ModelConfig {
   double norm_epsilon = 1e-5;  // epsilon of the normalization layers
   bool tie_head = true;        // share the embedding weight with the output layer
   double dropout = 0;          // dropout probability during training
-  // One letter per block (A: attention), with | where a pipeline stage ends; empty: A for each layer.
+  // One letter per block (A: attention, M: state space, E: experts, F: feed-forward), with | where a pipeline
+  // stage ends; empty: A for each layer.
   std::string pattern;
+  bool attention_feed = true;             // an A has a feed-forward part of its own after its attention
+  std::string norm = "rms_norm";          // normalization of the blocks: rms_norm or dynamic_tanh
+  bool embed_scale = false;               // multiply embeddings by the square root of the width
+  std::vector<std::int64_t> windows;      // tokens an attention block sees; 0: all; repeated over the blocks
+  std::vector<std::int64_t> nope_layers;  // blocks, counted from 0, whose attention has no rotary positions
+  std::int64_t bos_token = 0;             // documents begin at this token if the data has none; 0: no
+  std::int64_t state_size = 128;          // M: elements of the state for each element of a head
+  std::int64_t state_head_width = 64;     // M: elements of a head
+  std::int64_t state_expand = 2;          // M: inner width as a multiple of the width
+  std::int64_t state_groups = 1;          // M: groups of heads that share keys and queries
+  std::int64_t state_kernel = 4;          // M: taps of the convolution
+  std::int64_t state_chunk = 128;         // M: tokens that are computed at once
+  std::int64_t experts = 8;               // E: number of experts
+  std::int64_t top_k = 2;                 // E: experts per token
+  std::int64_t expert_width = 0;          // E: inner width of an expert; 0: same as feed_width
+  std::string router_scores = "softmax";  // E: softmax over the experts, or sigmoid of each
+  bool router_normalize = true;           // E: the weights of a token's experts sum to 1
+  double router_bias_rate = 0;            // E: step of the bias that balances the experts; 0: no bias
+  std::int64_t shared_expert_width = 0;   // E: inner width of an expert that serves every token; 0: none
+  double capacity_factor = 0;             // E: limit of an expert / its even share; 0: no token is dropped
+  double balance_weight = 0.01;           // E: weight of the loss that balances the experts
+  double router_z_weight = 0.001;         // E: weight of the loss that keeps router logits small
   // Compares all members.
   friend bool operator==(const ModelConfig&, const ModelConfig&) = default;
 };

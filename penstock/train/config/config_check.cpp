@@ -80,12 +80,10 @@ class Completion {
         block_before = false;
         continue;
       }
-      if (c == 'M' || c == 'E')
-        return problem(describe(setting_text("model.pattern"), fmt::format("block {}", c), "A",
-                                "blocks M and E are not implemented yet"));
-      if (c != 'A')
+      if (std::string_view("AMEF").find(c) == std::string_view::npos)
         return problem(describe(setting_text("model.pattern"), fmt::format("'{}'", c),
-                                "A for a block, | for the end of a stage"));
+                                "A (attention), M (state space), E (experts), F (feed-forward), or | for "
+                                "the end of a stage"));
       ++blocks;
       block_before = true;
     }

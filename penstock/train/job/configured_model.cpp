@@ -12,6 +12,7 @@
 #include "penstock/base/describe.h"
 #include "penstock/base/quote.h"
 #include "penstock/errors.h"
+#include "penstock/models/hybrid/trainable_hybrid.h"
 #include "penstock/models/transformer/trainable_transformer.h"
 #include "penstock/trainer.h"
 
@@ -20,6 +21,18 @@ namespace {
 
 std::shared_ptr<models::TrainableModel> make_transformer(const TrainConfig& config) {
   return models::trainable_transformer(transformer_options(config.model));
+}
+
+std::shared_ptr<models::TrainableModel> make_hybrid(const TrainConfig& config) {
+  return models::trainable_hybrid(hybrid_options(config.model),
+                                  1.0 / static_cast<double>(config.training.accumulation));
+}
+
+// The transformer has no other blocks than A with a feed-forward part, and none of the options of others.
+bool fits_transformer(const ModelConfig& model) {
+  return model.attention_feed && model.norm == "rms_norm" && !model.embed_scale && model.windows.empty() &&
+         model.nope_layers.empty() && model.bos_token == 0 &&
+         model.pattern.find_first_not_of("A|") == std::string::npos;
 }
 
 // Models by name. Registered at the start of a program, read by the threads of its ranks.
@@ -48,7 +61,7 @@ class Models {
   }
 
  private:
-  Models() { factories_.emplace("transformer", make_transformer); }
+  Models() : factories_{{"transformer", make_transformer}, {"hybrid", make_hybrid}} {}
 
   mutable std::mutex mutex_;
   std::map<std::string, ModelFactory> factories_;
@@ -71,10 +84,54 @@ models::TransformerOptions transformer_options(const ModelConfig& config) {
       .resolved();
 }
 
+models::HybridOptions hybrid_options(const ModelConfig& config) {
+  const std::string pattern =
+      config.pattern.empty() ? std::string(static_cast<std::size_t>(config.layers), 'A') : config.pattern;
+  models::HybridOptions options{.pattern = pattern,
+                                .vocabulary = config.vocabulary,
+                                .width = config.width,
+                                .context = config.context,
+                                .norm = config.norm,
+                                .norm_epsilon = config.norm_epsilon,
+                                .tie_head = config.tie_head,
+                                .embed_scale = config.embed_scale,
+                                .dropout = config.dropout};
+  options.heads = config.heads;
+  options.key_value_heads = config.key_value_heads;
+  options.feed_width = config.feed_width;
+  options.attention_feed = config.attention_feed;
+  options.rope_theta = config.rope_theta;
+  options.windows = config.windows;
+  options.nope_layers = config.nope_layers;
+  options.bos_token = config.bos_token;
+  options.state_size = config.state_size;
+  options.state_head_width = config.state_head_width;
+  options.state_expand = config.state_expand;
+  options.state_groups = config.state_groups;
+  options.state_kernel = config.state_kernel;
+  options.state_chunk = config.state_chunk;
+  options.experts = config.experts;
+  options.top_k = config.top_k;
+  options.expert_width = config.expert_width;
+  options.router_scores = config.router_scores;
+  options.router_normalize = config.router_normalize;
+  options.router_bias_rate = config.router_bias_rate;
+  options.shared_expert_width = config.shared_expert_width;
+  options.capacity_factor = config.capacity_factor;
+  options.balance_weight = config.balance_weight;
+  options.router_z_weight = config.router_z_weight;
+  return options.resolved();
+}
+
 std::shared_ptr<models::TrainableModel> configured_model(const TrainConfig& config) {
-  const std::string& type = config.model.type;
-  std::shared_ptr<models::TrainableModel> model =
-      Models::all().find(type == "auto" ? "transformer" : type)(config);
+  std::string type = config.model.type;
+  if (type == "auto") type = fits_transformer(config.model) ? "transformer" : "hybrid";
+  if (type == "transformer" && !fits_transformer(config.model))
+    throw ConfigError(describe("model.type", "transformer, with settings that it cannot have",
+                               "A blocks with a feed-forward part, rms_norm, and no windows, nope_layers, "
+                               "embed_scale or bos_token",
+                               "set model.type to hybrid or auto"));
+  std::shared_ptr<models::TrainableModel> model = Models::all().find(type)(config);
   if (!model) throw StateError(fmt::format("register_model(\"{}\"): the function returned no model", type));
   return model;
 }

@@ -8,6 +8,7 @@
 
 #include <memory>
 
+#include "penstock/hybrid_options.h"
 #include "penstock/train_config.h"
 #include "penstock/trainable_model.h"
 #include "penstock/transformer_options.h"
@@ -19,5 +20,7 @@ std::shared_ptr<models::TrainableModel> configured_model(const TrainConfig& conf
 
 // Returns the options of the transformer that the configuration describes. Throws ConfigError.
 models::TransformerOptions transformer_options(const ModelConfig& config);
+// Returns those of the hybrid model. Throws ConfigError.
+models::HybridOptions hybrid_options(const ModelConfig& config);
 
 }  // namespace penstock::train

@@ -1,0 +1,91 @@
+// A hybrid language model, whole or as stages of a pipeline: attention, state-space, expert and feed-forward
+// blocks in the order of a pattern.
+//
+//   models::HybridOptions options{.pattern = "AEME", .vocabulary = 256, .width = 128, .heads = 4};
+//   models::HybridStage model(options);
+//   model->set_initial_values(42);
+//   at::Tensor logits = model->forward(tokens);  // [batch, length] -> [batch, length, vocabulary]
+//   models::token_loss(logits, targets, double(targets.numel())).backward();
+//
+// Auxiliary losses of the blocks (balance and size of the routers' logits) enter the backward where they
+// arise, weighted as the options say: the gradients are those of token_loss + sum of weight * loss, however
+// the model is cut into stages.
+//
+// Parameters have the same names in every stage and layout: embed.weight, norm.weight, head.weight and
+// blocks.I.NAME, where I counts the letters of the pattern. A model of A blocks with attention_feed has the
+// names of a transformer.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "penstock/hybrid_options.h"
+#include "penstock/language_model.h"
+#include "penstock/pytree.h"
+#include "penstock/trainable_model.h"
+
+namespace penstock::models {
+
+// The value of an auxiliary loss of the last forward.
+struct AuxiliaryLoss {
+  std::string name;   // "balance"
+  at::Tensor value;   // a scalar without gradient: the mean over the blocks that have this loss
+  double weight = 0;  // by which it is multiplied
+};
+
+// The module behind a HybridStage: the blocks of one stage, with the embedding at the first stage and the
+// final norm and the head at the last one. A whole model is a single stage.
+//
+// A tied head has no weight of its own: it uses embed.weight. If the last stage is not the first, it holds a
+// copy under the same name, and the gradients of both must be added (stages_of_parameter). In fake mode only
+// shapes are computed. Thread safety: one thread at a time.
+class HybridStageImpl : public ModelStage {
+ public:
+  // The whole model. Throws ConfigError for inconsistent options.
+  explicit HybridStageImpl(const HybridOptions& options);
+  // One part of it. Throws ConfigError for inconsistent options, ValueError if the model has no such part.
+  HybridStageImpl(const HybridOptions& options, const StagePart& part);
+  // Destroys the module.
+  ~HybridStageImpl() override;
+
+  // Returns hidden states [batch, length, width], at the last stage logits [batch, length, vocabulary].
+  //
+  // `x`: tokens [batch, length], Long or Int, at the first stage; hidden states at the others. `documents`:
+  // integers [batch, length]; attention and states do not reach into another document. Undefined: each row is
+  // one document, or, with bos_token, documents begin at that token: pass tokens' documents to later stages.
+  // Throws ValueError for other shapes and for sequences that are longer than the context.
+  at::Tensor forward(at::Tensor x, at::Tensor documents = {});
+  // The same with keyword arguments, as pipelines pass them: a dict with "documents", or none.
+  at::Tensor forward_with(at::Tensor x, const Tree& keywords) override;
+
+  // Returns the auxiliary losses of the last forward of this stage, by name.
+  const std::vector<AuxiliaryLoss>& auxiliary_losses() const;
+  // Sets the factor of auxiliary losses in the backward, besides the loss scale of the step: 1 / runs of a
+  // schedule whose gradients are accumulated. Default 1.
+  void set_auxiliary_scale(double scale);
+
+  // Returns the options, with zeros replaced by their defaults.
+  const HybridOptions& options() const;
+  // As in ModelStage.
+  const StagePart& part() const override;
+  std::int64_t context() const override { return options().context; }
+  std::vector<std::shared_ptr<torch::nn::Module>> blocks() const override;
+  void set_initial_values(std::uint64_t seed) override;
+  std::unique_ptr<StageCache> make_cache(std::int64_t capacity) const override;
+  at::Tensor forward_cached(const at::Tensor& x, StageCache& cache) override;
+  at::Tensor separate_last_use(const std::string& tied) override;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+// A handle of a HybridStageImpl: copies share the module.
+TORCH_MODULE(HybridStage);
+
+}  // namespace penstock::models

@@ -1,0 +1,100 @@
+#include "penstock/models/hybrid/hybrid_block.h"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+
+#include <utility>
+
+#include "penstock/fully_shard.h"
+#include "penstock/models/blocks/block.h"
+#include "penstock/random.h"
+
+namespace penstock::models {
+namespace {
+
+const char* module_name(BlockKind kind) {
+  switch (kind) {
+    case BlockKind::Attention:
+      return "attention";
+    case BlockKind::StateSpace:
+      return "state_space";
+    case BlockKind::Experts:
+      return "experts";
+    case BlockKind::FeedForward:
+      return "feed";
+  }
+  return "";
+}
+
+}  // namespace
+
+HybridBlockImpl::HybridBlockImpl(const HybridOptions& options, const HybridParts& parts, std::int64_t number)
+    : dropout_(options.dropout), number_(number), kind_(parts.kind(number)) {
+  const std::string name = module_name(kind_);
+  first_norm_ = AnyNorm(parts.norm);
+  register_module(name + "_norm", first_norm_.module());
+  switch (kind_) {
+    case BlockKind::Attention:
+      attention_ = register_module(name, Attention(parts.attention, number));
+      break;
+    case BlockKind::StateSpace:
+      state_space_ = register_module(name, StateSpace(parts.state_space));
+      break;
+    case BlockKind::Experts:
+      experts_ = register_module(name, Experts(parts.experts, fmt::format("blocks.{}.experts", number)));
+      break;
+    case BlockKind::FeedForward:
+      feed_ = register_module(name, FeedForward(options.width, options.feed_width));
+      break;
+  }
+  if (kind_ == BlockKind::Attention && options.attention_feed) {
+    feed_norm_ = AnyNorm(parts.norm);
+    register_module("feed_norm", feed_norm_.module());
+    feed_ = register_module("feed", FeedForward(options.width, options.feed_width));
+  }
+}
+
+at::Tensor HybridBlockImpl::dropped(const at::Tensor& added, const char* residual) const {
+  if (dropout_ == 0 || !is_training()) return added;
+  return drop(added, dropout_, layer_from_name(fmt::format("blocks.{}.{}", number_, residual)), true);
+}
+
+BlockResult HybridBlockImpl::forward(const at::Tensor& input, const HybridContext& context) {
+  const ForwardScope scope(*this);  // sharded parameters are gathered from here on
+  const at::Tensor x = scope.input(input);
+  const at::Tensor in = first_norm_.forward(x);
+  BlockResult added;
+  switch (kind_) {
+    case BlockKind::Attention:
+      added.hidden = attention_->forward(in, context.attention);
+      break;
+    case BlockKind::StateSpace:
+      added.hidden = state_space_->forward(in, context.documents, context.states, number_);
+      break;
+    case BlockKind::Experts:
+      added = experts_->forward(in);
+      break;
+    case BlockKind::FeedForward:
+      added.hidden = feed_->forward(in);
+      break;
+  }
+  at::Tensor sum = x + dropped(added.hidden, module_name(kind_));
+  if (kind_ == BlockKind::Attention && !feed_.is_empty())
+    sum = sum + dropped(feed_->forward(feed_norm_.forward(sum)), "feed");
+  return {scope.output(sum), std::move(added.losses)};
+}
+
+void HybridBlockImpl::initialize(const BlockInit& init) {
+  const std::string at = fmt::format("blocks.{}.", number_), name = at + module_name(kind_);
+  first_norm_.initialize(name + "_norm", init);
+  if (!attention_.is_empty()) attention_->initialize(name, init);
+  if (!state_space_.is_empty()) state_space_->initialize(name, init);
+  if (!experts_.is_empty()) experts_->initialize(name, init);
+  if (feed_.is_empty()) return;
+  if (kind_ == BlockKind::Attention) feed_norm_.initialize(at + "feed_norm", init);
+  fill_normal(feed_->gate->weight, at + "feed.gate.weight", init.seed, init.deviation);
+  fill_normal(feed_->up->weight, at + "feed.up.weight", init.seed, init.deviation);
+  fill_normal(feed_->down->weight, at + "feed.down.weight", init.seed, init.residual);
+}
+
+}  // namespace penstock::models

@@ -1,0 +1,57 @@
+// One letter of a hybrid model: x + block(norm(x)), where the block is attention, state space, experts or
+// feed-forward. With attention_feed an attention block has a second residual, a feed-forward.
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include <cstdint>
+#include <string>
+
+#include "penstock/models/blocks/any_norm.h"
+#include "penstock/models/blocks/attention.h"
+#include "penstock/models/blocks/block_result.h"
+#include "penstock/models/blocks/experts.h"
+#include "penstock/models/blocks/feed_forward.h"
+#include "penstock/models/blocks/initial_values.h"
+#include "penstock/models/blocks/state_space.h"
+#include "penstock/models/plan/hybrid_parts.h"
+
+namespace penstock::models {
+
+// Shared by all blocks of a forward.
+struct HybridContext {
+  AttentionContext attention;
+  at::Tensor documents;               // [batch, length]; undefined: each row is one document
+  StateSpaceCache* states = nullptr;  // for generation; null: rows begin with this forward
+};
+
+class HybridBlockImpl : public torch::nn::Module {
+ public:
+  // `number`: its index in the whole model, which identifies dropout masks and the entries of caches.
+  HybridBlockImpl(const HybridOptions& options, const HybridParts& parts, std::int64_t number);
+
+  // x [batch, length, width]. Dropout in training mode requires a step (penstock/step_context.h).
+  BlockResult forward(const at::Tensor& x, const HybridContext& context);
+  // Fills the parameters as functions of seed and name.
+  void initialize(const BlockInit& init);
+
+  std::int64_t number() const { return number_; }
+  BlockKind kind() const { return kind_; }
+
+ private:
+  // What a residual adds, with dropout.
+  at::Tensor dropped(const at::Tensor& added, const char* residual) const;
+
+  double dropout_;
+  std::int64_t number_;
+  BlockKind kind_;
+  AnyNorm first_norm_, feed_norm_;
+  Attention attention_{nullptr};
+  StateSpace state_space_{nullptr};
+  Experts experts_{nullptr};
+  FeedForward feed_{nullptr};
+};
+TORCH_MODULE(HybridBlock);
+
+}  // namespace penstock::models

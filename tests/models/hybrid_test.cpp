@@ -204,12 +204,12 @@ TEST(Hybrid, AuxiliaryLossesAreScaledLikeTheLoss) {
 }
 
 TEST(Hybrid, CachedLogitsAreThoseOfTheWholeRow) {
-  for (const std::string& pattern : {"A", "M", "E", "AEME", "MAFE"})
+  for (const std::string pattern : {"A", "M", "E", "AEME", "MAFE"})
     for (const std::vector<std::int64_t>& windows : {std::vector<std::int64_t>{}, {3, 0}}) {
       SCOPED_TRACE(pattern);
       HybridOptions options = hybrid(pattern);
       options.windows = windows;
-      if (pattern == std::string("AEME")) options.nope_layers = {0};
+      if (pattern == "AEME") options.nope_layers = {0};
       HybridStage model = made(options);
       model->eval();
       const at::Tensor tokens = tokens_of(2, 20);
@@ -231,7 +231,7 @@ TEST(Hybrid, CachedLogitsAreThoseOfTheWholeRow) {
 }
 
 TEST(Hybrid, ADocumentIsComputedAsIfAlone) {
-  for (const std::string& pattern : {"A", "M", "AEME"}) {
+  for (const std::string pattern : {"A", "M", "AEME"}) {
     SCOPED_TRACE(pattern);
     HybridStage model = made(hybrid(pattern));
     model->eval();
@@ -258,7 +258,7 @@ TEST(Hybrid, StagesStartWithTheValuesOfTheWhole) {
 }
 
 TEST(Hybrid, CompiledEqualsEager) {
-  for (const std::string& pattern : {"AEME", "MF"}) {
+  for (const std::string pattern : {"AEME", "MF"}) {
     SCOPED_TRACE(pattern);
     const HybridOptions options = hybrid(pattern);
     HybridStage eager = made(options, at::kFloat), original = made(options, at::kFloat);

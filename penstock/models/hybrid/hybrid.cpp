@@ -16,6 +16,7 @@
 #include "penstock/errors.h"
 #include "penstock/fully_shard.h"
 #include "penstock/models/blocks/any_norm.h"
+#include "penstock/models/blocks/attention_metadata.h"
 #include "penstock/models/blocks/auxiliary_loss.h"
 #include "penstock/models/blocks/block.h"
 #include "penstock/models/blocks/rotary.h"
@@ -245,6 +246,7 @@ at::Tensor HybridStageImpl::forward_cached(const at::Tensor& x, StageCache& cach
                                      .documents = {},
                                      .states = &own->states});
   own->keys.advance(added);
+  own->states.advance(added);
   own->seen += added;
   return result;
 }

@@ -38,7 +38,7 @@ HybridBlockImpl::HybridBlockImpl(const HybridOptions& options, const HybridParts
       attention_ = register_module(name, Attention(parts.attention, number));
       break;
     case BlockKind::StateSpace:
-      state_space_ = register_module(name, StateSpace(parts.state_space));
+      state_space_ = register_module(name, StateSpace(parts.state_space, number));
       break;
     case BlockKind::Experts:
       experts_ = register_module(name, Experts(parts.experts, fmt::format("blocks.{}.experts", number)));
@@ -69,7 +69,7 @@ BlockResult HybridBlockImpl::forward(const at::Tensor& input, const HybridContex
       added.hidden = attention_->forward(in, context.attention);
       break;
     case BlockKind::StateSpace:
-      added.hidden = state_space_->forward(in, context.documents, context.states, number_);
+      added.hidden = state_space_->forward(in, context.documents, context.states);
       break;
     case BlockKind::Experts:
       added = experts_->forward(in);

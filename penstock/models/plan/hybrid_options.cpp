@@ -99,8 +99,8 @@ BlockPlan block_plan(const HybridOptions& options, const HybridParts& parts, std
       break;
     }
     case BlockKind::StateSpace:
-      add_residual(block, parts, at, "state_space", parts.state_space.shapes(at + "state_space"));
-      block.flops_per_token += parts.state_space.flops_per_token(options.context);
+      add_residual(block, parts, at, "state_space", parameter_shapes(parts.state_space, at + "state_space"));
+      block.flops_per_token += flops_per_token(parts.state_space, options.context);
       block.moved_per_token += 16 * width * static_cast<double>(options.state_expand);
       break;
     case BlockKind::Experts:
@@ -158,7 +158,10 @@ HybridParts hybrid_parts(const HybridOptions& options) {
   parts.norm.check();
   const auto layers = static_cast<std::int64_t>(parts.pattern.blocks.size());
   if (uses(parts.pattern, BlockKind::Attention)) parts.attention = attention_of(options, layers).resolved();
-  if (uses(parts.pattern, BlockKind::StateSpace)) parts.state_space = state_space_of(options).resolved();
+  if (uses(parts.pattern, BlockKind::StateSpace)) {
+    parts.state_space = state_space_of(options);
+    parts.state_space.check();
+  }
   if (uses(parts.pattern, BlockKind::Experts)) {
     parts.experts = experts_of(options);
     parts.experts.check();

@@ -10,7 +10,7 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/transformer_options.h"
+#include "penstock/models/plan/element_count.h"
 
 namespace penstock::models {
 
@@ -28,17 +28,6 @@ inline void require_at_least(std::int64_t least, std::string_view key, std::int6
 // The full name of a parameter: "blocks.3" and "gamma" make "blocks.3.gamma".
 inline std::string parameter_name(std::string_view prefix, std::string_view name) {
   return prefix.empty() ? std::string(name) : fmt::format("{}.{}", prefix, name);
-}
-
-// The number of elements of all these parameters.
-inline std::int64_t element_count(const std::vector<ParameterShape>& shapes) {
-  std::int64_t sum = 0;
-  for (const ParameterShape& shape : shapes) {
-    std::int64_t product = 1;
-    for (const std::int64_t size : shape.shape) product *= size;
-    sum += product;
-  }
-  return sum;
 }
 
 }  // namespace penstock::models

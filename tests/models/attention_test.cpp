@@ -202,7 +202,10 @@ TEST(AttentionBlock, UnderAutocast) {
 // One layer after another with different windows in one cache, as in a model.
 at::Tensor run_layers(std::vector<Attention>& layers, const at::Tensor& x, const AttentionContext& context) {
   at::Tensor hidden = x;
-  for (Attention& layer : layers) hidden = hidden + layer->forward(hidden, context);
+  for (Attention& layer : layers) {
+    const at::Tensor normed = hidden / hidden.pow(2).mean(-1, true).sqrt();
+    hidden = hidden + layer->forward(normed, context);
+  }
   return hidden;
 }
 

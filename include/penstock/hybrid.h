@@ -34,8 +34,10 @@ namespace penstock::models {
 
 // The value of an auxiliary loss of the last forward.
 struct AuxiliaryLoss {
-  std::string name;   // "balance"
-  at::Tensor value;   // a scalar without gradient: the mean over the blocks that have this loss
+  std::string name;  // "balance"
+  // A scalar without gradient: the sum over the blocks of this stage, divided by the number of blocks of the
+  // whole model that have this loss. The sum over the stages is the mean over the blocks.
+  at::Tensor value;
   double weight = 0;  // by which it is multiplied
 };
 

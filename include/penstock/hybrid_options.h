@@ -56,7 +56,6 @@ struct HybridOptions {
   std::int64_t expert_width = 0;          // inner width of an expert; 0: feed_width
   std::string router_scores = "softmax";  // softmax over the experts, or sigmoid of each
   bool router_normalize = true;           // the weights of a token's experts sum to 1
-  double router_bias_rate = 0;            // step of the bias that balances the experts; 0: no bias
   std::int64_t shared_expert_width = 0;   // inner width of an expert that serves every token; 0: none
   double capacity_factor = 0;             // 0: no token is dropped; else an expert's limit / its even share
   double balance_weight = 0.01;           // of the loss that balances the experts

@@ -69,7 +69,6 @@ struct ModelConfig {
   std::int64_t expert_width = 0;          // E: inner width of an expert; 0: same as feed_width
   std::string router_scores = "softmax";  // E: softmax over the experts, or sigmoid of each
   bool router_normalize = true;           // E: the weights of a token's experts sum to 1
-  double router_bias_rate = 0;            // E: step of the bias that balances the experts; 0: no bias
   std::int64_t shared_expert_width = 0;   // E: inner width of an expert that serves every token; 0: none
   double capacity_factor = 0;             // E: limit of an expert / its even share; 0: no token is dropped
   double balance_weight = 0.01;           // E: weight of the loss that balances the experts

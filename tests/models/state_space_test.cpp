@@ -45,7 +45,7 @@ at::Tensor random_documents(std::int64_t batch, std::int64_t length) {
 }
 
 // The formulas of state_space.h with one operator at a time, in the dtype of the parameters.
-at::Tensor plain_forward(const StateSpace& block, const StateSpaceOptions& o, const at::Tensor& x,
+at::Tensor plain_forward(StateSpace& block, const StateSpaceOptions& o, const at::Tensor& x,
                          const at::Tensor& documents) {
   const std::int64_t batch = x.size(0), length = x.size(1), heads = o.heads(), p = o.state_head_width;
   const auto begins = [&](std::int64_t b, std::int64_t t) {
@@ -104,7 +104,7 @@ TEST(StateSpace, EqualsItsFormulasWithGradients) {
     options.state_kernel = number % 4 + 1;
     const std::int64_t length = number == 0 ? 1 : 3 + 2 * number;  // with and without a rest of a chunk
     const at::Tensor documents = number % 3 == 1 ? random_documents(2, length) : at::Tensor();
-    const StateSpace block = made_block(options);
+    StateSpace block = made_block(options);
     const at::Tensor x = at::randn({2, length, 12}, at::kDouble).set_requires_grad(true),
                      by = at::randn({2, length, 12}, at::kDouble);
     const auto gradients_of = [&](const at::Tensor& y) {
@@ -126,7 +126,7 @@ TEST(StateSpace, EqualsItsFormulasWithGradients) {
 TEST(StateSpace, UnderAutocast) {
   torch::manual_seed(2);
   const StateSpaceOptions options = small_options();
-  const StateSpace block = made_block(options, at::kFloat);
+  StateSpace block = made_block(options, at::kFloat);
   for (const std::int64_t length : {10, 70}) {  // several products, and one
     const at::Tensor x = at::randn({1, length, 12}).set_requires_grad(true);
     const at::Tensor exact = block->forward(x);
@@ -155,7 +155,7 @@ TEST(StateSpace, MemoryEqualsTheWholeRow) {
     for (const bool with_documents : {false, true}) {
       StateSpaceOptions options = small_options();
       options.state_kernel = taps;
-      const StateSpace block = made_block(options);
+      StateSpace block = made_block(options);
       const std::int64_t length = 17;
       const at::Tensor x = at::randn({3, length, 12}, at::kDouble),
                        documents = with_documents ? random_documents(3, length) : at::Tensor();
@@ -179,7 +179,7 @@ TEST(StateSpace, MemoryEqualsTheWholeRow) {
 }
 
 TEST(StateSpace, MemoryRefusesOtherRows) {
-  const StateSpace block = made_block(small_options());
+  StateSpace block = made_block(small_options());
   StateSpaceCache cache;
   const at::Tensor x = at::randn({2, 3, 12}, at::kDouble);
   block->forward(x, at::Tensor(), &cache);
@@ -200,7 +200,7 @@ TEST(StateSpace, MemoryRefusesOtherRows) {
 TEST(StateSpace, CompiledEqualsEager) {
   for (const bool with_documents : {false, true}) {
     torch::manual_seed(4);
-    const StateSpace plain = made_block(small_options()), original = made_block(small_options());
+    StateSpace plain = made_block(small_options()), original = made_block(small_options());
     struct Module : torch::nn::Module {
       explicit Module(StateSpace inner) : block(std::move(inner)) { register_module("block", block); }
       at::Tensor forward(const at::Tensor& x, const at::Tensor& documents) {

@@ -210,7 +210,7 @@ TEST(Config, InconsistentValuesNameTheRemedy) {
       {{"--transport", "nccl", "--device", "cpu"}, {"layout.transport", "auto"}},
       {{"--data", "src", "--shards", "data"}, {"leave one of them out"}},
       {{"--validation_fraction", "0"}, {"validate_every to 0"}},
-      {{"--pattern", "AAMA"}, {"not implemented yet"}},
+      {{"--pattern", "AAXA"}, {"A (attention), M (state space)"}},
       {{"--pattern", "AAXA"}, {"'X'"}},
       {{"--pattern", "|AA"}, {"a stage without blocks"}},
       {{"--pattern", "AA|"}, {"a stage without blocks"}},

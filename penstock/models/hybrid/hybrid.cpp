@@ -7,6 +7,7 @@
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 
+#include <algorithm>
 #include <cmath>
 #include <optional>
 #include <string>
@@ -157,15 +158,30 @@ at::Tensor HybridStageImpl::Impl::run(const at::Tensor& input, const HybridConte
   return scope.output(at::linear(norm.forward(x), head_weight()));
 }
 
-// The losses enter the backward with the factor of the model's own loss: the loss scale of the step, and
-// the share of this run. The runtime divides all gradients by the number of microbatches.
+// A loss of the model is the mean over its blocks, wherever they are: each stage adds its own terms. They
+// enter the backward with the factor of the model's own loss: the loss scale of the step, and the share of
+// this run. The runtime divides all gradients by the number of microbatches.
 at::Tensor HybridStageImpl::Impl::with_losses(const at::Tensor& hidden,
                                               const std::vector<NamedLoss>& losses) {
   auxiliary.clear();
-  for (const NamedLoss& loss : mean_by_name(losses))
-    auxiliary.push_back({loss.name, loss.value.detach(), parts.weights.of(loss.name)});
+  if (losses.empty()) return hidden;
+  const double share = 1 / static_cast<double>(std::count(parts.pattern.blocks.begin(),
+                                                          parts.pattern.blocks.end(), BlockKind::Experts));
+  at::Tensor total;
+  for (const NamedLoss& loss : losses) {
+    const double weight = parts.weights.of(loss.name);
+    const at::Tensor term = loss.value * (weight * share);
+    total = total.defined() ? total + term : term;
+    const at::Tensor value = loss.value.detach() * share;
+    const auto same = std::find_if(auxiliary.begin(), auxiliary.end(),
+                                   [&](const AuxiliaryLoss& each) { return each.name == loss.name; });
+    if (same == auxiliary.end())
+      auxiliary.push_back({loss.name, value, weight});
+    else
+      same->value = same->value + value;
+  }
   if (!stage.is_training() || !at::GradMode::is_enabled()) return hidden;
-  return inject_losses(hidden, losses, parts.weights, auxiliary_scale * StepContext::current()->loss_scale);
+  return inject_loss(hidden, total, auxiliary_scale * StepContext::current()->loss_scale);
 }
 
 HybridStageImpl::HybridStageImpl(const HybridOptions& options)

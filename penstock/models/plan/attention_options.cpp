@@ -24,10 +24,9 @@ std::string list_text(const std::vector<std::int64_t>& values) {
 void check_heads_of(const AttentionOptions& whole, const AttentionOptions& given) {
   require_attention(given.head_width > 0 || given.width % given.heads == 0, "heads",
                     fmt::format("{}", given.heads), fmt::format("a divisor of width, {}", given.width),
-                    "use another number of heads, or set model.head_width");
+                    "use another number of heads");
   require_attention(whole.head_width % 2 == 0, "head_width", fmt::format("{}", whole.head_width),
-                    "an even number, because rotary positions rotate pairs",
-                    "set model.head_width, or use another number of heads");
+                    "an even number, because rotary positions rotate pairs", "use another number of heads");
   require_attention(whole.heads % whole.key_value_heads == 0, "key_value_heads",
                     fmt::format("{}", given.key_value_heads),
                     fmt::format("a divisor of heads, {}", whole.heads));

@@ -56,7 +56,6 @@ ExpertOptions experts_of(const HybridOptions& options) {
           .expert_width = options.expert_width,
           .router_scores = parse_router_scores(options.router_scores),
           .router_normalize = options.router_normalize,
-          .router_bias_rate = options.router_bias_rate,
           .shared_expert_width = options.shared_expert_width,
           .capacity_factor = options.capacity_factor};
 }
@@ -99,7 +98,7 @@ BlockPlan block_plan(const HybridOptions& options, const HybridParts& parts, std
       break;
     }
     case BlockKind::StateSpace:
-      add_residual(block, parts, at, "state_space", parameter_shapes(parts.state_space, at + "state_space"));
+      add_residual(block, parts, at, "state_space", parameter_shapes(parts.state_space, at + "state_space."));
       block.flops_per_token += flops_per_token(parts.state_space, options.context);
       block.moved_per_token += 16 * width * static_cast<double>(options.state_expand);
       break;

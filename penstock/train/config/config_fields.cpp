@@ -116,8 +116,6 @@ std::vector<ConfigField> make_fields() {
        {"softmax", "sigmoid"}},
       {"model", "router_normalize", "E: the weights of a token's experts sum to 1",
        at(&T::model, &M::router_normalize)},
-      {"model", "router_bias_rate", "E: step of the bias that balances the experts; 0: no bias",
-       at(&T::model, &M::router_bias_rate), 0, 0.99},
       {"model", "shared_expert_width", "E: inner width of an expert that serves every token; 0: none",
        at(&T::model, &M::shared_expert_width), 0, 1 << 22},
       {"model", "capacity_factor", "E: limit of an expert / its even share; 0: no token is dropped",

@@ -115,7 +115,6 @@ models::HybridOptions hybrid_options(const ModelConfig& config) {
   options.expert_width = config.expert_width;
   options.router_scores = config.router_scores;
   options.router_normalize = config.router_normalize;
-  options.router_bias_rate = config.router_bias_rate;
   options.shared_expert_width = config.shared_expert_width;
   options.capacity_factor = config.capacity_factor;
   options.balance_weight = config.balance_weight;

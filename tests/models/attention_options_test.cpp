@@ -61,7 +61,7 @@ TEST(AttentionOptions, EachMistakeNamesItsKey) {
   EXPECT_TRUE(has_text(message({.heads = 0}), "model.heads"));
   EXPECT_TRUE(has_text(message({.layers = 0}), "model.layers"));
   EXPECT_TRUE(has_text(message({.context = 0}), "model.context"));
-  EXPECT_TRUE(has_text(message({.width = 130, .heads = 4}), "set model.head_width"));
+  EXPECT_TRUE(has_text(message({.width = 130, .heads = 4}), "use another number of heads"));
   EXPECT_TRUE(has_text(message({.width = 12, .heads = 4}), "model.head_width: got 3"));
   EXPECT_TRUE(has_text(message({.head_width = -2}), "model.head_width"));
   EXPECT_TRUE(has_text(message({.heads = 4, .key_value_heads = 3}), "a divisor of heads, 4"));

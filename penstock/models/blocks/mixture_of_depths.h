@@ -1,10 +1,10 @@
 // Mixture of depths: a wrapper around any block that lets only some tokens of a row through it.
 //
-//      x ──┬── router ── logit ── choose ──┐
-//          ├───────────── gather ──────────┤
-//          │                       block(rows, chosen)
-//          │                        × sigmoid(logit)      (× gamma)
-//          └──────────────── + ── scatter ─┘
+//   x --+-- router --> logit --> choose --+
+//       |                                 v
+//       +------------------------------ gather --> block(rows, chosen) --> * sigmoid(logit) (* gamma)
+//       |                                                                         |
+//       +------------------------------ + <----------- scatter -------------------+
 //
 //   MixtureOfDepths depth(DepthOptions{.width = 1024, .capacity = 0.25});
 //   BlockResult out = depth->forward(x, [&](const at::Tensor& rows, const ChosenTokens& chosen) {

@@ -125,7 +125,7 @@ TEST(MixtureOfDepths, LossesOfTheBlockKeepTheirNames) {
     EXPECT_EQ(loss.value.dim(), 0);
     EXPECT_TRUE(gradients({loss.value}, {x})[0].defined()) << loss.name;
   }
-  EXPECT_TRUE(depth->forward(x, block, Depth::Threshold).losses.empty());
+  EXPECT_TRUE(depth->forward(x, block, DepthChoice::Threshold).losses.empty());
 }
 
 // Documents, rotary positions and parents go with the tokens.
@@ -208,7 +208,7 @@ TEST(MixtureOfDepths, OneTokenAtATimeEqualsTheWholeRow) {
                                        added = added.masked_fill(active.logical_not().unsqueeze(-1), NAN);
                                        return BlockResult{added};
                                      },
-                                     Depth::Threshold)
+                                     DepthChoice::Threshold)
                                  .hidden;
     EXPECT_TRUE(at::isfinite(whole).all().item<bool>());
     EXPECT_TRUE(active.any().item<bool>());
@@ -224,7 +224,7 @@ TEST(MixtureOfDepths, OneTokenAtATimeEqualsTheWholeRow) {
             count = kept_state(count, count + 1, chosen);
             return BlockResult{(sum / count.clamp_min(1)).unsqueeze(1)};
           },
-          Depth::Threshold);
+          DepthChoice::Threshold);
       EXPECT_LT(apart(step.hidden, whole.narrow(1, place, 1)), 1e-13) << "token " << place;
     }
   }
@@ -277,7 +277,7 @@ TEST(MixtureOfDepths, AroundATreeFeedForward) {
 
 TEST(MixtureOfDepths, CapturedEqualsEager) {
   for (const DepthKind kind : {DepthKind::Plain, DepthKind::Gamma})
-    for (const Depth choice : {Depth::Capacity, Depth::Threshold}) {
+    for (const DepthChoice choice : {DepthChoice::Capacity, DepthChoice::Threshold}) {
       const auto make = [=] {
         MixtureOfDepths depth = wrapper(kind, 0.4, at::kFloat);
         const auto call = [depth, choice](const Tensors& in) mutable {

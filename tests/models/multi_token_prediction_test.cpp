@@ -92,7 +92,7 @@ at::Tensor by_definition(const MultiTokenPredictionImpl& more, const SmallParts&
 TEST(MultiTokenPrediction, EqualsTheDefinitionWithItsGradients) {
   std::uint64_t seed = 0;
   for (const std::int64_t depth : {1, 2, 3})
-    for (const auto& [batch, length] : {std::pair{1, 5}, {2, 7}, {3, 2}})
+    for (const auto& [batch, length] : {std::pair{1, 5}, {2, 4}, {3, 2}})
       for (const bool with_documents : {false, true}) {
         SCOPED_TRACE(testing::Message() << depth << " " << batch << "x" << length << " " << with_documents);
         MultiTokenPrediction more = made_prediction(depth);

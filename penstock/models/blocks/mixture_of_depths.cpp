@@ -53,13 +53,13 @@ at::Tensor MixtureOfDepthsImpl::logits_of(const at::Tensor& x) {
       .squeeze(-1);
 }
 
-BlockResult MixtureOfDepthsImpl::forward(const at::Tensor& x, const RoutedBlock& block, Depth choice) {
+BlockResult MixtureOfDepthsImpl::forward(const at::Tensor& x, const RoutedBlock& block, DepthChoice choice) {
   check_hidden("MixtureOfDepths: input", x, options_.width);
   if (is_dtensor(x))
     throw NotImplemented(
         "mixture of depths of distributed activations; pass plain ones to the model (the rows of this rank)");
   const at::Tensor logits = logits_of(x);
-  const ChosenTokens chosen = choice == Depth::Capacity
+  const ChosenTokens chosen = choice == DepthChoice::Capacity
                                   ? ChosenTokens::highest(logits, options_.chosen(x.size(1)))
                                   : ChosenTokens::positive(logits);
   const at::Tensor rows = chosen.of_tokens(x);
@@ -72,7 +72,7 @@ BlockResult MixtureOfDepthsImpl::forward(const at::Tensor& x, const RoutedBlock&
   // Not a product with 0: what the block computed for a token that is not active may be anything.
   if (chosen.active().defined()) added = added.masked_fill(chosen.active().logical_not().unsqueeze(-1), 0);
   BlockResult result{chosen.add_to(x, added.to(x.scalar_type()))};
-  if (choice == Depth::Threshold) return result;
+  if (choice == DepthChoice::Threshold) return result;
   result.losses = std::move(inner.losses);
   result.losses.push_back({kDepthRouterLoss, choice_loss(logits, chosen)});
   return result;

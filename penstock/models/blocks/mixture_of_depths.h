@@ -1,10 +1,10 @@
 // Mixture of depths: a wrapper around any block that lets only some tokens of a row through it.
 //
-//      x ──┬── router ── logit ── choose ──┐
-//          ├───────────── gather ──────────┤
-//          │                       block(rows, chosen)
-//          │                        × sigmoid(logit)      (× gamma)
-//          └──────────────── + ── scatter ─┘
+//   x --+-- router --> logit --> choose --+
+//       |                                 v
+//       +------------------------------ gather --> block(rows, chosen) --> * sigmoid(logit) (* gamma)
+//       |                                                                         |
+//       +------------------------------ + <----------- scatter -------------------+
 //
 //   MixtureOfDepths depth(DepthOptions{.width = 1024, .capacity = 0.25});
 //   BlockResult out = depth->forward(x, [&](const at::Tensor& rows, const ChosenTokens& chosen) {
@@ -18,16 +18,16 @@
 // small at first, so that a wrapped block disturbs the residual stream little until it has learnt something;
 // it is not zero, because then neither block nor router would get a gradient.
 //
-// Training and generation choose differently. Depth::Capacity takes the k = DepthOptions::chosen(length)
-// tokens of each row with the highest logits: shapes are fixed, but the choice depends on later tokens.
-// Depth::Threshold takes the tokens whose logit is positive, which depends on no other token: use it for
-// generation, and to score what generation would do. The loss "depth_router", the binary cross entropy of
-// logits against having been chosen, makes the second choice resemble the first; they agree exactly only if
-// the router separates the chosen ones of each row by sign.
+// Training and generation choose differently. DepthChoice::Capacity takes the k =
+// DepthOptions::chosen(length) tokens of each row with the highest logits: shapes are fixed, but the choice
+// depends on later tokens. DepthChoice::Threshold takes the tokens whose logit is positive, which depends on
+// no other token: use it for generation, and to score what generation would do. The loss "depth_router", the
+// binary cross entropy of logits against having been chosen, makes the second choice resemble the first; they
+// agree exactly only if the router separates the chosen ones of each row by sign.
 //
-// Depth::Threshold runs the block on all tokens, since a number of tokens that depends on values would have
-// to be read from the device, and uses the results of the active ones (ChosenTokens::active). Within a row
-// the active ones come first, hence a causal block needs no care. A block with a cache must leave it
+// DepthChoice::Threshold runs the block on all tokens, since a number of tokens that depends on values would
+// have to be read from the device, and uses the results of the active ones (ChosenTokens::active). Within a
+// row the active ones come first, hence a causal block needs no care. A block with a cache must leave it
 // unchanged for tokens that are not active: a state with kept_state(), keys by hiding them. No losses are
 // returned, because those of the block would count tokens that were not chosen.
 //
@@ -53,7 +53,7 @@ namespace penstock::models {
 using RoutedBlock = std::function<BlockResult(const at::Tensor& rows, const ChosenTokens& chosen)>;
 
 // How tokens are chosen.
-enum class Depth { Capacity, Threshold };
+enum class DepthChoice { Capacity, Threshold };
 
 class MixtureOfDepthsImpl : public torch::nn::Cloneable<MixtureOfDepthsImpl> {
  public:
@@ -63,10 +63,11 @@ class MixtureOfDepthsImpl : public torch::nn::Cloneable<MixtureOfDepthsImpl> {
   // `name`: of this module in the model.
   void initialize(const std::string& name, const BlockInit& init);
 
-  // x [batch, length, width]. Returns hidden states of the shape of x; in Depth::Capacity the losses of the
-  // block by their names, then "depth_router". Throws ValueError for another shape, and for a block whose
+  // x [batch, length, width]. Returns hidden states of the shape of x; in DepthChoice::Capacity the losses of
+  // the block by their names, then "depth_router". Throws ValueError for another shape, and for a block whose
   // result is not shaped like its rows.
-  BlockResult forward(const at::Tensor& x, const RoutedBlock& block, Depth choice = Depth::Capacity);
+  BlockResult forward(const at::Tensor& x, const RoutedBlock& block,
+                      DepthChoice choice = DepthChoice::Capacity);
 
   const DepthOptions& options() const { return options_; }
 

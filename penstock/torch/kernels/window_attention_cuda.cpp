@@ -6,7 +6,7 @@
 
 namespace penstock::detail {
 
-bool device_has_window_kernel(const at::Tensor& tensor) {
+bool device_has_fused_attention(const at::Tensor& tensor) {
   // Fake tensors may be on a device that does not exist here.
   return at::globalContext().userEnabledFlashSDP() && tensor.get_device() < c10::cuda::device_count() &&
          at::cuda::getDeviceProperties(tensor.get_device())->major >= 8;

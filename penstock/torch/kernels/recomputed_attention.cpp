@@ -8,6 +8,9 @@
 #include <array>
 #include <cmath>
 #include <limits>
+#include <tuple>
+#include <utility>
+#include <vector>
 
 #include "penstock/torch/compat/version.h"
 #include "penstock/torch/kernels/window_attention.h"

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <set>
+#include <utility>
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"

@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <string>
+#include <utility>
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"

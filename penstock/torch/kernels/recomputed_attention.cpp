@@ -8,8 +8,12 @@
 #include <array>
 #include <cmath>
 #include <limits>
+#include <tuple>
+#include <utility>
+#include <vector>
 
 #include "penstock/torch/compat/version.h"
+#include "penstock/torch/kernels/window_attention.h"
 
 namespace penstock {
 
@@ -87,7 +91,8 @@ PieceGradients backward_by_products(const Piece& piece, const at::Tensor& gradie
 
 #if PENSTOCK_TORCH_AT_LEAST(2, 5)
 bool has_efficient_kernel(const at::Tensor& q) {
-  return q.is_cuda() && q.scalar_type() != at::kDouble && q.size(4) % 8 == 0;
+  return q.is_cuda() && q.scalar_type() != at::kDouble && q.size(4) % 8 == 0 &&
+         detail::device_has_fused_attention(q);
 }
 
 at::Tensor stacked(const at::Tensor& q) {

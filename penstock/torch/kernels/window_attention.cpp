@@ -90,7 +90,7 @@ bool has_window_kernel(const at::Tensor& q, const at::Tensor& k) {
   const auto dtype = q.scalar_type();
   return q.is_cuda() && (dtype == at::kHalf || dtype == at::kBFloat16) && k.scalar_type() == dtype &&
          q.size(3) % 8 == 0 && q.size(3) <= 256 && q.numel() > 0 && (!is_wrapper(q) || is_fake(q)) &&
-         detail::device_has_window_kernel(q);
+         detail::device_has_fused_attention(q);
 }
 
 at::Tensor attend_in_window(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,

@@ -22,8 +22,8 @@ at::Tensor attend_in_window(const at::Tensor& q, const at::Tensor& k, const at::
 namespace detail {
 // The device side; replaced in builds without CUDA.
 
-// Whether the flash kernels run on the device of a tensor.
-bool device_has_window_kernel(const at::Tensor& tensor);
+// Whether the flash and memory-efficient kernels run on the device of a tensor, with all dtypes.
+bool device_has_fused_attention(const at::Tensor& tensor);
 }  // namespace detail
 
 }  // namespace penstock

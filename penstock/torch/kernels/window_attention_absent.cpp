@@ -3,6 +3,6 @@
 
 namespace penstock::detail {
 
-bool device_has_window_kernel(const at::Tensor&) { return false; }
+bool device_has_fused_attention(const at::Tensor&) { return false; }
 
 }  // namespace penstock::detail

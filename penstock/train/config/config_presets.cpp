@@ -50,7 +50,7 @@ const std::vector<ConfigPreset>& config_presets() {
         {"data.document_mask", "false"},
         {"checkpoint.every", "500"}}},
       {"hybrid-tiny",
-       "2.5 million parameters, 1.7 of them active: attention, experts, state space; minutes on two cores",
+       "1 million parameters, 0.4 million of them active: attention, experts, state space; for two cores",
        {{"model.pattern", "AEME"},
         {"model.attention_feed", "false"},
         {"model.width", "128"},

@@ -103,7 +103,7 @@ ScanGradients scan_backward_batched(const ScanTensors& given, const ScanGradient
   const at::Tensor to_states = sizes.states(), initial = sizes.state(),
                    ends = at::empty({s.batch, s.chunks, s.heads}, sizes.real());
   launch_pass_backward(in, sums, at::bmm(queries.transpose(1, 2), scaled), from.last, to_states, initial);
-  launch_ends(in, states, from.last_state, to_states, ends);
+  launch_ends(in, sums, states, to_states, ends);
 
   // Within the chunks.
   const at::Tensor gram = at::bmm(queries, keys.transpose(1, 2)), to_gram = at::empty_like(gram),
@@ -117,14 +117,14 @@ ScanGradients scan_backward_batched(const ScanTensors& given, const ScanGradient
                          .inside = at::bmm(products.transpose(1, 2), arrived),
                          .passed = at::bmm(keys, to_states),
                          .read = at::bmm(queries, states),
-                         .ends = ends,
                          .values = at::empty_like(in.values),
                          .row_sums = row_sums,
                          .input_sums = sizes.sums(),
+                         .state_sums = sizes.sums(),
                          .skip_sums = sizes.sums()};
   launch_join_backward(in, sums, joined);
   const at::Tensor to_steps = at::empty_like(in.steps), to_decay = sizes.sums();
-  launch_steps_backward(in, row_sums, joined.input_sums, to_steps, to_decay);
+  launch_steps_backward(in, joined, ends, to_steps, to_decay);
   return {.values = first_tokens(joined.values, length),
           .steps = first_tokens(to_steps, length),
           .decay = to_decay.sum(at::IntArrayRef{0, 1, 3}),

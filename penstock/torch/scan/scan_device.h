@@ -48,24 +48,26 @@ void launch_pass_backward(const ScanTensors& in, const at::Tensor& sums, const a
                           const at::Tensor& from_last, const at::Tensor& gradients,
                           const at::Tensor& initial);
 
-// ends (real [batch, chunks, heads]) = state after each chunk times its gradient.
-void launch_ends(const ScanTensors& in, const at::Tensor& states, const at::Tensor& last,
+// ends (real [batch, chunks, heads]) = decay of a chunk * state before it * gradient of the state after it.
+void launch_ends(const ScanTensors& in, const at::Tensor& sums, const at::Tensor& states,
                  const at::Tensor& gradients, const at::Tensor& ends);
 
-// Joins the paths of the gradients. row_sums becomes the gradient of `sums`; input_sums and skip_sums are
+// Joins the paths of the gradients. The sums are
 // real and like `sums`.
 struct JoinedGradients {
   at::Tensor gradient;      // of the result
   at::Tensor inside;        // of the inputs within the chunk, head-major
   at::Tensor passed, read;  // keys times gradients of states, and queries times states; group-major
-  at::Tensor ends;
-  at::Tensor values;  // out: gradient of the values
-  at::Tensor row_sums, input_sums, skip_sums;
+  at::Tensor values;        // out: gradient of the values
+  at::Tensor row_sums;      // in and out: share of a token in the decays between it and those before it
+  at::Tensor input_sums;    // out: value times gradient of the input
+  at::Tensor state_sums;    // out: the part of the input that reaches the next chunk, times its gradient
+  at::Tensor skip_sums;     // out: value times gradient of the result
 };
 void launch_join_backward(const ScanTensors& in, const at::Tensor& sums, const JoinedGradients& joined);
 
-// From the gradient of `sums` to those of steps [batch, length, heads] and, per token, of decay (like sums).
-void launch_steps_backward(const ScanTensors& in, const at::Tensor& to_sums, const at::Tensor& input_sums,
+// From these sums to the gradients of steps [batch, length, heads] and, per token, of decay (like sums).
+void launch_steps_backward(const ScanTensors& in, const JoinedGradients& joined, const at::Tensor& ends,
                            const at::Tensor& steps, const at::Tensor& decay);
 
 }  // namespace penstock::detail

@@ -40,7 +40,7 @@ void launch_ends(const ScanTensors&, const at::Tensor&, const at::Tensor&, const
   absent_scan();
 }
 void launch_join_backward(const ScanTensors&, const at::Tensor&, const JoinedGradients&) { absent_scan(); }
-void launch_steps_backward(const ScanTensors&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+void launch_steps_backward(const ScanTensors&, const JoinedGradients&, const at::Tensor&, const at::Tensor&,
                            const at::Tensor&) {
   absent_scan();
 }

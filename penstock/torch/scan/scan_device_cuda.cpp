@@ -231,19 +231,15 @@ extern "C" __global__ void penstock_scan_weights_backward(Shape s, const int* st
 
 // A block computes one chunk and head.
 constexpr const char* kEnds = R"(
-extern "C" __global__ void penstock_scan_ends(Shape s, const ELEMENT* states, const REAL* last, const ELEMENT* gradients, REAL* ends) {
+extern "C" __global__ void penstock_scan_ends(Shape s, const int* starts, const REAL* sums, const ELEMENT* states, const ELEMENT* gradients, REAL* ends) {
   const i64 members = s.heads / s.groups, width = members * s.head_width, size = s.groups * s.state_size * width;
   const i64 chunk = blockIdx.x / s.heads, head = blockIdx.x % s.heads, packs = s.head_width / PACK;
-  const bool is_last = chunk % s.chunks == s.chunks - 1;
   const i64 base = head / members * s.state_size * width + head % members * s.head_width;
   REAL sum = 0;
   for (i64 i = threadIdx.x; i < s.state_size * packs; i += blockDim.x) {
     const i64 element = base + i / packs * width + i % packs * PACK;
-    const Pack gradient = *(const Pack*)(gradients + chunk * size + element);
-    for (int j = 0; j < PACK; ++j) {
-      const REAL after = is_last ? last[chunk / s.chunks * size + element + j] : number(states[(chunk + 1) * size + element + j]);
-      sum += after * number(gradient.at[j]);
-    }
+    const Pack gradient = *(const Pack*)(gradients + chunk * size + element), state = *(const Pack*)(states + chunk * size + element);
+    for (int j = 0; j < PACK; ++j) sum += number(state.at[j]) * number(gradient.at[j]);
   }
   sum = warp_sum(sum);
   __shared__ REAL warps[32];
@@ -251,61 +247,67 @@ extern "C" __global__ void penstock_scan_ends(Shape s, const ELEMENT* states, co
   __syncthreads();
   if (threadIdx.x != 0) return;
   for (int k = 1; k < blockDim.x / 32; ++k) sum += warps[k];
-  ends[blockIdx.x] = sum;
+  ends[blockIdx.x] = sum * decay_of_chunk(s, starts, sums, chunk, head);
 }
 )";
 
 // TEAM neighbouring lanes share a token and head.
 constexpr const char* kJoinBackward = R"(
 extern "C" __global__ void penstock_scan_join_backward(Shape s, const int* starts, const REAL* sums, const ELEMENT* values, const REAL* steps, const REAL* skip, const ELEMENT* gradient,
-                                                      const ELEMENT* inside, const ELEMENT* passed, const ELEMENT* read, const REAL* ends, ELEMENT* to_values, REAL* row_sums,
-                                                      REAL* input_sums, REAL* skip_sums) {
+                                                      const ELEMENT* inside, const ELEMENT* passed, const ELEMENT* read, ELEMENT* to_values, REAL* row_sums,
+                                                      REAL* input_sums, REAL* state_sums, REAL* skip_sums) {
   const i64 rows = s.batch * s.length * s.heads, number_of_row = thread_number() / TEAM, lane = threadIdx.x % TEAM;
   const bool counts = number_of_row < rows;
   const i64 row = counts ? number_of_row : rows - 1;  // all lanes take part in the sums
   const Place at(s, row / s.heads, row % s.heads, 0);
   const REAL step = steps[row], keep = skip[at.head], after = decay_after(s, starts, sums, at);
-  REAL input_sum = 0, state_sum = 0, skip_sum = 0;
+  REAL inside_sum = 0, passed_sum = 0, read_sum = 0, skip_sum = 0;
   for (i64 p = lane * PACK; p < s.head_width; p += TEAM * PACK) {
     const Pack value = *(const Pack*)(values + at.token_major(s) + p), given = *(const Pack*)(gradient + at.token_major(s) + p);
     const Pack within = *(const Pack*)(inside + at.head_major(s) + p), from_state = *(const Pack*)(passed + at.group_major(s) + p);
     const Pack of_state = *(const Pack*)(read + at.group_major(s) + p);
     Pack result;
     for (int j = 0; j < PACK; ++j) {
-      const REAL x = number(value.at[j]), g = number(given.at[j]), to_input = number(within.at[j]) + after * number(from_state.at[j]);
-      input_sum += x * to_input;
-      state_sum += g * number(of_state.at[j]);
+      const REAL x = number(value.at[j]), g = number(given.at[j]), here = number(within.at[j]), later = after * number(from_state.at[j]);
+      inside_sum += x * here;
+      passed_sum += x * later;
+      read_sum += g * number(of_state.at[j]);
       skip_sum += g * x;
-      put(result.at[j], step * to_input + keep * g);
+      put(result.at[j], step * (here + later) + keep * g);
     }
     if (counts) *(Pack*)(to_values + at.token_major(s) + p) = result;
   }
   for (int offset = TEAM / 2; offset > 0; offset /= 2) {
-    input_sum += __shfl_xor_sync(~0u, input_sum, offset);
-    state_sum += __shfl_xor_sync(~0u, state_sum, offset);
+    inside_sum += __shfl_xor_sync(~0u, inside_sum, offset);
+    passed_sum += __shfl_xor_sync(~0u, passed_sum, offset);
+    read_sum += __shfl_xor_sync(~0u, read_sum, offset);
     skip_sum += __shfl_xor_sync(~0u, skip_sum, offset);
   }
   if (!counts || lane != 0) return;
   const i64 place = at.row(s);
-  const REAL end = at.within == s.chunk - 1 ? ends[at.chunk * s.heads + at.head] : REAL(0);
-  row_sums[place] += decay_until(s, starts, sums, at) * state_sum - step * input_sum + end;
-  input_sums[place] = input_sum;
+  row_sums[place] += decay_until(s, starts, sums, at) * read_sum - step * inside_sum;
+  input_sums[place] = inside_sum + passed_sum;
+  state_sums[place] = step * passed_sum;
   skip_sums[place] = skip_sum;
 }
 )";
 
-// A decay acts on all pairs of tokens around it that are of one document.
+// A decay acts on all pairs of tokens around it that are of one document, on the inputs before it that reach
+// the next chunk, and on the state that passes through the chunk.
 constexpr const char* kStepsBackward = R"(
-extern "C" __global__ void penstock_scan_steps_backward(Shape s, const int* starts, const REAL* to_sums, const REAL* input_sums, const REAL* steps, const REAL* decay, REAL* to_steps, REAL* to_decay) {
+extern "C" __global__ void penstock_scan_steps_backward(Shape s, const int* starts, const REAL* row_sums, const REAL* input_sums, const REAL* state_sums, const REAL* ends, const REAL* steps, const REAL* decay, REAL* to_steps, REAL* to_decay) {
   const i64 i = thread_number();
   if (i >= s.batch * s.length * s.heads) return;
   const i64 within = i % s.chunk, head = i / s.chunk % s.heads, first = i / s.chunk / s.heads * s.chunk, token = first + within;
   REAL sum = 0;
-  if (document_begin(s, starts, token) != within)
+  if (document_begin(s, starts, token) != within) {
     for (i64 k = within; k < s.chunk; ++k) {
       if (starts && starts[first + k] != starts[token]) break;
-      sum += to_sums[i - within + k];
+      sum += row_sums[i - within + k];
     }
+    for (i64 k = 0; k < within; ++k) sum += state_sums[i - within + k];
+    sum += ends[i / s.chunk];
+  }
   const i64 place = token * s.heads + head;
   to_steps[place] = decay[head] * sum + input_sums[i];
   to_decay[i] = steps[place] * sum;
@@ -424,12 +426,12 @@ void launch_pass_backward(const ScanTensors& in, const at::Tensor& sums, const a
               from(in.starts), from(sums), from(added), from(from_last), to(gradients), to(initial));
 }
 
-void launch_ends(const ScanTensors& in, const at::Tensor& states, const at::Tensor& last,
+void launch_ends(const ScanTensors& in, const at::Tensor& sums, const at::Tensor& states,
                  const at::Tensor& gradients, const at::Tensor& ends) {
   const std::int64_t pack = scan_pack(in.shape.head_width, most_of(in), {states, gradients});
   device_kernel("penstock_scan_ends", kEnds, in, pack)
-      .launch(device_of(in), static_cast<unsigned>(ends.numel()), kThreads, in.shape, from(states),
-              from(last), from(gradients), to(ends));
+      .launch(device_of(in), static_cast<unsigned>(ends.numel()), kThreads, in.shape, from(in.starts),
+              from(sums), from(states), from(gradients), to(ends));
 }
 
 void launch_join_backward(const ScanTensors& in, const at::Tensor& sums, const JoinedGradients& joined) {
@@ -440,16 +442,16 @@ void launch_join_backward(const ScanTensors& in, const at::Tensor& sums, const J
       .launch(device_of(in), blocks_of(tokens_and_heads(in.shape) * kTeam, kThreads), kThreads, in.shape,
               from(in.starts), from(sums), from(in.values), from(in.steps), from(in.skip),
               from(joined.gradient), from(joined.inside), from(joined.passed), from(joined.read),
-              from(joined.ends), to(joined.values), to(joined.row_sums), to(joined.input_sums),
+              to(joined.values), to(joined.row_sums), to(joined.input_sums), to(joined.state_sums),
               to(joined.skip_sums));
 }
 
-void launch_steps_backward(const ScanTensors& in, const at::Tensor& to_sums, const at::Tensor& input_sums,
+void launch_steps_backward(const ScanTensors& in, const JoinedGradients& joined, const at::Tensor& ends,
                            const at::Tensor& steps, const at::Tensor& decay) {
   device_kernel("penstock_scan_steps_backward", kStepsBackward, in, 1)
       .launch(device_of(in), blocks_of(tokens_and_heads(in.shape), kThreads), kThreads, in.shape,
-              from(in.starts), from(to_sums), from(input_sums), from(in.steps), from(in.decay), to(steps),
-              to(decay));
+              from(in.starts), from(joined.row_sums), from(joined.input_sums), from(joined.state_sums),
+              from(ends), from(in.steps), from(in.decay), to(steps), to(decay));
 }
 
 void scan_step_on_cuda(const ScanTensors& in, const at::Tensor& state, const at::Tensor& result) {

@@ -106,15 +106,16 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> scan_forward(const at::Tensor& va
 }
 
 // Returns gradients of values, steps, decay, keys, queries, skip and the initial state, in their dtypes; the
-// last one also if there was no initial state, in that of the last state.
+// last one also if there was no initial state.
 using SevenTensors =
     std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 SevenTensors scan_backward(const at::Tensor& gradient, const OptionalTensor& state_gradient,
                            const at::Tensor& values, const at::Tensor& steps, const at::Tensor& decay,
                            const at::Tensor& keys, const at::Tensor& queries, const at::Tensor& skip,
                            const OptionalTensor& documents, const OptionalTensor& initial,
-                           const at::Tensor& last_state, const at::Tensor& states, std::int64_t chunk) {
-  const auto initial_options = initial.has_value() ? initial->options() : last_state.options();
+                           const at::Tensor& states, std::int64_t chunk) {
+  const auto initial_options =
+      initial.has_value() ? initial->options() : values.options().dtype(real_of(values.scalar_type()));
   if (values.is_meta()) {
     const auto like = [](const at::Tensor& tensor) { return at::empty(tensor.sizes(), tensor.options()); };
     return {like(values),
@@ -123,7 +124,7 @@ SevenTensors scan_backward(const at::Tensor& gradient, const OptionalTensor& sta
             like(keys),
             like(queries),
             like(skip),
-            at::empty(last_state.sizes(), initial_options)};
+            at::empty(outside_sizes(detail::shape_of_scan(values, keys, chunk)), initial_options)};
   }
   const detail::PlainScope plain;
   const ScanTensors in = gathered_scan(values, steps, decay, keys, queries, skip, documents, initial, chunk);
@@ -132,8 +133,7 @@ SevenTensors scan_backward(const at::Tensor& gradient, const OptionalTensor& sta
                                 .last = state_gradient.has_value()
                                             ? state_inside(state_gradient->to(real).contiguous(), in.shape)
                                             : at::Tensor(),
-                                .states = states.to(inside).contiguous(),
-                                .last_state = state_inside(last_state.contiguous(), in.shape)};
+                                .states = states.to(inside).contiguous()};
   const ScanGradients out =
       values.is_cpu() ? scan_backward_on_cpu(in, from) : scan_backward_batched(in, from);
   return {out.values.to(values.scalar_type()),
@@ -174,8 +174,8 @@ struct Scan : torch::autograd::Function<Scan> {
     const auto [result, state, states] =
         op.call(values, steps, decay, keys, queries, skip, documents, initial, chunk);
     context->set_materialize_grads(false);
-    context->save_for_backward({values, steps, decay, keys, queries, skip, or_undefined(documents),
-                                or_undefined(initial), state, states});
+    context->save_for_backward(
+        {values, steps, decay, keys, queries, skip, or_undefined(documents), or_undefined(initial), states});
     context->saved_data["chunk"] = chunk;
     return {result, state};
   }
@@ -189,7 +189,7 @@ struct Scan : torch::autograd::Function<Scan> {
     at::Tensor initial;
     std::tie(result[0], result[1], result[2], result[3], result[4], result[5], initial) =
         op.call(gradient, maybe(gradients[1]), saved[0], saved[1], saved[2], saved[3], saved[4], saved[5],
-                maybe(saved[6]), maybe(saved[7]), saved[8], saved[9], context->saved_data["chunk"].toInt());
+                maybe(saved[6]), maybe(saved[7]), saved[8], context->saved_data["chunk"].toInt());
     if (saved[7].defined()) result[7] = initial;
     return result;
   }
@@ -275,7 +275,7 @@ TORCH_LIBRARY_FRAGMENT(penstock, library) {
   library.def(
       "selective_scan_backward(Tensor gradient, Tensor? state_gradient, Tensor values, Tensor steps, Tensor "
       "decay, Tensor keys, Tensor queries, Tensor skip, Tensor? documents, Tensor? initial_state, Tensor "
-      "last_state, Tensor states, int chunk) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "states, int chunk) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   library.def(
       "selective_scan_step(Tensor values, Tensor steps, Tensor decay, Tensor keys, Tensor queries, Tensor "
       "skip, Tensor state) -> (Tensor, Tensor)");

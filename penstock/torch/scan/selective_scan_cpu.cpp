@@ -132,8 +132,8 @@ class CpuScan {
                       Real* to_gram, Real* row_sums, Real* running) const;
   void pass_states(Real* states, const Real* initial, Real* last) const;
   void pass_gradients(Real* states, const Real* last, Real* initial) const;
-  void chunk_backward(const Span& span, const Real* gradient, const Real* states, const Real* last,
-                      const Real* state_gradients, const ScanGradients& out, Real* to_decay, Real* to_skip);
+  void chunk_backward(const Span& span, const Real* gradient, const Real* states, const Real* state_gradients,
+                      const ScanGradients& out, Real* to_decay, Real* to_skip);
   void finish_backward(const Span& span, const Decays& decays, const Real* gradient, const Real* read,
                        const Real* passed, const Real* row_sums, const Real* ends, const Real* inputs,
                        const ScanGradients& out, Real* to_decay, Real* to_skip) const;
@@ -392,9 +392,8 @@ ScanGradients CpuScan<Real>::backward(const ScanGradientInputs& from, const at::
                  out.initial.data_ptr<Real>());
   at::parallel_for(0, s.batch * s.chunks, 1, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i)
-      chunk_backward(span_of(i), gradient, from.states.data_ptr<Real>(), from.last_state.data_ptr<Real>(),
-                     to_states, out, to_decay.data_ptr<Real>() + i * s.heads,
-                     to_skip.data_ptr<Real>() + i * s.heads);
+      chunk_backward(span_of(i), gradient, from.states.data_ptr<Real>(), to_states, out,
+                     to_decay.data_ptr<Real>() + i * s.heads, to_skip.data_ptr<Real>() + i * s.heads);
   });
   ScanGradients all = out;
   all.decay = to_decay.sum(0);
@@ -404,8 +403,8 @@ ScanGradients CpuScan<Real>::backward(const ScanGradientInputs& from, const at::
 
 template <class Real>
 void CpuScan<Real>::chunk_backward(const Span& span, const Real* gradients, const Real* states,
-                                   const Real* last, const Real* state_gradients, const ScanGradients& out,
-                                   Real* to_decay, Real* to_skip) {
+                                   const Real* state_gradients, const ScanGradients& out, Real* to_decay,
+                                   Real* to_skip) {
   const ScanShape& s = s_;
   const std::int64_t n = span.tokens, inner = s.inner(), width = s.group_width();
   const Real* const gradient = gradients + token(span) * inner;
@@ -428,20 +427,19 @@ void CpuScan<Real>::chunk_backward(const Span& span, const Real* gradients, cons
                    to_queries);
     if (g == 0) fill_inputs(span, decays.after.data(), inputs.data());
     multiply<Real>(n, s.state_size, width, columns_of<const Real>(inputs.data(), g), turned(after), to_keys);
-    // The state after the chunk times its gradient: what the decay of the whole chunk has a share in.
-    const Real* const next = span.chunk + 1 < s.chunks
-                                 ? before.data + s.groups * s.state_size * width
-                                 : last + (span.row * s.groups + g) * s.state_size * width;
+    // The state that passes through the chunk, times its gradient: every decay has a share in it.
     for (std::int64_t h = 0; h < s.group_heads(); ++h) {
       Real total = 0;
       for (std::int64_t k = 0; k < s.state_size; ++k) {
-        const Real* const a = next + k * width + h * s.head_width;
+        const Real* const a = before.data + k * width + h * s.head_width;
         const Real* const b = after.data + k * width + h * s.head_width;
         Real sum = 0;
         for (std::int64_t p = 0; p < s.head_width; ++p) sum += a[p] * b[p];
         total += sum;
       }
-      ends[static_cast<std::size_t>(g * s.group_heads() + h)] = total;
+      const std::int64_t head = g * s.group_heads() + h;
+      ends[static_cast<std::size_t>(head)] =
+          total * decays.until[static_cast<std::size_t>((n - 1) * s.heads + head)];
     }
   }
   // Within the chunk. `scaled` becomes the gradient of the inputs.
@@ -481,9 +479,9 @@ void CpuScan<Real>::chunk_backward(const Span& span, const Real* gradients, cons
                   scaled.data(), out, to_decay, to_skip);
 }
 
-// Joins the paths. `to_inputs` [tokens, inner]: the gradient of values * steps within the chunk. Token t has
-// a share in the decays that its result used (rows) and in those of what became of its input (columns); a
-// decay acts on all pairs around it, hence the sum from the end.
+// Joins the paths. `to_inputs` [tokens, inner]: the gradient of values * steps within the chunk. A decay acts
+// on the pairs of tokens around it (rows minus columns, summed from the end), on the inputs before it that
+// reach the next chunk (summed from the beginning), and on the state that passes through the chunk (`ends`).
 template <class Real>
 void CpuScan<Real>::finish_backward(const Span& span, const Decays& decays, const Real* gradient,
                                     const Real* read, const Real* passed, const Real* row_sums,
@@ -491,7 +489,7 @@ void CpuScan<Real>::finish_backward(const Span& span, const Decays& decays, cons
                                     Real* to_decay, Real* to_skip) const {
   const ScanShape& s = s_;
   const std::int64_t n = span.tokens, heads = s.heads, width = s.head_width;
-  std::vector<Real> running(ends, ends + heads);
+  std::vector<Real> pairs = room_for<Real>(heads), reaching = room_for<Real>(n * heads);
   std::fill_n(to_decay, heads, Real(0));
   std::fill_n(to_skip, heads, Real(0));
   Real* const to_values = out.values.data_ptr<Real>() + token(span) * s.inner();
@@ -508,22 +506,35 @@ void CpuScan<Real>::finish_backward(const Span& span, const Decays& decays, cons
       const Real* __restrict const from_state = passed + i * width;
       const Real* __restrict const of_state = read + i * width;
       Real* __restrict const to_value = to_values + i * width;
-      Real input_sum = 0, state_sum = 0, skip_sum = 0;
+      Real inside_sum = 0, passed_sum = 0, read_sum = 0, skip_sum = 0;
       for (std::int64_t p = 0; p < width; ++p) {
-        const Real to_input = inside[p] + after * from_state[p];
-        input_sum += value[p] * to_input;
-        state_sum += given[p] * of_state[p];
+        const Real later = after * from_state[p];
+        inside_sum += value[p] * inside[p];
+        passed_sum += value[p] * later;
+        read_sum += given[p] * of_state[p];
         skip_sum += given[p] * value[p];
-        to_value[p] = step * to_input + skip * given[p];
+        to_value[p] = step * (inside[p] + later) + skip * given[p];
       }
-      Real& sum = running[static_cast<std::size_t>(h)];
-      sum += row_sums[i] + decays.until[static_cast<std::size_t>(i)] * state_sum - step * input_sum;
+      Real& sum = pairs[static_cast<std::size_t>(h)];
+      sum += row_sums[i] + decays.until[static_cast<std::size_t>(i)] * read_sum - step * inside_sum;
       if (begins) sum = 0;  // no pair reaches across, whatever the rounding
-      to_steps[i] = decay_[h] * sum + input_sum;
+      reaching[static_cast<std::size_t>(i)] = step * passed_sum;
+      to_steps[i] = decay_[h] * sum + (inside_sum + passed_sum);
       to_decay[h] += step * sum;
       to_skip[h] += skip_sum;
     }
   }
+  // Where a document begins in the chunk, the inputs before it do not reach the next one: their sums are
+  // zero.
+  std::copy_n(ends, heads, pairs.data());
+  for (std::int64_t t = 0; t < n; ++t)
+    for (std::int64_t h = 0; h < heads; ++h) {
+      const std::int64_t i = t * heads + h;
+      Real& sum = pairs[static_cast<std::size_t>(h)];
+      to_steps[i] += decay_[h] * sum;
+      to_decay[h] += steps_[token(span) * heads + i] * sum;
+      sum += reaching[static_cast<std::size_t>(i)];
+    }
 }
 
 template <class Real>

@@ -102,7 +102,8 @@ TEST(StateSpace, EqualsItsFormulasWithGradients) {
     SCOPED_TRACE(number);
     StateSpaceOptions options = small_options(number % 2 + 1);
     options.state_kernel = number % 4 + 1;
-    const std::int64_t length = number == 0 ? 1 : 3 + 2 * number;  // with and without a rest of a chunk
+    // With and without a rest of a chunk; the last one with one product for all projections.
+    const std::int64_t length = number == 0 ? 1 : number == 7 ? 40 : 3 + 2 * number;
     const at::Tensor documents = number % 3 == 1 ? random_documents(2, length) : at::Tensor();
     StateSpace block = made_block(options);
     const at::Tensor x = at::randn({2, length, 12}, at::kDouble).set_requires_grad(true),
@@ -251,7 +252,7 @@ TEST(StateSpace, FakeTensorsHaveTheShapes) {
 TEST(StateSpaceOptions, ShapesAreThoseOfTheModule) {
   for (const StateSpaceOptions& options :
        {small_options(), StateSpaceOptions{.width = 64}, StateSpaceOptions{.width = 32, .state_kernel = 1}}) {
-    const StateSpace block(options, 0);
+    StateSpace block(options, 0);
     const std::vector<ParameterShape> shapes = parameter_shapes(options, "");
     const auto parameters = block->named_parameters();
     ASSERT_EQ(shapes.size(), parameters.size());
@@ -319,7 +320,7 @@ TEST(StateSpace, InitialValuesDependOnNameAndElement) {
   const at::Tensor decay = at::exp(block->decay_log), step = at::softplus(block->step_bias);
   EXPECT_GE(decay.min().item<double>(), 0.9999);
   EXPECT_LE(decay.max().item<double>(), 16.0001);
-  EXPECT_GT(at::std(decay).item<double>(), 1);
+  EXPECT_GT(decay.std(/*unbiased=*/true).item<double>(), 1);
   EXPECT_GE(step.min().item<double>(), 0.999e-3);
   EXPECT_LE(step.max().item<double>(), 1.001e-1);
   EXPECT_LE(block->value_convolution->weight.abs().max().item<double>(), 0.5);

@@ -45,7 +45,7 @@ at::Tensor random_documents(std::int64_t batch, std::int64_t length) {
 }
 
 // The formulas of state_space.h with one operator at a time, in the dtype of the parameters.
-at::Tensor plain_forward(StateSpace& block, const StateSpaceOptions& o, const at::Tensor& x,
+at::Tensor plain_forward(const StateSpace& block, const StateSpaceOptions& o, const at::Tensor& x,
                          const at::Tensor& documents) {
   const std::int64_t batch = x.size(0), length = x.size(1), heads = o.heads(), p = o.state_head_width;
   const auto begins = [&](std::int64_t b, std::int64_t t) {

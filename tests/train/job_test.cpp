@@ -77,6 +77,42 @@ TEST_P(TiedOrNot, PipelinesGiveTheSameBits) {
   }
 }
 
+// Attention, experts and state space, with auxiliary losses that arise on every stage.
+const std::vector<std::string> kHybrid = {
+    "--pattern",      "AEME", "--attention_feed", "false", "--experts",          "4",
+    "--expert_width", "16",   "--state_size",     "4",     "--state_head_width", "8",
+    "--state_chunk",  "8",    "--balance_weight", "0.5",   "--router_z_weight",  "0.1"};
+
+TEST(HybridJob, PipelinesGiveTheSameBits) {
+  const Seen one = train({.name = "one"}, 4, kHybrid);
+  EXPECT_LT(one.losses.back(), one.losses.front());
+  for (const Layout& layout :
+       {Layout{.name = "pp2", .pp = 2}, Layout{.name = "pp4 GPipe", .pp = 4, .schedule = "GPipe"},
+        Layout{.name = "ZBV", .pp = 2, .virtual_stages = 2, .schedule = "ZBVZeroBubble"},
+        Layout{.name = "DualPipeV", .pp = 2, .virtual_stages = 2, .schedule = "DualPipeV"}}) {
+    SCOPED_TRACE(layout.name);
+    const Seen seen = train(layout, 4, kHybrid);
+    EXPECT_EQ(seen.losses, one.losses);
+    for (std::size_t i = 0; i < one.norms.size(); ++i)
+      EXPECT_NEAR(seen.norms[i], one.norms[i], 1e-9 * one.norms[i]);
+    EXPECT_EQ(seen.validation, one.validation);
+  }
+}
+
+// Auxiliary losses are means over the tokens of a microbatch, so that accumulated runs must weight them less.
+TEST(HybridJob, AccumulatedRunsAreMoreMicrobatches) {
+  const Seen one = train({.name = "one", .microbatches = 8}, 3, kHybrid);
+  const Seen two = train({.name = "two runs", .pp = 2, .accumulation = 2, .microbatches = 4}, 3, kHybrid);
+  for (std::size_t i = 0; i < one.losses.size(); ++i) {
+    EXPECT_NEAR(two.losses[i], one.losses[i], 2e-5 * one.losses[i]);
+    EXPECT_NEAR(two.norms[i], one.norms[i], 2e-4 * one.norms[i]);
+  }
+}
+
+TEST(HybridJob, TensorParallelRanksAreRefused) {
+  EXPECT_THROW(train({.name = "tp2", .tp = 2}, 1, kHybrid), ConfigError);
+}
+
 // Sums in another order: differences are float32 rounding only.
 TEST_P(TiedOrNot, ReplicasAndTensorParallelRanksAgreeWithOneProcess) {
   const Seen one = train({.name = "one", .microbatch_size = 4}, 4, more());

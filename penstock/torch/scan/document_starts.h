@@ -10,6 +10,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
+
 namespace penstock {
 
 // Returns int32 [batch, length], contiguous, on the device of `documents` (any integer dtype). Nothing waits

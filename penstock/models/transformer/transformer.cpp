@@ -201,9 +201,8 @@ at::Tensor TransformerAccess::forward_cached(TransformerStageImpl& stage, const 
   impl.check_input(x, cache.length());
   const std::int64_t added = x.size(1);
   const at::Tensor local = local_rows(x);
-  const at::Tensor result =
-      impl.run(x, {impl.turns_of(local, cache.length(), added),
-                   AttentionMask::causal(added, cache.length() + added), &cache});
+  const at::Tensor result = impl.run(x, {impl.turns_of(local, cache.length(), added),
+                                         AttentionMask::causal(added, cache.length() + added), &cache});
   cache.advance(added);
   return result;
 }

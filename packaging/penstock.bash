@@ -3,7 +3,7 @@ _penstock() {
   local current=${COMP_WORDS[COMP_CWORD]} word words=() commands
   local program=${COMP_WORDS[0]}
   for word in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do [[ $word == -* ]] || words+=("$word"); done
-  commands=$("$program" --help 2>/dev/null | sed -n '/^Subcommands:/,$s/^  \([a-z]\+\) .*/\1/p')
+  commands=$("$program" --help 2>/dev/null | sed -n '/^subcommands:/I,$s/^  \([a-z]\+\) .*/\1/p')
   if [[ ${#words[@]} -eq 0 && $current != -* ]]; then
     COMPREPLY=($(compgen -W "$commands" -- "$current"))
   elif [[ $current == -* ]]; then
@@ -18,7 +18,7 @@ _penstock() {
   else
     COMPREPLY=($(compgen -f -- "$current"))
     if [[ ${#words[@]} -eq 1 && ( ${words[0]} == data || ${words[0]} == inspect ) ]]; then
-      COMPREPLY=($(compgen -W "$("$program" "${words[0]}" --help 2>/dev/null | sed -n '/^Subcommands:/,$s/^  \([a-z]\+\) .*/\1/p')" -- "$current"))
+      COMPREPLY=($(compgen -W "$("$program" "${words[0]}" --help 2>/dev/null | sed -n '/^subcommands:/I,$s/^  \([a-z]\+\) .*/\1/p')" -- "$current"))
     fi
   fi
 }

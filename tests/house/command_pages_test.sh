@@ -4,7 +4,7 @@
 set -euo pipefail
 penstock=$1
 source=$2
-commands=$("$penstock" --help | sed -n '/^Subcommands:/,$s/^  \([a-z]\+\) .*/\1/p')
+commands=$("$penstock" --help | sed -n '/^subcommands:/I,$s/^  \([a-z]\+\) .*/\1/p')
 [ "$(echo "$commands" | wc -w)" -ge 14 ] || { echo "too few commands in --help: $commands"; exit 1; }
 for command in $commands; do
   grep -qx "\.B $command" "$source/packaging/penstock.1" || { echo "the manual page lacks $command"; exit 1; }

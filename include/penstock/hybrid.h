@@ -60,8 +60,9 @@ class HybridStageImpl : public ModelStage {
   //
   // `x`: tokens [batch, length], Long or Int, at the first stage; hidden states at the others. `documents`:
   // integers [batch, length]; attention and states do not reach into another document. Undefined: each row is
-  // one document, or, with bos_token, documents begin at that token: pass tokens' documents to later stages.
-  // Throws ValueError for other shapes and for sequences that are longer than the context.
+  // one document; with bos_token the first stage begins documents at that token, and later stages, which see
+  // no tokens, must be given the same documents (the trainer does that). Throws ValueError for other shapes
+  // and for sequences that are longer than the context.
   at::Tensor forward(at::Tensor x, at::Tensor documents = {});
   // The same with keyword arguments, as pipelines pass them: a dict with "documents", or none.
   at::Tensor forward_with(at::Tensor x, const Tree& keywords) override;

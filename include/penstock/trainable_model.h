@@ -1,4 +1,4 @@
-// What a model owes the trainer. The transformer implements it; a program can register a model of its own
+// What a model owes the trainer. Transformer and hybrid model implement it; a program can register its own
 // (train::register_model, trainer.h) and train it with the same schedules, layouts, checkpoints and reports:
 // examples/own_model.cpp.
 //

@@ -109,6 +109,16 @@ TEST(HybridJob, AccumulatedRunsAreMoreMicrobatches) {
   }
 }
 
+// Without documents in the data they begin at a token, which only the first stage sees.
+TEST(HybridJob, DocumentsFromATokenReachEveryStage) {
+  std::vector<std::string> more = kHybrid;
+  more.insert(more.end(), {"--bos_token", "32", "--document_mask", "false"});
+  const Seen one = train({.name = "one"}, 3, more), two = train({.name = "pp4", .pp = 4}, 3, more);
+  EXPECT_EQ(two.losses, one.losses);
+  more[more.size() - 3] = "0";
+  EXPECT_NE(train({.name = "no documents"}, 3, more).losses, one.losses);
+}
+
 TEST(HybridJob, TensorParallelRanksAreRefused) {
   EXPECT_THROW(train({.name = "tp2", .tp = 2}, 1, kHybrid), ConfigError);
 }

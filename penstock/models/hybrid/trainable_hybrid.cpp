@@ -1,6 +1,7 @@
 #include "penstock/models/hybrid/trainable_hybrid.h"
 
 #include "penstock/hybrid.h"
+#include "penstock/models/blocks/attention_metadata.h"
 
 namespace penstock::models {
 namespace {
@@ -15,6 +16,13 @@ class TrainableHybrid : public TrainableModel {
     auto stage = std::make_shared<HybridStageImpl>(options_, part);
     stage->set_auxiliary_scale(auxiliary_scale_);
     return stage;
+  }
+  // Only the first stage sees tokens, but every stage needs the documents that they begin.
+  StageInputs inputs(const TokenBatch& batch) const override {
+    TokenBatch whole = batch;
+    if (!whole.documents.defined() && options_.bos_token > 0)
+      whole.documents = documents_from_bos(batch.tokens, options_.bos_token);
+    return TrainableModel::inputs(whole);
   }
 
  private:

@@ -46,7 +46,7 @@ TEST(BadInput, EveryCommandReportsItsOwnError) {
   const std::vector<std::string> variables = own_variables(program());
   ASSERT_GE(commands.size(), 15U) << "commands of the program that --help lists";
   ASSERT_GE(variables.size(), 5U) << "variables in the program";
-  const std::uint64_t each = number_of("PENSTOCK_BAD_INPUTS", 10),
+  const std::uint64_t each = number_of("PENSTOCK_BAD_INPUTS", 5),
                       seed = number_of("PENSTOCK_BAD_INPUT_SEED", 20261117);
   const std::string only = environment("PENSTOCK_BAD_INPUT_COMMAND");
   const ScratchFolder folder;

@@ -47,7 +47,7 @@ class Train : public ::testing::Test {
   }
 
   // Enough steps to interrupt a run in the middle.
-  static constexpr int kMany = 200;
+  static constexpr int kMany = 120;
 
   // Maps step to loss, exactly; for a step that ran twice, the later value.
   std::map<int, double> losses(const std::string& name) const {

@@ -20,6 +20,7 @@
 
 #include "bench/figures.h"
 #include "penstock/torch/kernels/fused_attention.h"
+#include "penstock/torch/kernels/window_attention.h"
 
 namespace {
 
@@ -31,6 +32,8 @@ struct Setting {
   std::int64_t heads, key_heads, width, window;
   at::ScalarType dtype;
   int rounds;
+  std::int64_t batch;
+  int calls;  // in a row; a GPU is waited for after the last
 
   double now_ms() const {
     if (!device.is_cuda()) return static_cast<double>(std::clock()) * 1000 / CLOCKS_PER_SEC;
@@ -45,52 +48,71 @@ struct Rows {
   Rows(const Setting& how, std::int64_t length) {
     // Heads inside, as a projection gives them.
     const auto random = [&](std::int64_t heads) {
-      return at::randn({1, length, heads, how.width}, at::TensorOptions(how.device).dtype(how.dtype))
+      return at::randn({how.batch, length, heads, how.width}, at::TensorOptions(how.device).dtype(how.dtype))
           .transpose(1, 2)
           .requires_grad_();
     };
     q = random(how.heads);
     k = random(how.key_heads);
     v = random(how.key_heads);
-    documents =
-        at::rand({1, length}, at::TensorOptions(how.device)).lt(0.002).to(at::kInt).cumsum(1, at::kInt);
+    documents = at::rand({how.batch, length}, at::TensorOptions(how.device))
+                    .lt(0.002)
+                    .to(at::kInt)
+                    .cumsum(1, at::kInt);
   }
 };
 
-// Milliseconds of one call. The mask is made in it, as in a model with a single layer.
-double time_ms(const Setting& how, const Rows& rows, std::int64_t window, bool documents, bool backward) {
-  const double start = how.now_ms();
-  const AttentionMask mask = documents ? AttentionMask::within_documents(rows.documents)
-                                       : AttentionMask::causal(rows.q.size(2), rows.q.size(2));
-  if (backward) {
-    const at::Tensor y = attend(rows.q, rows.k, rows.v, mask, window);
-    torch::autograd::grad({y}, {rows.q, rows.k, rows.v}, {at::ones_like(y)});
-  } else {
-    const torch::NoGradGuard no_grad;
-    attend(rows.q, rows.k, rows.v, mask, window);
+enum class Kind { Full, SameKernel, Window, Documents };
+
+at::Tensor attend_as(Kind kind, const Setting& how, const Rows& rows) {
+  const std::int64_t length = rows.q.size(2);
+  switch (kind) {
+    case Kind::Full:
+      return attend(rows.q, rows.k, rows.v, AttentionMask::causal(length, length), 0);
+    case Kind::SameKernel:
+      return attend_in_window(rows.q, rows.k, rows.v, length);
+    case Kind::Window:
+      return attend(rows.q, rows.k, rows.v, AttentionMask::causal(length, length), how.window);
+    case Kind::Documents:
+      return attend(rows.q, rows.k, rows.v, AttentionMask::within_documents(rows.documents), how.window);
   }
-  return how.now_ms() - start;
+  return {};
+}
+
+// Milliseconds of one call. The mask is made in it, as in a model with a single layer.
+double time_ms(const Setting& how, const Rows& rows, Kind kind, bool backward) {
+  const double start = how.now_ms();
+  for (int call = 0; call < how.calls; ++call) {
+    if (backward) {
+      const at::Tensor y = attend_as(kind, how, rows);
+      torch::autograd::grad({y}, {rows.q, rows.k, rows.v}, {at::ones_like(y)});
+    } else {
+      const torch::NoGradGuard no_grad;
+      attend_as(kind, how, rows);
+    }
+  }
+  return (how.now_ms() - start) / how.calls;
 }
 
 void compare(const Setting& how, std::int64_t length, bool backward) {
   const Rows rows(how, length);
-  std::vector<double> full, windowed, documents, ratios, document_ratios;
+  // The kernel with windows, with a window of the whole row, where there is one.
+  const bool kernel = has_window_kernel(rows.q, rows.k);
+  std::vector<std::vector<double>> times(4);
   // On the CPU, full attention of long rows takes seconds.
   const int rounds = how.device.is_cuda() || length < 4096 ? how.rounds : 1;
-  for (int round = 0; round <= rounds; ++round) {
-    const double a = time_ms(how, rows, 0, false, backward),
-                 b = time_ms(how, rows, how.window, false, backward),
-                 c = time_ms(how, rows, how.window, true, backward);
-    if (round == 0) continue;  // memory and kernels of the first calls
-    full.push_back(a);
-    windowed.push_back(b);
-    documents.push_back(c);
-    ratios.push_back(a / b);
-    document_ratios.push_back(a / c);
-  }
-  std::printf("%8lld %-20s %10.3f %10.3f %8.2f %12.3f %8.2f\n", static_cast<long long>(length),
-              backward ? "forward, backward" : "forward", median(full), median(windowed), median(ratios),
-              median(documents), median(document_ratios));
+  for (int round = 0; round <= rounds; ++round)
+    for (const Kind kind : {Kind::Full, Kind::SameKernel, Kind::Window, Kind::Documents}) {
+      if (kind == Kind::SameKernel && !kernel) continue;
+      const double ms = time_ms(how, rows, kind, backward);
+      if (round > 0) times[static_cast<std::size_t>(kind)].push_back(ms);  // the first calls allocate memory
+    }
+  const auto of = [&](Kind kind) { return median(times[static_cast<std::size_t>(kind)]); };
+  const double full = of(Kind::Full), same = kernel ? of(Kind::SameKernel) : full, window = of(Kind::Window),
+               documents = of(Kind::Documents);
+  std::printf("%8lld %-20s %10.3f %12.3f %10.3f %8.2f %8.2f %12.3f %8.2f\n", static_cast<long long>(length),
+              backward ? "forward, backward" : "forward", full, same, window, full / window, same / window,
+              documents, full / documents);
   std::fflush(stdout);
 }
 
@@ -99,15 +121,20 @@ void compare(const Setting& how, std::int64_t length, bool backward) {
 int main(int argc, char** argv) {
   const bool cuda = argc > 1 ? std::strcmp(argv[1], "cuda") == 0 : torch::cuda::is_available();
   const std::int64_t window = argc > 2 ? std::atoll(argv[2]) : 512,
-                     longest = argc > 3 ? std::atoll(argv[3]) : 8192;
-  const Setting how = cuda ? Setting{at::Device(at::kCUDA, 0), 16, 16, 64, window, at::kBFloat16, 20}
-                           : Setting{at::Device(at::kCPU), 2, 1, 64, window, at::kFloat, 3};
+                     longest = argc > 3 ? std::atoll(argv[3]) : 8192,
+                     batch = argc > 4 ? std::atoll(argv[4])
+                             : cuda   ? 4
+                                      : 1;
+  const Setting how = cuda
+                          ? Setting{at::Device(at::kCUDA, 0), 16, 16, 64, window, at::kBFloat16, 10, batch, 8}
+                          : Setting{at::Device(at::kCPU), 2, 1, 64, window, at::kFloat, 3, batch, 1};
   std::printf(
-      "%s, %s, %lld heads of %lld, %lld key heads, window %lld; ms per call\n%8s %-20s %10s %10s %8s %12s "
-      "%8s\n",
-      cuda ? "CUDA" : "CPU", c10::toString(how.dtype), static_cast<long long>(how.heads),
-      static_cast<long long>(how.width), static_cast<long long>(how.key_heads),
-      static_cast<long long>(window), "tokens", "", "full", "window", "ratio", "+ documents", "ratio");
+      "%s, %s, %lld rows, %lld heads of %lld, %lld key heads, window %lld; ms per call\n%8s %-20s %10s %12s "
+      "%10s %8s %8s %12s %8s\n",
+      cuda ? "CUDA" : "CPU", c10::toString(how.dtype), static_cast<long long>(batch),
+      static_cast<long long>(how.heads), static_cast<long long>(how.width),
+      static_cast<long long>(how.key_heads), static_cast<long long>(window), "tokens", "", "full",
+      "same kernel", "window", "ratio", "ratio", "+ documents", "ratio");
   for (std::int64_t length = 1024; length <= longest; length *= 2)
     for (const bool backward : {false, true}) compare(how, length, backward);
 }

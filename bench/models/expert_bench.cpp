@@ -30,18 +30,24 @@ namespace {
 using namespace penstock;
 
 struct Bench {
+  static constexpr int kCalls = 8;
   at::Device device;
   models::ExpertOptions options;
   std::int64_t tokens;
   int rounds;
 
   double ms(const std::function<void()>& work) const {
-    const auto begin = bench::Clock::now();
-    const std::clock_t used = std::clock();
-    work();
-    if (!device.is_cuda()) return 1e3 * static_cast<double>(std::clock() - used) / CLOCKS_PER_SEC;
+    if (!device.is_cuda()) {
+      const std::clock_t used = std::clock();
+      work();
+      return 1e3 * static_cast<double>(std::clock() - used) / CLOCKS_PER_SEC;
+    }
+    // Several in a row, as the layers of a model: the host runs ahead of the device.
     torch::cuda::synchronize();
-    return bench::ms_since(begin);
+    const auto begin = bench::Clock::now();
+    for (int call = 0; call < kCalls; ++call) work();
+    torch::cuda::synchronize();
+    return bench::ms_since(begin) / kCalls;
   }
   // Alternates between both, so that other load affects them alike; prints medians and the ratio of a to b.
   void compare(const char* name, const std::function<void()>& a, const std::function<void()>& b) const {
@@ -150,35 +156,39 @@ int main(int argc, char** argv) {
   bench.compare("forward and backward, beside the dense layer",
                 training(*experts, [&] { return sum_of(experts->forward(leaf)); }),
                 training(*dense, [&] { return dense->forward(leaf).sum(); }));
-  // The products of the experts alone: sorted rows, equal numbers for all experts, weights already cast.
+  // The products of the experts alone, as the block computes them: sorted rows, equal numbers for all
+  // experts, weights already cast, on a GPU those of gate and up joined.
   const auto dtype = autocast.value_or(at::kFloat);
-  const at::Tensor rows = torch::randn({bench.tokens * options.top_k, options.width}, bench.device)
-                              .to(dtype)
-                              .set_requires_grad(true);
+  const auto leaf_of = [&](at::IntArrayRef sizes) {
+    return torch::randn(sizes, bench.device).to(dtype).set_requires_grad(true);
+  };
+  const std::int64_t choices = bench.tokens * options.top_k;
+  const at::Tensor rows = leaf_of({choices, options.width}), inner = leaf_of({choices, options.expert_width});
   const at::Tensor ends = at::arange(1, options.experts + 1, at::TensorOptions(bench.device).dtype(at::kLong))
-                              .mul(rows.size(0))
+                              .mul(choices)
                               .div(options.experts, "floor")
                               .to(at::kInt);
-  std::vector<at::Tensor> weights;
-  for (const at::Tensor& weight : {experts->gate, experts->up, experts->down})
-    weights.push_back(weight.detach().to(dtype).set_requires_grad(true));
-  const at::Tensor gradient =
-      torch::ones({rows.size(0), std::max(options.width, options.expert_width)}, rows.options());
-  const auto products = [&] {
-    const at::Tensor gate = grouped_product(rows, weights[0], ends),
-                     up = grouped_product(rows, weights[1], ends);
-    return std::pair(up, grouped_product(gate, weights[2], ends));
+  const auto cast = [&](const at::Tensor& weight) {
+    return weight.detach().to(dtype).set_requires_grad(true);
   };
+  std::vector<at::Tensor> weights{cast(experts->gate), cast(experts->up)};
+  if (cuda) weights = {cast(at::cat({experts->gate, experts->up}, 2))};
+  const at::Tensor down = cast(experts->down);
+  const auto products = [&] {
+    std::vector<at::Tensor> results;
+    for (const at::Tensor& weight : weights) results.push_back(grouped_product(rows, weight, ends));
+    results.push_back(grouped_product(inner, down, ends));
+    return results;
+  };
+  std::vector<at::Tensor> gradients;
+  for (const at::Tensor& result : products()) gradients.push_back(torch::ones_like(result));
   bench.compare("forward, beside its products alone", forward([&] { experts->forward(x); }),
                 forward([&] { products(); }));
   bench.compare("forward and backward, beside its products alone",
                 training(*experts, [&] { return sum_of(experts->forward(leaf)); }), [&] {
                   for (at::Tensor& weight : weights) weight.mutable_grad().reset();
-                  rows.mutable_grad().reset();
-                  const auto [up, down] = products();
-                  torch::autograd::backward({up, down},
-                                            {gradient.narrow(1, 0, options.expert_width).contiguous(),
-                                             gradient.narrow(1, 0, options.width).contiguous()});
+                  for (const at::Tensor* tensor : {&rows, &inner, &down}) tensor->mutable_grad().reset();
+                  torch::autograd::backward(products(), gradients);
                 });
   bench.compare("forward, beside the loop with indices", forward([&] { experts->forward(x); }),
                 forward([&] { indexed_loop(experts, flat); }));

@@ -472,5 +472,26 @@ TEST(ExpertOperators, ModesSeeThemForwardAndBackward) {
                 "penstock::grouped_product", "penstock::grouped_outer", "penstock::combine_rows"}));
 }
 
+TEST(GroupedProduct, JoinedColumns) {
+  for (const Case& each : cases()) {
+    const auto made = [&](at::IntArrayRef sizes) {
+      return at::randn(sizes, at::kDouble).to(each.device, each.dtype).set_requires_grad(true);
+    };
+    const at::Tensor first = made({3, 4, 5}), second = made({3, 4, 2});
+    const at::Tensor joint = join_columns(first, second, at::kFloat);
+    EXPECT_TRUE(at::equal(joint, at::cat({first, second}, 2).to(at::kFloat)));
+    const at::Tensor by = at::randn({3, 4, 7}, joint.options());
+    joint.backward(by);
+    EXPECT_TRUE(at::equal(first.grad(), by.narrow(2, 0, 5).to(each.dtype)));
+    EXPECT_TRUE(at::equal(second.grad(), by.narrow(2, 5, 2).to(each.dtype)));
+    const at::Tensor alone = made({3, 4, 8}), cast = join_columns(alone, {}, at::kBFloat16);
+    EXPECT_TRUE(at::equal(cast, alone.to(at::kBFloat16)));
+    cast.backward(by.narrow(2, 0, 7).repeat({1, 1, 2}).narrow(2, 0, 8).to(at::kBFloat16));
+    EXPECT_EQ(alone.grad().scalar_type(), each.dtype);
+    EXPECT_TRUE(at::equal(alone.grad().narrow(2, 0, 7), by.to(at::kBFloat16).to(each.dtype)));
+  }
+  EXPECT_THROW(join_columns(at::ones({2, 3, 4}), at::ones({2, 4, 4}), at::kFloat), ValueError);
+}
+
 }  // namespace expert_operators_test
 }  // namespace penstock

@@ -137,6 +137,38 @@ TEST(FusedMath, SiluProduct) {
     }
 }
 
+// Rows of a larger tensor, and halves of rows.
+TEST(FusedMath, SiluProductOfParts) {
+  for (const Case& each : cases())
+    for (const std::int64_t width : {1, 6, 64}) {
+      const std::string what = name_of(each) + " " + std::to_string(width);
+      const at::Tensor all = made({3, 5, 2 * width + 7}, each, 1).set_requires_grad(true);
+      const at::Tensor exact = all.detach().to(at::kDouble).cpu().set_requires_grad(true);
+      const auto product = [&](const at::Tensor& of, const auto& multiply) {
+        return multiply(of.narrow(2, 3, width), of.narrow(2, width + 5, width));
+      };
+      const at::Tensor y = product(all, silu_product),
+                       wanted = product(exact, [](const auto&a, const auto&b) { return at::silu(a) * b; });
+      const double near = 8 * tolerance(each.dtype);
+      expect_near(y, wanted, near, what);
+      const at::Tensor weights = made({3, 5, width}, each, 3);
+      y.backward(weights);
+      wanted.backward(weights.to(at::kDouble).cpu());
+      expect_near(all.grad(), exact.grad(), near, what);
+
+      const at::Tensor joint = made({9, 2 * width}, each, 4).set_requires_grad(true);
+      const at::Tensor exact_joint = joint.detach().to(at::kDouble).cpu().set_requires_grad(true);
+      const at::Tensor halves = silu_halves(joint),
+                       wanted_halves =
+                           at::silu(exact_joint.narrow(1, 0, width)) * exact_joint.narrow(1, width, width);
+      expect_near(halves, wanted_halves, near, what);
+      const at::Tensor by = made({9, width}, each, 5);
+      halves.backward(by);
+      wanted_halves.backward(by.to(at::kDouble).cpu());
+      expect_near(joint.grad(), exact_joint.grad(), near, what);
+    }
+}
+
 // Modes see LibTorch's operators, or ours.
 TEST(FusedMath, ModesSeeOperators) {
   struct Count final : Mode {

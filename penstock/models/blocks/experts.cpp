@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <cstdint>
 #include <tuple>
 #include <utility>
 
@@ -16,9 +17,16 @@
 #include "penstock/torch/experts/expert_choice.h"
 #include "penstock/torch/experts/expert_rows.h"
 #include "penstock/torch/experts/grouped_product.h"
+#include "penstock/torch/experts/router.h"
 #include "penstock/torch/kernels/fused_math.h"
 
 namespace penstock::models {
+namespace {
+
+// From so many rows on, the products of gate and up are one.
+constexpr std::int64_t kRowsOfOneProduct = 256;
+
+}  // namespace
 
 // What the router decided for T tokens.
 struct ExpertsImpl::Routing {
@@ -69,24 +77,20 @@ void ExpertsImpl::initialize(const std::string& name, const BlockInit& init) {
 }
 
 ExpertsImpl::Routing ExpertsImpl::route(const at::Tensor& tokens) {
-  // Rounding logits to 16 bits would change which experts are chosen.
+  // Logits and scores are float32 although the tokens may not be.
   const NoAutocastScope exact;
-  const at::ScalarType dtype = tokens.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  const at::Tensor logits = at::linear(tokens.to(dtype), router->weight.to(dtype));  // [T, experts]
-  const at::Tensor scores =
-      options_.router_scores == RouterScores::Softmax ? at::softmax(logits, -1) : at::sigmoid(logits);
-  const at::Tensor ranking = router_bias.defined() ? scores.detach() + router_bias.to(dtype) : scores;
-  const at::Tensor choices = top_choices(ranking, options_.top_k, layer_);
-  at::Tensor weights = scores.gather(1, choices);
-  // Sigmoid scores can all be zero.
-  if (options_.router_normalize) weights = weights / (weights.sum(-1, true) + 1e-20);
-
+  const Routed routed = route_tokens(router_logits(tokens, router->weight),
+                                     {.choices = options_.top_k,
+                                      .sigmoid = options_.router_scores == RouterScores::Sigmoid,
+                                      .normalize = options_.router_normalize,
+                                      .layer = layer_},
+                                     router_bias);
   Routing routing;
-  routing.weights = weights;
-  routing.order = expert_order(choices, options_.experts, expert_capacity(options_, tokens.size(0)));
-  const at::Tensor shares = routing.order.counts.to(dtype) / static_cast<double>(choices.numel());
-  routing.balance = (shares * scores.mean(0)).sum() * static_cast<double>(options_.experts);
-  routing.router_z = at::logsumexp(logits, {-1}).square().mean();
+  routing.weights = routed.weights;
+  routing.order = expert_order(routed.choices, options_.experts, expert_capacity(options_, tokens.size(0)));
+  routing.balance = (routed.mean_scores * routing.order.counts).sum() *
+                    (static_cast<double>(options_.experts) / static_cast<double>(routed.choices.numel()));
+  routing.router_z = routed.mean_square;
   if (router_load.defined() && is_training()) {
     const c10::AutoGradMode no_grad(false);
     router_load.add_(routing.order.counts);
@@ -96,13 +100,20 @@ ExpertsImpl::Routing ExpertsImpl::route(const at::Tensor& tokens) {
 
 at::Tensor ExpertsImpl::run_experts(const at::Tensor& tokens, const Routing& routing) const {
   const bool parallel = is_dtensor(gate);
-  const auto weight = [&](const at::Tensor& parameter) {
-    return cast_weight(parallel ? to_local(parameter) : parameter);
-  };
+  const auto own = [&](const at::Tensor& parameter) { return parallel ? to_local(parameter) : parameter; };
+  const auto weight = [&](const at::Tensor& parameter) { return cast_weight(own(parameter)); };
+  // On a GPU gate and up are one product, whose weights are joined in the pass that casts them. Elsewhere,
+  // and for few rows, copying all experts would cost more than it saves.
   const auto swiglu = [&](const at::Tensor& rows, const at::Tensor& ends) {
+    const at::ScalarType dtype = rows.scalar_type();
+    if (!rows.is_cuda() || rows.size(0) < kRowsOfOneProduct)
+      return grouped_product(
+          silu_product(grouped_product(rows, weight(gate), ends), grouped_product(rows, weight(up), ends)),
+          weight(down), ends);
     const at::Tensor inner =
-        silu_product(grouped_product(rows, weight(gate), ends), grouped_product(rows, weight(up), ends));
-    return grouped_product(inner, weight(down), ends);
+        silu_halves(grouped_product(rows, join_columns(own(gate), own(up), dtype), ends));
+    const at::Tensor last = own(down);
+    return grouped_product(inner, last.scalar_type() == dtype ? last : join_columns(last, {}, dtype), ends);
   };
   const at::Tensor rows = gather_rows(tokens, routing.order);  // [T * top_k, width]
   const at::Tensor results = parallel ? compute_elsewhere(rows, routing.order, mesh_of(gate).group(0), swiglu)
@@ -115,9 +126,10 @@ BlockResult ExpertsImpl::forward(const at::Tensor& x) {
     throw ValueError(describe(fmt::format("{}: hidden states", layer_),
                               fmt::format("{}", fmt::join(x.sizes(), " x ")),
                               fmt::format("batch x length x {}", options_.width)));
-  const at::Tensor tokens = x.reshape({x.size(0) * x.size(1), options_.width});
+  // The router sees the tokens as the experts do.
+  const at::Tensor tokens = cast_once(x).reshape({x.size(0) * x.size(1), options_.width});
   const Routing routing = route(tokens);
-  at::Tensor hidden = run_experts(cast_once(tokens), routing).view(x.sizes());
+  at::Tensor hidden = run_experts(tokens, routing).view(x.sizes());
   if (!shared.is_empty()) hidden = hidden + shared->forward(x);
   return {.hidden = hidden, .losses = {{kBalanceLoss, routing.balance}, {kRouterZLoss, routing.router_z}}};
 }

@@ -5,7 +5,7 @@
 //                           "blocks.1.experts");
 //   models::BlockResult result = experts->forward(x);             // x [batch, length, 64]
 //
-//   logits = router(x)                     float32 (float64 for float64), whatever autocast says
+//   logits = router(x)                     float32 (float64 for float64), of x as the experts see it
 //   scores = softmax or sigmoid of logits
 //   chosen = the top_k of scores, plus router_bias if there is one
 //   y      = sum over the chosen of weight * down(silu(gate(x)) * up(x)), plus shared(x) if there is one

@@ -95,6 +95,10 @@ std::optional<at::ScalarType> cast_dtype(const at::Tensor& tensor) {
 
 }  // namespace
 
+at::ScalarType dtype_in_scope(const at::Tensor& tensor) {
+  return cast_dtype(tensor).value_or(tensor.scalar_type());
+}
+
 at::Tensor cast_once(const at::Tensor& tensor) {
   const auto dtype = cast_dtype(tensor);
   return dtype ? tensor.to(*dtype) : tensor;

@@ -51,6 +51,9 @@ class OwnAutocastCache {
   OwnAutocastCache& operator=(const OwnAutocastCache&) = delete;
 };
 
+// Returns the dtype to which cast_once() casts a tensor: that of the scope for float32, otherwise its own.
+at::ScalarType dtype_in_scope(const at::Tensor& tensor);
+
 // Within an autocast scope, returns a float32 tensor cast to the scope's dtype, otherwise the tensor itself.
 // For a tensor that several operators use: each would cast it, and its gradients would be added up in
 // float32.

@@ -15,6 +15,17 @@ void launch_top_choices(const at::Tensor& scores, const at::Tensor& choices);
 void launch_expert_order(const at::Tensor& choices, std::int64_t capacity, const at::Tensor& order,
                          const at::Tensor& slot, const at::Tensor& ends, const at::Tensor& counts);
 
+// Whether the router of so many experts has kernels.
+bool routes_on_device(std::int64_t experts);
+// logits and bias (or undefined): float32 or float64, [T, experts] and [experts]; choices and weights [T, k].
+// Returns the sums over the tokens of the scores, and of the squares of logsumexp: [experts + 1].
+at::Tensor launch_route_tokens(const at::Tensor& logits, const at::Tensor& bias, bool sigmoid, bool normalize,
+                               const at::Tensor& choices, const at::Tensor& weights);
+// by_weights [T, k] and by_means [experts + 1]: gradients. result [T, experts].
+void launch_route_tokens_backward(const at::Tensor& logits, const at::Tensor& choices,
+                                  const at::Tensor& by_weights, const at::Tensor& by_means, bool sigmoid,
+                                  bool normalize, const at::Tensor& result);
+
 void launch_gather_rows(const at::Tensor& tokens, const at::Tensor& order, const at::Tensor& rows);
 // `weights` may be undefined.
 void launch_combine_rows(const at::Tensor& rows, const at::Tensor& slot, const at::Tensor& weights,
@@ -29,5 +40,10 @@ at::Tensor launch_grouped_product(const at::Tensor& rows, const at::Tensor& weig
                                   bool transposed, bool library);
 at::Tensor launch_grouped_outer(const at::Tensor& rows, const at::Tensor& gradient, const at::Tensor& ends,
                                 bool library);
+
+// Columns of first and second side by side: rows [n, a] and [n, b] <-> [n, a + b], in one pass that also
+// casts. `second` may be undefined, b = 0. Any two of float32, float64, bfloat16 and float16.
+void launch_join_columns(const at::Tensor& first, const at::Tensor& second, const at::Tensor& joint);
+void launch_split_columns(const at::Tensor& joint, const at::Tensor& first, const at::Tensor& second);
 
 }  // namespace penstock::detail

@@ -15,6 +15,17 @@ void launch_expert_order(const at::Tensor&, std::int64_t, const at::Tensor&, con
                          const at::Tensor&, const at::Tensor&) {
   no_expert_kernels();
 }
+bool routes_on_device(std::int64_t) { return false; }
+at::Tensor launch_route_tokens(const at::Tensor&, const at::Tensor&, bool, bool, const at::Tensor&,
+                               const at::Tensor&) {
+  no_expert_kernels();
+}
+void launch_route_tokens_backward(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                  bool, bool, const at::Tensor&) {
+  no_expert_kernels();
+}
+void launch_join_columns(const at::Tensor&, const at::Tensor&, const at::Tensor&) { no_expert_kernels(); }
+void launch_split_columns(const at::Tensor&, const at::Tensor&, const at::Tensor&) { no_expert_kernels(); }
 void launch_gather_rows(const at::Tensor&, const at::Tensor&, const at::Tensor&) { no_expert_kernels(); }
 void launch_combine_rows(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&) {
   no_expert_kernels();

@@ -4,76 +4,17 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <map>
-#include <memory>
-#include <mutex>
+#include <cstdint>
+#include <limits>
+#include <numeric>
+#include <string>
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/torch/experts/device_text.h"
+#include "penstock/torch/compat/cuda_text.h"
 #include "penstock/torch/experts/expert_kernels.h"
 
 namespace penstock::detail {
-
-const char* const kExpertElements = R"(
-typedef long long i64;
-#define INFINITY __int_as_float(0x7f800000)
-struct Float32 { float bits; };
-struct Float64 { double bits; };
-struct BFloat16 { unsigned short bits; };
-struct Float16 { unsigned short bits; };
-template <class Element> struct NumberOf { typedef float Type; };
-template <> struct NumberOf<Float64> { typedef double Type; };
-typedef NumberOf<ELEMENT>::Type Number;
-
-__device__ inline float number(Float32 x) { return x.bits; }
-__device__ inline double number(Float64 x) { return x.bits; }
-__device__ inline float number(BFloat16 x) { return __uint_as_float((unsigned)x.bits << 16); }
-__device__ inline float number(Float16 x) {
-  float result;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(x.bits));
-  return result;
-}
-__device__ inline void put(Float32& to, float x) { to.bits = x; }
-__device__ inline void put(Float64& to, double x) { to.bits = x; }
-__device__ inline void put(BFloat16& to, float x) {  // round to nearest even; NaN stays NaN
-  const unsigned bits = __float_as_uint(x);
-  to.bits = x != x ? 0x7fc0 : (unsigned short)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
-__device__ inline void put(Float16& to, float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to.bits) : "f"(x)); }
-)";
-
-const char* expert_element(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return "Float32";
-    case at::kDouble:
-      return "Float64";
-    case at::kBFloat16:
-      return "BFloat16";
-    case at::kHalf:
-      return "Float16";
-    default:
-      throw NotImplemented(
-          describe("experts on a GPU", c10::toString(dtype), "float32, float64, bfloat16 or float16"));
-  }
-}
-
-CudaKernel& expert_kernel(const char* name, const char* text, const Macros& macros) {
-  static std::mutex& mutex = *new std::mutex;
-  static auto& kernels = *new std::map<std::pair<std::string, Macros>, std::unique_ptr<CudaKernel>>;
-  const std::lock_guard lock(mutex);
-  std::unique_ptr<CudaKernel>& kernel = kernels[{name, macros}];
-  if (!kernel)
-    kernel = std::make_unique<CudaKernel>(CudaSource{
-        .name = name, .text = std::string(kExpertElements) + text, .headers = {}, .macros = macros});
-  return *kernel;
-}
-
-bool has_wide_rows(const at::Tensor& tensor, std::int64_t width) {
-  return width * tensor.element_size() % 16 == 0 &&
-         reinterpret_cast<std::uintptr_t>(tensor.data_ptr()) % 16 == 0;
-}
 
 namespace {
 
@@ -81,12 +22,6 @@ constexpr unsigned kRowBlock = 256;  // threads
 constexpr std::int64_t kWarp = 32;
 constexpr std::int64_t kMostExperts = 1024;
 constexpr std::int64_t kMostChunks = 128;  // blocks that count and place choices
-constexpr std::int64_t kBlocksPerProcessor = 16;
-
-unsigned row_blocks(std::int64_t work, std::int64_t per_block, int device) {
-  return static_cast<unsigned>(
-      std::min((work + per_block - 1) / per_block, multiprocessors(device) * kBlocksPerProcessor));
-}
 
 // One warp per token. Choices are found one after another: the next one is the best of those that come after
 // the last one in the order "higher score, then lower index".
@@ -215,8 +150,6 @@ extern "C" __global__ void penstock_expert_place(const i64* choices, const int* 
 
 // PACK elements are read and written at a time.
 constexpr const char* kRows = R"(
-struct alignas(sizeof(ELEMENT) * PACK) Pack { ELEMENT at[PACK]; };
-
 __device__ inline Pack zero_pack() {
   Pack pack;
   for (int j = 0; j < PACK; ++j) put(pack.at[j], 0);
@@ -281,22 +214,68 @@ extern "C" __global__ void penstock_combine_rows_backward(const Pack* rows, cons
 }
 )";
 
-// The largest pack, up to sixteen bytes, that divides a row and to which all tensors are aligned.
-std::int64_t row_pack(std::int64_t width, std::initializer_list<at::Tensor> tensors) {
-  const std::int64_t widest = 16 / tensors.begin()->element_size();
-  for (std::int64_t pack = widest; pack > 1; pack /= 2) {
-    const auto aligned = [&](const at::Tensor& tensor) {
-      return reinterpret_cast<std::uintptr_t>(tensor.data_ptr()) %
-                 static_cast<std::uintptr_t>(pack * tensor.element_size()) ==
-             0;
-    };
-    if (width % pack == 0 && std::all_of(tensors.begin(), tensors.end(), aligned)) return pack;
+// Rows of `first` and `second` packs. A warp reads and writes neighbouring packs.
+constexpr const char* kColumns = R"(
+template <class Element> struct alignas(sizeof(Element) * PACK) PackOf { Element at[PACK]; };
+
+template <class To, class From> __device__ inline PackOf<To> cast(const PackOf<From>& given) {
+  PackOf<To> result;
+  for (int j = 0; j < PACK; ++j) put(result.at[j], number(given.at[j]));
+  return result;
+}
+
+extern "C" __global__ void penstock_join_columns(const PackOf<PART>* a, const PackOf<PART>* b, PackOf<JOINT>* joint, INDEX total, INDEX first, INDEX second) {
+  const INDEX across = first + second;
+  for (INDEX i = blockIdx.x * blockDim.x + threadIdx.x; i < total; i += gridDim.x * blockDim.x) {
+    const INDEX row = i / across, column = i - row * across;
+    joint[i] = cast<JOINT>(column < first ? a[row * first + column] : b[row * second + column - first]);
   }
-  return 1;
+}
+
+extern "C" __global__ void penstock_split_columns(const PackOf<JOINT>* joint, PackOf<PART>* a, PackOf<PART>* b, INDEX total, INDEX first, INDEX second) {
+  const INDEX across = first + second;
+  for (INDEX i = blockIdx.x * blockDim.x + threadIdx.x; i < total; i += gridDim.x * blockDim.x) {
+    const INDEX row = i / across, column = i - row * across;
+    const PackOf<PART> part = cast<PART>(joint[i]);
+    if (column < first)
+      a[row * first + column] = part;
+    else
+      b[row * second + column - first] = part;
+  }
+}
+)";
+
+void launch_columns(const char* name, const at::Tensor& joint, const at::Tensor& first,
+                    const at::Tensor& second, bool join) {
+  const at::Tensor other = second.defined() ? second : first;
+  const std::int64_t a = first.size(-1), b = second.defined() ? second.size(-1) : 0;
+  const std::int64_t pack = cuda_pack(
+      std::gcd(a, b), 16 / std::max(joint.element_size(), first.element_size()), {joint, first, other});
+  // Division of 32-bit numbers is several times faster.
+  const bool small = joint.numel() / pack < std::numeric_limits<std::int32_t>::max() / 2;
+  CudaKernel& kernel = text_kernel(name, {kColumns},
+                                   {{"PART", cuda_element(first.scalar_type())},
+                                    {"JOINT", cuda_element(joint.scalar_type())},
+                                    {"PACK", std::to_string(pack)},
+                                    {"INDEX", small ? "unsigned" : "i64"}});
+  const unsigned blocks = looping_blocks(joint.numel() / pack, kRowBlock, joint.get_device());
+  const auto launch = [&](auto... pointers) {
+    if (small)
+      kernel.launch(joint.get_device(), blocks, kRowBlock, pointers...,
+                    static_cast<unsigned>(joint.numel() / pack), static_cast<unsigned>(a / pack),
+                    static_cast<unsigned>(b / pack));
+    else
+      kernel.launch(joint.get_device(), blocks, kRowBlock, pointers..., device_number(joint.numel() / pack),
+                    device_number(a / pack), device_number(b / pack));
+  };
+  if (join)
+    launch(device_in(first), device_in(second), device_out(joint));
+  else
+    launch(device_in(joint), device_out(first), device_out(second));
 }
 
 CudaKernel& row_kernel(const char* name, at::ScalarType dtype, std::int64_t pack) {
-  return expert_kernel(name, kRows, {{"ELEMENT", expert_element(dtype)}, {"PACK", std::to_string(pack)}});
+  return text_kernel(name, {kRows}, {{"ELEMENT", cuda_element(dtype)}, {"PACK", std::to_string(pack)}});
 }
 
 }  // namespace
@@ -304,8 +283,8 @@ CudaKernel& row_kernel(const char* name, at::ScalarType dtype, std::int64_t pack
 void launch_top_choices(const at::Tensor& scores, const at::Tensor& choices) {
   if (choices.numel() == 0) return;
   const int device = scores.get_device();
-  expert_kernel("penstock_top_choices", kTopChoices, {{"ELEMENT", expert_element(scores.scalar_type())}})
-      .launch(device, row_blocks(scores.size(0), kRowBlock / kWarp, device), kRowBlock, device_in(scores),
+  text_kernel("penstock_top_choices", {kTopChoices}, {{"ELEMENT", cuda_element(scores.scalar_type())}})
+      .launch(device, looping_blocks(scores.size(0), kRowBlock / kWarp, device), kRowBlock, device_in(scores),
               device_out(choices), device_number(scores.size(0)), device_number(scores.size(1)),
               device_number(choices.size(1)));
 }
@@ -324,7 +303,7 @@ void launch_expert_order(const at::Tensor& choices, std::int64_t capacity, const
   const std::int64_t chunks = (tiles * tile + chunk - 1) / chunk;
   const at::Tensor before = at::empty({chunks, experts}, ends.options());
   const auto kernel = [&](const char* name) -> CudaKernel& {
-    return expert_kernel(name, kExpertOrder, {{"ELEMENT", "Float32"}, {"EXPERTS", std::to_string(experts)}});
+    return text_kernel(name, {kExpertOrder}, {{"ELEMENT", "Float32"}, {"EXPERTS", std::to_string(experts)}});
   };
   kernel("penstock_expert_count")
       .launch(device, static_cast<unsigned>(chunks), kRowBlock, device_in(choices), device_out(before),
@@ -339,20 +318,20 @@ void launch_expert_order(const at::Tensor& choices, std::int64_t capacity, const
 }
 
 void launch_gather_rows(const at::Tensor& tokens, const at::Tensor& order, const at::Tensor& rows) {
-  const std::int64_t pack = row_pack(rows.size(1), {tokens, rows}), packs = rows.size(1) / pack;
+  const std::int64_t pack = cuda_pack(rows.size(1), {tokens, rows}), packs = rows.size(1) / pack;
   const int device = rows.get_device();
   row_kernel("penstock_gather_rows", rows.scalar_type(), pack)
-      .launch(device, row_blocks(rows.size(0) * packs, kRowBlock, device), kRowBlock, device_in(tokens),
+      .launch(device, looping_blocks(rows.size(0) * packs, kRowBlock, device), kRowBlock, device_in(tokens),
               device_in(order), device_out(rows), device_number(rows.size(0)), device_number(packs),
               device_number(order.numel() / tokens.size(0)));
 }
 
 void launch_combine_rows(const at::Tensor& rows, const at::Tensor& slot, const at::Tensor& weights,
                          const at::Tensor& sums) {
-  const std::int64_t pack = row_pack(rows.size(1), {rows, sums}), packs = rows.size(1) / pack;
+  const std::int64_t pack = cuda_pack(rows.size(1), {rows, sums}), packs = rows.size(1) / pack;
   const int device = rows.get_device();
   row_kernel("penstock_combine_rows", rows.scalar_type(), pack)
-      .launch(device, row_blocks(sums.size(0) * packs, kRowBlock, device), kRowBlock, device_in(rows),
+      .launch(device, looping_blocks(sums.size(0) * packs, kRowBlock, device), kRowBlock, device_in(rows),
               device_in(slot), device_in(weights), device_out(sums), device_number(sums.size(0)),
               device_number(packs), device_number(slot.size(1)));
 }
@@ -360,14 +339,22 @@ void launch_combine_rows(const at::Tensor& rows, const at::Tensor& slot, const a
 void launch_combine_rows_backward(const at::Tensor& rows, const at::Tensor& weights, const at::Tensor& order,
                                   const at::Tensor& slot, const at::Tensor& gradient,
                                   const at::Tensor& row_gradient, const at::Tensor& weight_gradient) {
-  const std::int64_t pack = row_pack(rows.size(1), {rows, gradient, row_gradient});
+  const std::int64_t pack = cuda_pack(rows.size(1), {rows, gradient, row_gradient});
   const std::int64_t packs = rows.size(1) / pack;
   const int device = rows.get_device();
   row_kernel("penstock_combine_rows_backward", rows.scalar_type(), pack)
-      .launch(device, row_blocks(rows.size(0), kRowBlock / kWarp, device), kRowBlock, device_in(rows),
+      .launch(device, looping_blocks(rows.size(0), kRowBlock / kWarp, device), kRowBlock, device_in(rows),
               device_in(weights), device_in(order), device_in(slot), device_in(gradient),
               device_out(row_gradient), device_out(weight_gradient), device_number(rows.size(0)),
               device_number(packs), device_number(slot.size(1)));
+}
+
+void launch_join_columns(const at::Tensor& first, const at::Tensor& second, const at::Tensor& joint) {
+  launch_columns("penstock_join_columns", joint, first, second, true);
+}
+
+void launch_split_columns(const at::Tensor& joint, const at::Tensor& first, const at::Tensor& second) {
+  launch_columns("penstock_split_columns", joint, first, second, false);
 }
 
 }  // namespace penstock::detail

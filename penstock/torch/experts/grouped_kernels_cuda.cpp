@@ -9,9 +9,11 @@
 #include <ATen/cuda/CUDAContext.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <string>
 
+#include "penstock/torch/compat/cuda_text.h"
 #include "penstock/torch/compat/version.h"
-#include "penstock/torch/experts/device_text.h"
 #include "penstock/torch/experts/expert_kernels.h"
 
 namespace penstock::detail {
@@ -334,7 +336,11 @@ struct ProductSizes {
   }
 };
 
-bool is_wide(const at::Tensor& tensor) { return has_wide_rows(tensor, tensor.size(-1)); }
+// Whether rows can be read 16 bytes at a time.
+bool is_wide(const at::Tensor& tensor) {
+  return tensor.size(-1) * tensor.element_size() % 16 == 0 &&
+         reinterpret_cast<std::uintptr_t>(tensor.data_ptr()) % 16 == 0;
+}
 
 bool on_tensor_cores(const at::Tensor& a, const at::Tensor& b, const at::Tensor& result) {
   const auto dtype = a.scalar_type();
@@ -346,16 +352,14 @@ bool on_tensor_cores(const at::Tensor& a, const at::Tensor& b, const at::Tensor&
 void launch_tiles(const at::Tensor& a, const at::Tensor& b, const at::Tensor& ends, const at::Tensor& result,
                   const ProductSizes& sizes, int mode) {
   const bool fast = on_tensor_cores(a, b, result);
-  static const std::string plain = std::string(kTiles) + kPlainProduct,
-                           tensor_core = std::string(kTiles) + kTensorCoreProduct;
   const std::int64_t tile = fast ? 128 : 64;
-  Macros macros{{"ELEMENT", expert_element(a.scalar_type())},
-                {"MODE", std::to_string(mode)},
-                {"TILE_M", std::to_string(tile)},
-                {"TILE_N", std::to_string(tile)}};
+  CudaMacros macros{{"ELEMENT", cuda_element(a.scalar_type())},
+                    {"MODE", std::to_string(mode)},
+                    {"TILE_M", std::to_string(tile)},
+                    {"TILE_N", std::to_string(tile)}};
   if (fast) macros.emplace_back("KIND", a.scalar_type() == at::kHalf ? "\"f16\"" : "\"bf16\"");
-  expert_kernel(fast ? "penstock_grouped_tensor_core" : "penstock_grouped_plain",
-                (fast ? tensor_core : plain).c_str(), macros)
+  text_kernel(fast ? "penstock_grouped_tensor_core" : "penstock_grouped_plain",
+              {kTiles, fast ? kTensorCoreProduct : kPlainProduct}, macros)
       .launch(a.get_device(), static_cast<unsigned>(sizes.tiles(tile, mode)), kProductThreads, device_in(a),
               device_in(b), device_in(ends), device_out(result), device_number(sizes.rows),
               device_number(sizes.experts), device_number(sizes.m), device_number(sizes.n),
@@ -380,7 +384,7 @@ bool library_applies(const at::Tensor& a, const at::Tensor& b, std::int64_t colu
          columns * a.element_size() % 16 == 0;
 }
 
-CudaKernel& clear_kernel(const char* name) { return expert_kernel(name, kClear, {{"ELEMENT", "Float32"}}); }
+CudaKernel& clear_kernel(const char* name) { return text_kernel(name, {kClear}, {}); }
 
 }  // namespace
 

@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "penstock/base/describe.h"
@@ -138,6 +139,55 @@ at::Tensor grouped_outer_cuda(const at::Tensor& rows, const at::Tensor& gradient
                                       may_use_library());
 }
 
+// ---- joined weights ----
+
+using MaybeTensor = c10::optional<at::Tensor>;
+using TwoTensors = std::tuple<at::Tensor, at::Tensor>;
+
+at::Tensor joined_like(const at::Tensor& first, const MaybeTensor& second, at::ScalarType dtype) {
+  if (first.dim() != 3 || (second && (second->dim() != 3 || first.size(0) != second->size(0) ||
+                                      first.size(1) != second->size(1))))
+    throw ValueError(
+        describe("join_columns: weights",
+                 fmt::format("{} and {}", matrix_text(first), second ? matrix_text(*second) : "none"),
+                 "[experts, in, out], equal but for the last dim"));
+  return at::empty({first.size(0), first.size(1), first.size(2) + (second ? second->size(2) : 0)},
+                   first.options().dtype(dtype));
+}
+at::Tensor join_columns_cpu(const at::Tensor& first, const MaybeTensor& second, at::ScalarType dtype) {
+  at::Tensor joint = joined_like(first, second, dtype);
+  joint.narrow(2, 0, first.size(2)).copy_(first);
+  if (second) joint.narrow(2, first.size(2), second->size(2)).copy_(*second);
+  return joint;
+}
+at::Tensor join_columns_cuda(const at::Tensor& first, const MaybeTensor& second, at::ScalarType dtype) {
+  at::Tensor joint = joined_like(first, second, dtype);
+  if (joint.numel() > 0)
+    detail::launch_join_columns(first.contiguous(), second ? second->contiguous() : at::Tensor(), joint);
+  return joint;
+}
+
+// The first `width` columns and the others. Both contiguous: an optimizer reads them more than once.
+TwoTensors split_like(const at::Tensor& joint, std::int64_t width, at::ScalarType dtype) {
+  const auto part = [&](std::int64_t columns) {
+    return at::empty({joint.size(0), joint.size(1), columns}, joint.options().dtype(dtype));
+  };
+  return {part(width), part(joint.size(2) - width)};
+}
+TwoTensors split_columns_cpu(const at::Tensor& joint, std::int64_t width, at::ScalarType dtype) {
+  TwoTensors parts = split_like(joint, width, dtype);
+  std::get<0>(parts).copy_(joint.narrow(2, 0, width));
+  std::get<1>(parts).copy_(joint.narrow(2, width, joint.size(2) - width));
+  return parts;
+}
+TwoTensors split_columns_cuda(const at::Tensor& joint, std::int64_t width, at::ScalarType dtype) {
+  TwoTensors parts = split_like(joint, width, dtype);
+  if (joint.numel() > 0)
+    detail::launch_split_columns(joint.contiguous(), std::get<0>(parts),
+                                 width < joint.size(2) ? std::get<1>(parts) : at::Tensor());
+  return parts;
+}
+
 // ---- through the dispatcher, so that modes see them ----
 
 at::Tensor call_product(const at::Tensor& rows, const at::Tensor& weight, const at::Tensor& ends,
@@ -169,7 +219,32 @@ struct GroupedProductFunction : torch::autograd::Function<GroupedProductFunction
   }
 };
 
+struct JoinColumns : torch::autograd::Function<JoinColumns> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& first, const MaybeTensor& second,
+                            at::ScalarType dtype) {
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("penstock::join_columns", "")
+                               .typed<decltype(join_columns_cpu)>();
+    context->saved_data["first"] = first.size(2);
+    context->saved_data["second"] = second.has_value();
+    context->saved_data["dtype"] = first.scalar_type();
+    return op.call(first, second, dtype);
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("penstock::split_columns", "")
+                               .typed<decltype(split_columns_cpu)>();
+    auto [first, second] = op.call(gradients[0], context->saved_data["first"].toInt(),
+                                   context->saved_data["dtype"].toScalarType());
+    return {first, context->saved_data["second"].toBool() ? second : at::Tensor(), at::Tensor()};
+  }
+};
+
 }  // namespace
+
+at::Tensor join_columns(const at::Tensor& first, const at::Tensor& second, at::ScalarType dtype) {
+  return JoinColumns::apply(first, second.defined() ? MaybeTensor(second) : MaybeTensor(), dtype);
+}
 
 at::Tensor grouped_product(const at::Tensor& rows, const at::Tensor& weight, const at::Tensor& ends) {
   return GroupedProductFunction::apply(rows, weight, ends);
@@ -179,19 +254,27 @@ GroupedProductPath set_grouped_product_path(GroupedProductPath path) { return pr
 
 TORCH_LIBRARY_FRAGMENT(penstock, library) {
   library.def("grouped_product(Tensor rows, Tensor weight, Tensor ends, bool transposed) -> Tensor");
+  library.def("join_columns(Tensor first, Tensor? second, ScalarType dtype) -> Tensor");
+  library.def("split_columns(Tensor joint, int width, ScalarType dtype) -> (Tensor, Tensor)");
   library.def("grouped_outer(Tensor rows, Tensor gradient, Tensor ends) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(penstock, CPU, library) {
   library.impl("grouped_product", &grouped_product_cpu);
   library.impl("grouped_outer", &grouped_outer_cpu);
+  library.impl("join_columns", &join_columns_cpu);
+  library.impl("split_columns", &split_columns_cpu);
 }
 TORCH_LIBRARY_IMPL(penstock, CUDA, library) {
   library.impl("grouped_product", &grouped_product_cuda);
   library.impl("grouped_outer", &grouped_outer_cuda);
+  library.impl("join_columns", &join_columns_cuda);
+  library.impl("split_columns", &split_columns_cuda);
 }
 TORCH_LIBRARY_IMPL(penstock, Meta, library) {
   library.impl("grouped_product", &grouped_product_meta);
   library.impl("grouped_outer", &grouped_outer_meta);
+  library.impl("join_columns", &joined_like);
+  library.impl("split_columns", &split_like);
 }
 
 }  // namespace penstock

@@ -21,6 +21,10 @@ namespace penstock {
 
 at::Tensor grouped_product(const at::Tensor& rows, const at::Tensor& weight, const at::Tensor& ends);
 
+// [experts, in, a] and [experts, in, b] -> [experts, in, a + b] of `dtype`, in one pass: weights whose
+// products with the same rows are one product. Differentiable.
+at::Tensor join_columns(const at::Tensor& first, const at::Tensor& second, at::ScalarType dtype);
+
 // How products on a GPU are computed, for tests and benchmarks.
 enum class GroupedProductPath {
   Auto,   // LibTorch's grouped product where it applies

@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include <tuple>
+#include <vector>
 
 #include "penstock/fake.h"
 #include "penstock/tensor_subclass.h"
@@ -47,16 +48,31 @@ at::Tensor rotate_pairs_by(const at::Tensor& x, const at::Tensor& turns, bool ba
   if (computes(x)) detail::launch_rotate_pairs(x, turns, back, result);
   return result;
 }
+// gate and up: rows [n, width], contiguous within a row.
 at::Tensor silu_product_forward(const at::Tensor& gate, const at::Tensor& up) {
-  at::Tensor result = at::empty_like(gate);
+  at::Tensor result = at::empty(gate.sizes(), gate.options());
   if (computes(gate)) detail::launch_silu_product(gate, up, result);
   return result;
 }
 std::tuple<at::Tensor, at::Tensor> silu_product_backward(const at::Tensor& gate, const at::Tensor& up,
                                                          const at::Tensor& gradient) {
-  at::Tensor gate_gradient = at::empty_like(gate), up_gradient = at::empty_like(up);
+  at::Tensor gate_gradient = at::empty(gate.sizes(), gate.options()),
+             up_gradient = at::empty(up.sizes(), up.options());
   if (computes(gate)) detail::launch_silu_product_backward(gate, up, gradient, gate_gradient, up_gradient);
   return {gate_gradient, up_gradient};
+}
+// joint: [n, 2 * width], contiguous.
+at::Tensor silu_halves_forward(const at::Tensor& joint) {
+  const std::int64_t width = joint.size(1) / 2;
+  return silu_product_forward(joint.narrow(1, 0, width), joint.narrow(1, width, width));
+}
+at::Tensor silu_halves_backward(const at::Tensor& joint, const at::Tensor& gradient) {
+  const std::int64_t width = joint.size(1) / 2;
+  at::Tensor result = at::empty(joint.sizes(), joint.options());
+  if (computes(joint))
+    detail::launch_silu_product_backward(joint.narrow(1, 0, width), joint.narrow(1, width, width), gradient,
+                                         result.narrow(1, 0, width), result.narrow(1, width, width));
+  return result;
 }
 
 // Through the dispatcher, so that modes see them.
@@ -102,18 +118,40 @@ struct RotatePairs : torch::autograd::Function<RotatePairs> {
   }
 };
 
+// As rows that are contiguous; a copy only if they are not.
+at::Tensor rows_of(const at::Tensor& x) {
+  const at::Tensor rows = x.dim() == 2 ? x : x.reshape({-1, x.size(-1)});
+  return rows.stride(1) == 1 ? rows : rows.contiguous();
+}
+
 struct SiluProduct : torch::autograd::Function<SiluProduct> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& gate, const at::Tensor& up) {
     static const auto op = operator_named<decltype(silu_product_forward)>("penstock::silu_product");
-    const at::Tensor a = gate.contiguous(), b = up.contiguous();
+    const at::Tensor a = rows_of(gate), b = rows_of(up);
     context->save_for_backward({a, b});
-    return op.call(a, b);
+    context->saved_data["sizes"] = gate.sizes().vec();
+    const at::Tensor result = op.call(a, b);
+    return gate.dim() == 2 ? result : result.view(gate.sizes());
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     static const auto op = operator_named<decltype(silu_product_backward)>("penstock::silu_product_backward");
     const variable_list saved = context->get_saved_variables();
-    const auto [gate, up] = op.call(saved[0], saved[1], gradients[0].contiguous());
-    return {gate, up};
+    const auto [gate, up] = op.call(saved[0], saved[1], gradients[0].reshape(saved[0].sizes()).contiguous());
+    const std::vector<std::int64_t> sizes = context->saved_data["sizes"].toIntVector();
+    return {gate.view(sizes), up.view(sizes)};
+  }
+};
+
+struct SiluHalves : torch::autograd::Function<SiluHalves> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& given) {
+    static const auto op = operator_named<decltype(silu_halves_forward)>("penstock::silu_halves");
+    const at::Tensor joint = given.contiguous();
+    context->save_for_backward({joint});
+    return op.call(joint);
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    static const auto op = operator_named<decltype(silu_halves_backward)>("penstock::silu_halves_backward");
+    return {op.call(context->get_saved_variables()[0], gradients[0].contiguous())};
   }
 };
 
@@ -123,6 +161,8 @@ void add_operators(torch::Library& library) {
   library.impl("rotate_pairs", &rotate_pairs_by);
   library.impl("silu_product", &silu_product_forward);
   library.impl("silu_product_backward", &silu_product_backward);
+  library.impl("silu_halves", &silu_halves_forward);
+  library.impl("silu_halves_backward", &silu_halves_backward);
 }
 
 }  // namespace
@@ -155,6 +195,12 @@ at::Tensor silu_product(const at::Tensor& gate, const at::Tensor& up) {
   return at::silu(gate) * up;
 }
 
+at::Tensor silu_halves(const at::Tensor& joint) {
+  if (fits(joint) && joint.dim() == 2) return SiluHalves::apply(joint);
+  const std::int64_t width = joint.size(-1) / 2;
+  return at::silu(joint.narrow(-1, 0, width)) * joint.narrow(-1, width, width);
+}
+
 TORCH_LIBRARY_FRAGMENT(penstock, library) {
   library.def("cross_entropy_rows(Tensor logits, Tensor targets, int ignored) -> (Tensor, Tensor)");
   library.def(
@@ -163,6 +209,8 @@ TORCH_LIBRARY_FRAGMENT(penstock, library) {
   library.def("rotate_pairs(Tensor x, Tensor turns, bool back) -> Tensor");
   library.def("silu_product(Tensor gate, Tensor up) -> Tensor");
   library.def("silu_product_backward(Tensor gate, Tensor up, Tensor gradient) -> (Tensor, Tensor)");
+  library.def("silu_halves(Tensor joint) -> Tensor");
+  library.def("silu_halves_backward(Tensor joint, Tensor gradient) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(penstock, CUDA, library) { add_operators(library); }
 TORCH_LIBRARY_IMPL(penstock, Meta, library) { add_operators(library); }

@@ -1,4 +1,4 @@
-// Three transformer operators that LibTorch computes in many passes over memory. On a GPU each is a single
+// Transformer operators that LibTorch computes in many passes over memory. On a GPU each is a single
 // kernel here, forward and backward, and a dispatcher operator (penstock::silu_product ...), so that modes
 // see it and captured graphs contain it. Elsewhere, and for tensor subclasses that are not fake, LibTorch's
 // operators are used.
@@ -29,6 +29,9 @@ at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& targets
 // [length, 1, n] (ComplexFloat; ComplexDouble for float64).
 at::Tensor rotate_pairs(const at::Tensor& x, const at::Tensor& turns);
 
+// Rows of a larger tensor, as split() gives them, are not copied.
 at::Tensor silu_product(const at::Tensor& gate, const at::Tensor& up);
+// The same of the two halves of each row: [n, 2 * width] -> [n, width]. The gradient is one tensor, too.
+at::Tensor silu_halves(const at::Tensor& joint);
 
 }  // namespace penstock

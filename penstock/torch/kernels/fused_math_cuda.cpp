@@ -2,18 +2,14 @@
 // if their alignment allows it.
 #include <ATen/ATen.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
-#include <map>
-#include <memory>
-#include <mutex>
+#include <numeric>
 #include <string>
-#include <tuple>
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/torch/compat/cuda_kernel.h"
+#include "penstock/torch/compat/cuda_text.h"
 #include "penstock/torch/kernels/fused_math_kernels.h"
 
 namespace penstock::detail {
@@ -22,33 +18,8 @@ namespace {
 
 constexpr unsigned kThreads = 256;
 constexpr unsigned kRowThreads = 512;  // per row of logits
-constexpr std::int64_t kBlocksPerMultiprocessor = 16;
 
-// Shared by the kernels: an element, and a pack of PACK elements.
-constexpr const char* kElements = R"(
-typedef long long i64;
-#define INFINITY __int_as_float(0x7f800000)
-#define NAN __int_as_float(0x7fc00000)
-struct Float32 { float bits; };
-struct BFloat16 { unsigned short bits; };
-struct Float16 { unsigned short bits; };
-
-__device__ inline float number(Float32 x) { return x.bits; }
-__device__ inline float number(BFloat16 x) { return __uint_as_float((unsigned)x.bits << 16); }
-__device__ inline float number(Float16 x) {
-  float result;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(x.bits));
-  return result;
-}
-__device__ inline void put(Float32& to, float x) { to.bits = x; }
-__device__ inline void put(BFloat16& to, float x) {  // round to nearest even; NaN stays NaN
-  const unsigned bits = __float_as_uint(x);
-  to.bits = x != x ? 0x7fc0 : (unsigned short)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
-__device__ inline void put(Float16& to, float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to.bits) : "f"(x)); }
-
-struct alignas(sizeof(ELEMENT) * PACK) Pack { ELEMENT at[PACK]; };
-
+constexpr const char* kSigmoid = R"(
 __device__ inline float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 )";
 
@@ -127,10 +98,12 @@ extern "C" __global__ void penstock_rotate_pairs(const Pack* x, const float2* tu
 }
 )";
 
+// Rows of `across` packs; the strides of their starts are in packs.
 constexpr const char* kSiluProduct = R"(
-extern "C" __global__ void penstock_silu_product(const Pack* gate, const Pack* up, Pack* result, i64 packs) {
+extern "C" __global__ void penstock_silu_product(const Pack* gate, const Pack* up, Pack* result, i64 packs, i64 across, i64 gate_stride, i64 up_stride) {
   for (i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x; i < packs; i += gridDim.x * (i64)blockDim.x) {
-    const Pack a = gate[i], b = up[i];
+    const i64 row = i / across, column = i - row * across;
+    const Pack a = gate[row * gate_stride + column], b = up[row * up_stride + column];
     Pack product;
     for (int j = 0; j < PACK; ++j) {
       const float x = number(a.at[j]);
@@ -140,64 +113,36 @@ extern "C" __global__ void penstock_silu_product(const Pack* gate, const Pack* u
   }
 }
 
-extern "C" __global__ void penstock_silu_product_backward(const Pack* gate, const Pack* up, const Pack* gradient, Pack* gate_gradient, Pack* up_gradient, i64 packs) {
+extern "C" __global__ void penstock_silu_product_backward(const Pack* gate, const Pack* up, const Pack* gradient, Pack* gate_gradient, Pack* up_gradient, i64 packs,
+                                                          i64 across, i64 gate_stride, i64 up_stride, i64 result_stride) {
   for (i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x; i < packs; i += gridDim.x * (i64)blockDim.x) {
-    const Pack a = gate[i], b = up[i], g = gradient[i];
+    const i64 row = i / across, column = i - row * across, place = row * result_stride + column;
+    const Pack a = gate[row * gate_stride + column], b = up[row * up_stride + column], g = gradient[i];
     Pack to_gate, to_up;
     for (int j = 0; j < PACK; ++j) {
       const float x = number(a.at[j]), share = sigmoid(x), in = number(g.at[j]);
       put(to_up.at[j], in * (x * share));
       put(to_gate.at[j], in * number(b.at[j]) * (share * (1.0f + x * (1.0f - share))));
     }
-    gate_gradient[i] = to_gate;
-    up_gradient[i] = to_up;
+    gate_gradient[place] = to_gate;
+    up_gradient[place] = to_up;
   }
 }
 )";
 
-const char* element_of(at::ScalarType dtype) {
-  return dtype == at::kFloat ? "Float32" : dtype == at::kBFloat16 ? "BFloat16" : "Float16";
+// The largest pack that divides the rows of all tensors and the distances between them.
+std::int64_t row_pack(std::initializer_list<at::Tensor> rows) {
+  std::int64_t run = rows.begin()->size(1);
+  for (const at::Tensor& each : rows) run = std::gcd(run, each.stride(0));
+  return cuda_pack(run, rows);
 }
 
-// Never destroyed: the driver may shut down before static objects are destroyed.
 CudaKernel& kernel_for(const char* name, const char* text, at::ScalarType dtype, std::int64_t pack) {
-  static std::mutex& mutex = *new std::mutex;
-  static auto& kernels =
-      *new std::map<std::tuple<std::string, at::ScalarType, std::int64_t>, std::unique_ptr<CudaKernel>>;
-  const std::lock_guard lock(mutex);
-  std::unique_ptr<CudaKernel>& kernel = kernels[{name, dtype, pack}];
-  if (!kernel)
-    kernel = std::make_unique<CudaKernel>(
-        CudaSource{.name = name,
-                   .text = std::string(kElements) + text,
-                   .headers = {},
-                   .macros = {{"ELEMENT", element_of(dtype)}, {"PACK", std::to_string(pack)}}});
-  return *kernel;
+  return text_kernel(name, {kSigmoid, text},
+                     {{"ELEMENT", cuda_element(dtype)}, {"PACK", std::to_string(pack)}});
 }
 
-// Returns the largest pack size, up to sixteen bytes, that divides `run` and to which all tensors are
-// aligned.
-std::int64_t pack_of(std::int64_t run, std::initializer_list<at::Tensor> tensors) {
-  std::int64_t pack = 16 / tensors.begin()->element_size();
-  for (; pack > 1; pack /= 2) {
-    const auto fits = [&](const at::Tensor& tensor) {
-      return reinterpret_cast<std::uintptr_t>(tensor.data_ptr()) %
-                 static_cast<std::uintptr_t>(pack * tensor.element_size()) ==
-             0;
-    };
-    if (run % pack == 0 && std::all_of(tensors.begin(), tensors.end(), fits)) return pack;
-  }
-  return 1;
-}
-
-unsigned blocks_for(std::int64_t packs, int device) {
-  return static_cast<unsigned>(
-      std::min((packs + kThreads - 1) / kThreads, multiprocessors(device) * kBlocksPerMultiprocessor));
-}
-
-const void* in(const at::Tensor& tensor) { return tensor.data_ptr(); }
-void* out(const at::Tensor& tensor) { return tensor.data_ptr(); }
-long long number(std::int64_t value) { return value; }
+unsigned blocks_for(std::int64_t packs, int device) { return looping_blocks(packs, kThreads, device); }
 
 }  // namespace
 
@@ -208,20 +153,21 @@ bool has_fused_math(const at::Tensor& tensor) {
 
 void launch_cross_entropy(const at::Tensor& logits, const at::Tensor& targets, std::int64_t ignored,
                           const at::Tensor& losses, const at::Tensor& log_sums) {
-  const std::int64_t pack = pack_of(logits.size(1), {logits});
+  const std::int64_t pack = cuda_pack(logits.size(1), {logits});
   kernel_for("penstock_cross_entropy", kCrossEntropy, logits.scalar_type(), pack)
-      .launch(logits.get_device(), static_cast<unsigned>(logits.size(0)), kRowThreads, in(logits),
-              in(targets), out(losses), out(log_sums), number(logits.size(1) / pack), number(ignored));
+      .launch(logits.get_device(), static_cast<unsigned>(logits.size(0)), kRowThreads, device_in(logits),
+              device_in(targets), device_out(losses), device_out(log_sums),
+              device_number(logits.size(1) / pack), device_number(ignored));
 }
 
 void launch_cross_entropy_backward(const at::Tensor& logits, const at::Tensor& targets, std::int64_t ignored,
                                    const at::Tensor& log_sums, const at::Tensor& scale,
                                    const at::Tensor& gradient) {
-  const std::int64_t pack = pack_of(logits.size(1), {logits, gradient});
+  const std::int64_t pack = cuda_pack(logits.size(1), {logits, gradient});
   kernel_for("penstock_cross_entropy_backward", kCrossEntropy, logits.scalar_type(), pack)
-      .launch(logits.get_device(), static_cast<unsigned>(logits.size(0)), kRowThreads, in(logits),
-              in(targets), in(log_sums), in(scale), out(gradient), number(logits.size(1) / pack),
-              number(ignored));
+      .launch(logits.get_device(), static_cast<unsigned>(logits.size(0)), kRowThreads, device_in(logits),
+              device_in(targets), device_in(log_sums), device_in(scale), device_out(gradient),
+              device_number(logits.size(1) / pack), device_number(ignored));
 }
 
 void launch_rotate_pairs(const at::Tensor& given, const at::Tensor& turns, bool back,
@@ -229,29 +175,32 @@ void launch_rotate_pairs(const at::Tensor& given, const at::Tensor& turns, bool 
   const std::int64_t width = given.size(3);
   PENSTOCK_INVARIANT(width % 2 == 0, "a head of odd width has no pairs");
   // A shard that starts in the middle of a pair is copied; new allocations are aligned.
-  const at::Tensor x = pack_of(width, {given, result}) > 1 ? given : given.clone();
-  const std::int64_t pack = pack_of(width, {x, result});
+  const at::Tensor x = cuda_pack(width, {given, result}) > 1 ? given : given.clone();
+  const std::int64_t pack = cuda_pack(width, {x, result});
   const std::int64_t packs = x.numel() / pack;
   kernel_for("penstock_rotate_pairs", kRotatePairs, x.scalar_type(), pack)
-      .launch(x.get_device(), blocks_for(packs, x.get_device()), kThreads, in(x), in(turns), out(result),
-              number(packs), number(x.size(1)), number(x.size(2)), number(width / pack), back ? -1.0F : 1.0F);
+      .launch(x.get_device(), blocks_for(packs, x.get_device()), kThreads, device_in(x), device_in(turns),
+              device_out(result), device_number(packs), device_number(x.size(1)), device_number(x.size(2)),
+              device_number(width / pack), back ? -1.0F : 1.0F);
 }
 
 void launch_silu_product(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& result) {
-  const std::int64_t pack = pack_of(gate.numel(), {gate, up, result});
-  const std::int64_t packs = gate.numel() / pack;
+  const std::int64_t pack = row_pack({gate, up, result}), packs = result.numel() / pack;
   kernel_for("penstock_silu_product", kSiluProduct, gate.scalar_type(), pack)
-      .launch(gate.get_device(), blocks_for(packs, gate.get_device()), kThreads, in(gate), in(up),
-              out(result), number(packs));
+      .launch(gate.get_device(), blocks_for(packs, gate.get_device()), kThreads, device_in(gate),
+              device_in(up), device_out(result), device_number(packs), device_number(gate.size(1) / pack),
+              device_number(gate.stride(0) / pack), device_number(up.stride(0) / pack));
 }
 
 void launch_silu_product_backward(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& gradient,
                                   const at::Tensor& gate_gradient, const at::Tensor& up_gradient) {
-  const std::int64_t pack = pack_of(gate.numel(), {gate, up, gradient, gate_gradient, up_gradient});
-  const std::int64_t packs = gate.numel() / pack;
+  const std::int64_t pack = row_pack({gate, up, gradient, gate_gradient, up_gradient}),
+                     packs = gradient.numel() / pack;
   kernel_for("penstock_silu_product_backward", kSiluProduct, gate.scalar_type(), pack)
-      .launch(gate.get_device(), blocks_for(packs, gate.get_device()), kThreads, in(gate), in(up),
-              in(gradient), out(gate_gradient), out(up_gradient), number(packs));
+      .launch(gate.get_device(), blocks_for(packs, gate.get_device()), kThreads, device_in(gate),
+              device_in(up), device_in(gradient), device_out(gate_gradient), device_out(up_gradient),
+              device_number(packs), device_number(gate.size(1) / pack), device_number(gate.stride(0) / pack),
+              device_number(up.stride(0) / pack), device_number(gate_gradient.stride(0) / pack));
 }
 
 }  // namespace penstock::detail

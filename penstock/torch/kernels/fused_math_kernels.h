@@ -1,5 +1,5 @@
-// The device side of fused_math.h. Tensors are contiguous, on one GPU, float32, bfloat16 or float16; the
-// caller allocates the results.
+// The device side of fused_math.h. Tensors are contiguous unless stated, on one GPU, float32, bfloat16 or
+// float16; the caller allocates the results.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,6 +20,8 @@ void launch_cross_entropy_backward(const at::Tensor& logits, const at::Tensor& t
                                    const at::Tensor& gradient);
 // turns as real numbers: float32 [length, n, 2]. `back` rotates in the opposite direction.
 void launch_rotate_pairs(const at::Tensor& x, const at::Tensor& turns, bool back, const at::Tensor& result);
+// Rows [n, width], contiguous within a row. The result, and its gradient in backward, are contiguous; both
+// results of backward have the same distance between rows.
 void launch_silu_product(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& result);
 void launch_silu_product_backward(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& gradient,
                                   const at::Tensor& gate_gradient, const at::Tensor& up_gradient);

@@ -1,7 +1,11 @@
 // Root mean square normalization over the last dim: x / sqrt(mean(x^2) + epsilon) * weight.
 //
-// One fused kernel where LibTorch has it (2.9 and newer, CUDA), otherwise plain operators; 16-bit dtypes are
-// computed in float32.
+// On a GPU it is one kernel forward and one backward (plus a sum for the weight's gradient), dispatcher
+// operators penstock::rms_norm and penstock::rms_norm_backward; elsewhere, for float64, for subclasses that
+// are not fake and for rows of more than 16,384 elements it is plain operators. 16-bit dtypes are computed in
+// float32. The result has the dtype of x; for a float32 x on a GPU within an autocast scope it has the dtype
+// of that scope, as the products that follow need it, rounded once. Nothing waits for the device.
+// Differentiable once on a GPU.
 #pragma once
 
 #include <ATen/core/Tensor.h>

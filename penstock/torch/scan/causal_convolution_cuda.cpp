@@ -84,7 +84,7 @@ extern "C" __global__ void penstock_causal_convolution(Rows rows, const ELEMENT*
     REAL sum[PACK];
     window.sums(token, sum);
     Pack out;
-    for (int j = 0; j < PACK; ++j) put(out.at[j], SILU ? sum[j] / (REAL(1) + power(-sum[j])) : sum[j]);
+    for (int j = 0; j < PACK; ++j) put(out.at[j], SILU ? sum[j] / (REAL(1) + growth(-sum[j])) : sum[j]);
     *(Pack*)(result + (part.row * rows.length + token) * rows.channels + part.channel) = out;
   }
 }
@@ -112,7 +112,7 @@ extern "C" __global__ void penstock_causal_convolution_backward(Rows rows, const
       for (int j = 0; j < PACK; ++j) {
         REAL local = number(given.at[j]);
         if (SILU) {
-          const REAL share = REAL(1) / (REAL(1) + power(-before[j]));
+          const REAL share = REAL(1) / (REAL(1) + growth(-before[j]));
           local *= share * (REAL(1) + before[j] * (REAL(1) - share));
         }
         before[j] = local;
@@ -148,9 +148,9 @@ ConvolutionSizes sizes_of(const at::Tensor& x) {
 
 // Channels of a thread: rows of a larger tensor are read in place, so their strides count, too.
 std::int64_t channels_of_thread(const at::Tensor& x, std::initializer_list<at::Tensor> others) {
-  std::int64_t pack = scan_pack(x.size(2), kMostChannels, others);
+  std::int64_t pack = cuda_pack(x.size(2), kMostChannels, others);
   while (pack > 1 &&
-         (x.stride(0) % pack != 0 || x.stride(1) % pack != 0 || scan_pack(pack, pack, {x}) < pack))
+         (x.stride(0) % pack != 0 || x.stride(1) % pack != 0 || cuda_pack(pack, pack, {x}) < pack))
     pack /= 2;
   return pack;
 }
@@ -171,8 +171,8 @@ void convolve_on_cuda(const ConvolutionTensors& in, const at::Tensor& result) {
   const std::int64_t pack = channels_of_thread(in.x, {result});
   convolution_kernel("penstock_causal_convolution", in, pack)
       .launch(in.x.get_device(), blocks_of(tiles_of(in.x) * in.x.size(2) / pack, kConvolutionThreads),
-              kConvolutionThreads, sizes_of(in.x), from(in.x), from(in.weight), from(in.bias),
-              from(in.starts), to(result));
+              kConvolutionThreads, sizes_of(in.x), device_in(in.x), device_in(in.weight), device_in(in.bias),
+              device_in(in.starts), device_out(result));
 }
 
 void convolve_backward_on_cuda(const ConvolutionTensors& in, const at::Tensor& gradient,
@@ -181,8 +181,8 @@ void convolve_backward_on_cuda(const ConvolutionTensors& in, const at::Tensor& g
   const at::Tensor partial = at::empty({tiles_of(in.x), taps + 1, in.x.size(2)}, in.weight.options());
   convolution_kernel("penstock_causal_convolution_backward", in, pack)
       .launch(in.x.get_device(), blocks_of(tiles_of(in.x) * in.x.size(2) / pack, kConvolutionThreads),
-              kConvolutionThreads, sizes_of(in.x), from(in.x), from(in.weight), from(in.bias),
-              from(in.starts), from(gradient), to(out.x), to(partial));
+              kConvolutionThreads, sizes_of(in.x), device_in(in.x), device_in(in.weight), device_in(in.bias),
+              device_in(in.starts), device_in(gradient), device_out(out.x), device_out(partial));
   const at::Tensor sums = partial.sum(0);
   out.weight.copy_(sums.narrow(0, 0, taps).t());
   out.bias.copy_(sums[taps]);

@@ -2,6 +2,7 @@
 // scan_device.h; products take operands in the dtype of the values.
 #include <ATen/ATen.h>
 
+#include "penstock/torch/compat/version.h"
 #include "penstock/torch/scan/scan_device.h"
 #include "penstock/torch/scan/scan_kernels.h"
 #include "penstock/torch/scan/scan_types.h"
@@ -63,6 +64,15 @@ at::Tensor first_tokens(const at::Tensor& tensor, std::int64_t length) {
   return tensor.size(1) == length ? tensor : tensor.narrow(1, 0, length).contiguous();
 }
 
+// A product in float32 (float64 for float64), not rounded to 16 bits.
+at::Tensor real_product(const at::Tensor& a, const at::Tensor& b) {
+  const at::ScalarType real = real_of(a.scalar_type());
+#if PENSTOCK_TORCH_AT_LEAST(2, 8)
+  if (a.scalar_type() != real) return at::bmm(a, b, real);
+#endif
+  return at::bmm(a, b).to(real);
+}
+
 }  // namespace
 
 ScanOutputs scan_batched(const ScanTensors& given) {
@@ -107,14 +117,15 @@ ScanGradients scan_backward_batched(const ScanTensors& given, const ScanGradient
 
   // Within the chunks.
   const at::Tensor gram = at::bmm(queries, keys.transpose(1, 2)), to_gram = at::empty_like(gram),
-                   products = at::bmm(arrived, inputs.transpose(1, 2));
-  launch_weights_backward(in, sums, gram, products, to_gram, row_sums);
+                   weights = sizes.weights();
+  launch_weights_backward(in, sums, gram, real_product(arrived, inputs.transpose(1, 2)), weights, to_gram,
+                          row_sums);
   const at::Tensor to_queries = at::bmm(scaled, states.transpose(1, 2)).baddbmm_(to_gram, keys),
                    to_keys =
                        at::bmm(passed, to_states.transpose(1, 2)).baddbmm_(to_gram.transpose(1, 2), queries);
 
   JoinedGradients joined{.gradient = gradient,
-                         .inside = at::bmm(products.transpose(1, 2), arrived),
+                         .inside = real_product(weights.transpose(1, 2), arrived),
                          .passed = at::bmm(keys, to_states),
                          .read = at::bmm(queries, states),
                          .values = at::empty_like(in.values),

@@ -36,10 +36,10 @@ void launch_join(const ScanTensors& in, const at::Tensor& sums, const at::Tensor
 void launch_gradients(const ScanTensors& in, const at::Tensor& sums, const at::Tensor& gradient,
                       const at::Tensor& arrived, const at::Tensor& scaled);
 
-// products [.., heads, chunk, chunk] become the weights; to_gram = sum over the heads of decay * products;
+// products (real) and weights [.., heads, chunk, chunk]; to_gram = sum over the heads of decay * products;
 // row_sums (real, like sums) = sum over the columns of weights * products.
 void launch_weights_backward(const ScanTensors& in, const at::Tensor& sums, const at::Tensor& gram,
-                             const at::Tensor& products, const at::Tensor& to_gram,
+                             const at::Tensor& products, const at::Tensor& weights, const at::Tensor& to_gram,
                              const at::Tensor& row_sums);
 
 // From the gradients of states that arise within the chunks to those of the state after each chunk.
@@ -56,7 +56,7 @@ void launch_ends(const ScanTensors& in, const at::Tensor& sums, const at::Tensor
 // real and like `sums`.
 struct JoinedGradients {
   at::Tensor gradient;      // of the result
-  at::Tensor inside;        // of the inputs within the chunk, head-major
+  at::Tensor inside;        // of the inputs within the chunk, head-major; real
   at::Tensor passed, read;  // keys times gradients of states, and queries times states; group-major
   at::Tensor values;        // out: gradient of the values
   at::Tensor row_sums;      // in and out: share of a token in the decays between it and those before it

@@ -17,6 +17,8 @@ constexpr std::int64_t kWarp = 32;
 constexpr const char* kScanPlaces = R"(
 struct Shape { i64 batch, length, heads, head_width, groups, state_size, chunk, chunks; };
 
+struct alignas(sizeof(REAL) * PACK) RealPack { REAL at[PACK]; };  // results of products that are not rounded
+
 // A token and a head, and the elements [p, p + PACK) of that head.
 struct Place {
   i64 token, head, p, chunk, within;  // within: the token in its chunk
@@ -37,11 +39,11 @@ __device__ inline i64 document_begin(const Shape& s, const int* starts, i64 toke
 }
 // The decay from the state before the chunk to a token, and from a token to the state after the chunk.
 __device__ inline REAL decay_until(const Shape& s, const int* starts, const REAL* sums, const Place& at) {
-  return document_begin(s, starts, at.token) < 0 ? power(sums[at.row(s)]) : REAL(0);
+  return document_begin(s, starts, at.token) < 0 ? growth(sums[at.row(s)]) : REAL(0);
 }
 __device__ inline REAL decay_after(const Shape& s, const int* starts, const REAL* sums, const Place& at) {
   const i64 end = at.row(s) - at.within + s.chunk - 1;
-  return at.within >= document_begin(s, starts, at.token - at.within + s.chunk - 1) ? power(sums[end] - sums[at.row(s)]) : REAL(0);
+  return at.within >= document_begin(s, starts, at.token - at.within + s.chunk - 1) ? growth(sums[end] - sums[at.row(s)]) : REAL(0);
 }
 // The decay of a state from one chunk to the next.
 __device__ inline REAL decay_of_chunk(const Shape& s, const int* starts, const REAL* sums, i64 chunk, i64 head) {
@@ -81,7 +83,7 @@ extern "C" __global__ void penstock_scan_weights(Shape s, const int* starts, con
     for (int j = 0; j < PACK; ++j) {
       const i64 other = first + j;
       const bool counts = other <= within && other >= begin;
-      put(result.at[j], counts ? number(products.at[j]) * power(own[within] - own[other]) : REAL(0));
+      put(result.at[j], counts ? number(products.at[j]) * growth(own[within] - own[other]) : REAL(0));
     }
   }
   weights[i] = result;
@@ -179,8 +181,12 @@ extern "C" __global__ void penstock_scan_join(Shape s, const int* starts, const 
 )";
 
 // A warp computes one row of to_gram; each lane has COLUMNS packs of it.
+//
+// The gradient of a decay is a difference: the sums over the rows of weights * products, less those over the
+// columns (join_backward). Both must have the same terms, or what is left is their rounding: products and the
+// sums over columns are therefore not rounded to 16 bits, and both use the rounded weights and inputs.
 constexpr const char* kWeightsBackward = R"(
-extern "C" __global__ void penstock_scan_weights_backward(Shape s, const int* starts, const REAL* sums, const ELEMENT* gram, ELEMENT* products, ELEMENT* to_gram, REAL* row_sums) {
+extern "C" __global__ void penstock_scan_weights_backward(Shape s, const int* starts, const REAL* sums, const ELEMENT* gram, const REAL* products, ELEMENT* weights, ELEMENT* to_gram, REAL* row_sums) {
   const i64 row = thread_number() / 32, lane = threadIdx.x % 32;
   if (row >= s.batch * s.chunks * s.groups * s.chunk) return;
   const i64 within = row % s.chunk, group = row / s.chunk % s.groups, chunk = row / s.chunk / s.groups, members = s.heads / s.groups;
@@ -200,21 +206,21 @@ extern "C" __global__ void penstock_scan_weights_backward(Shape s, const int* st
     for (int k = 0; k < COLUMNS; ++k) {
       const i64 first = (lane + 32 * k) * PACK;
       if (first >= s.chunk) continue;
-      Pack* const place = (Pack*)(products + (base + within) * s.chunk + first);
-      const Pack given = *place;
-      Pack weights;
+      const i64 place = (base + within) * s.chunk + first;
+      const RealPack given = *(const RealPack*)(products + place);
+      Pack rounded;
       for (int j = 0; j < PACK; ++j) {
         const i64 other = first + j;
         if (other <= within && other >= begin) {
-          const REAL decay = power(own - sums[base + other]), product = number(given.at[j]), weight = decay * dots[k][j];
-          mixed[k][j] += decay * product;
-          total += weight * product;
-          put(weights.at[j], weight);
+          const REAL decay = growth(own - sums[base + other]);
+          mixed[k][j] += decay * given.at[j];
+          put(rounded.at[j], decay * dots[k][j]);
+          total += number(rounded.at[j]) * given.at[j];  // as the sums over rows have it
         } else {
-          put(weights.at[j], REAL(0));
+          put(rounded.at[j], REAL(0));
         }
       }
-      *place = weights;
+      *(Pack*)(weights + place) = rounded;
     }
     total = warp_sum(total);
     if (lane == 0) row_sums[base + within] = total;
@@ -254,22 +260,26 @@ extern "C" __global__ void penstock_scan_ends(Shape s, const int* starts, const 
 // TEAM neighbouring lanes share a token and head.
 constexpr const char* kJoinBackward = R"(
 extern "C" __global__ void penstock_scan_join_backward(Shape s, const int* starts, const REAL* sums, const ELEMENT* values, const REAL* steps, const REAL* skip, const ELEMENT* gradient,
-                                                      const ELEMENT* inside, const ELEMENT* passed, const ELEMENT* read, ELEMENT* to_values, REAL* row_sums,
+                                                      const REAL* inside, const ELEMENT* passed, const ELEMENT* read, ELEMENT* to_values, REAL* row_sums,
                                                       REAL* input_sums, REAL* state_sums, REAL* skip_sums) {
   const i64 rows = s.batch * s.length * s.heads, number_of_row = thread_number() / TEAM, lane = threadIdx.x % TEAM;
   const bool counts = number_of_row < rows;
   const i64 row = counts ? number_of_row : rows - 1;  // all lanes take part in the sums
   const Place at(s, row / s.heads, row % s.heads, 0);
   const REAL step = steps[row], keep = skip[at.head], after = decay_after(s, starts, sums, at);
-  REAL inside_sum = 0, passed_sum = 0, read_sum = 0, skip_sum = 0;
+  REAL inside_sum = 0, input_sum = 0, passed_sum = 0, read_sum = 0, skip_sum = 0;
   for (i64 p = lane * PACK; p < s.head_width; p += TEAM * PACK) {
     const Pack value = *(const Pack*)(values + at.token_major(s) + p), given = *(const Pack*)(gradient + at.token_major(s) + p);
-    const Pack within = *(const Pack*)(inside + at.head_major(s) + p), from_state = *(const Pack*)(passed + at.group_major(s) + p);
+    const RealPack within = *(const RealPack*)(inside + at.head_major(s) + p);
+    const Pack from_state = *(const Pack*)(passed + at.group_major(s) + p);
     const Pack of_state = *(const Pack*)(read + at.group_major(s) + p);
     Pack result;
     for (int j = 0; j < PACK; ++j) {
-      const REAL x = number(value.at[j]), g = number(given.at[j]), here = number(within.at[j]), later = after * number(from_state.at[j]);
+      const REAL x = number(value.at[j]), g = number(given.at[j]), here = within.at[j], later = after * number(from_state.at[j]);
+      ELEMENT input;  // as the products took it
+      put(input, x * step);
       inside_sum += x * here;
+      input_sum += number(input) * here;
       passed_sum += x * later;
       read_sum += g * number(of_state.at[j]);
       skip_sum += g * x;
@@ -279,13 +289,14 @@ extern "C" __global__ void penstock_scan_join_backward(Shape s, const int* start
   }
   for (int offset = TEAM / 2; offset > 0; offset /= 2) {
     inside_sum += __shfl_xor_sync(~0u, inside_sum, offset);
+    input_sum += __shfl_xor_sync(~0u, input_sum, offset);
     passed_sum += __shfl_xor_sync(~0u, passed_sum, offset);
     read_sum += __shfl_xor_sync(~0u, read_sum, offset);
     skip_sum += __shfl_xor_sync(~0u, skip_sum, offset);
   }
   if (!counts || lane != 0) return;
   const i64 place = at.row(s);
-  row_sums[place] += decay_until(s, starts, sums, at) * read_sum - step * inside_sum;
+  row_sums[place] += decay_until(s, starts, sums, at) * read_sum - input_sum;
   input_sums[place] = inside_sum + passed_sum;
   state_sums[place] = step * passed_sum;
   skip_sums[place] = skip_sum;
@@ -326,7 +337,7 @@ extern "C" __global__ void penstock_scan_step(Shape s, const ELEMENT* values, co
   for (i64 t = 0; t < s.length; ++t) {
     const i64 token = batch * s.length + t, place = token * s.heads + head;
     const i64 group = (token * s.groups + head / (s.heads / s.groups)) * s.state_size;
-    const REAL step = steps[place], factor = power(step * decay[head]), value = number(values[place * s.head_width + p]);
+    const REAL step = steps[place], factor = growth(step * decay[head]), value = number(values[place * s.head_width + p]);
     REAL sum = 0;
     for (int k = 0; k < COLUMNS; ++k) {
       const i64 n = lane + 32 * k;
@@ -361,105 +372,112 @@ int device_of(const ScanTensors& in) { return in.values.get_device(); }
 void launch_sums(const ScanTensors& in, const at::Tensor& sums) {
   device_kernel("penstock_scan_sums", kSums, in, 1)
       .launch(device_of(in), blocks_of(tokens_and_heads(in.shape), kThreads), kThreads, in.shape,
-              from(in.steps), from(in.decay), to(sums));
+              device_in(in.steps), device_in(in.decay), device_out(sums));
 }
 
 void launch_weights(const ScanTensors& in, const at::Tensor& sums, const at::Tensor& gram,
                     const at::Tensor& weights) {
   const ScanShape& s = in.shape;
-  const std::int64_t pack = scan_pack(s.chunk, most_of(in), {gram, weights});
+  const std::int64_t pack = cuda_pack(s.chunk, most_of(in), {gram, weights});
   device_kernel("penstock_scan_weights", kWeights, in, pack)
-      .launch(device_of(in), blocks_of(weights.numel() / pack, kThreads), kThreads, s, from(in.starts),
-              from(sums), from(gram), to(weights));
+      .launch(device_of(in), blocks_of(weights.numel() / pack, kThreads), kThreads, s, device_in(in.starts),
+              device_in(sums), device_in(gram), device_out(weights));
 }
 
 void launch_inputs(const ScanTensors& in, const at::Tensor& sums, const at::Tensor& inputs,
                    const at::Tensor& passed) {
-  const std::int64_t pack = scan_pack(in.shape.head_width, most_of(in), {in.values, inputs, passed});
+  const std::int64_t pack = cuda_pack(in.shape.head_width, most_of(in), {in.values, inputs, passed});
   device_kernel("penstock_scan_inputs", kInputs, in, pack)
       .launch(device_of(in), blocks_of(in.values.numel() / pack, kThreads), kThreads, in.shape,
-              from(in.starts), from(sums), from(in.values), from(in.steps), to(inputs), to(passed));
+              device_in(in.starts), device_in(sums), device_in(in.values), device_in(in.steps),
+              device_out(inputs), device_out(passed));
 }
 
 void launch_pass(const ScanTensors& in, const at::Tensor& sums, const at::Tensor& added,
                  const at::Tensor& states, const at::Tensor& last) {
-  const std::int64_t pack = scan_pack(in.shape.head_width, most_of(in), {added, states});
+  const std::int64_t pack = cuda_pack(in.shape.head_width, most_of(in), {added, states});
   device_kernel("penstock_scan_pass", kPass, in, pack)
       .launch(device_of(in), blocks_of(state_elements(in.shape) / pack, kThreads), kThreads, in.shape,
-              from(in.starts), from(sums), from(added), from(in.initial), to(states), to(last));
+              device_in(in.starts), device_in(sums), device_in(added), device_in(in.initial),
+              device_out(states), device_out(last));
 }
 
 void launch_join(const ScanTensors& in, const at::Tensor& sums, const at::Tensor& inside,
                  const at::Tensor& read, const at::Tensor& result) {
-  const std::int64_t pack = scan_pack(in.shape.head_width, most_of(in), {in.values, inside, read, result});
+  const std::int64_t pack = cuda_pack(in.shape.head_width, most_of(in), {in.values, inside, read, result});
   device_kernel("penstock_scan_join", kJoin, in, pack)
       .launch(device_of(in), blocks_of(in.values.numel() / pack, kThreads), kThreads, in.shape,
-              from(in.starts), from(sums), from(inside), from(read), from(in.values), from(in.skip),
-              to(result));
+              device_in(in.starts), device_in(sums), device_in(inside), device_in(read), device_in(in.values),
+              device_in(in.skip), device_out(result));
 }
 
 void launch_gradients(const ScanTensors& in, const at::Tensor& sums, const at::Tensor& gradient,
                       const at::Tensor& arrived, const at::Tensor& scaled) {
-  const std::int64_t pack = scan_pack(in.shape.head_width, most_of(in), {gradient, arrived, scaled});
+  const std::int64_t pack = cuda_pack(in.shape.head_width, most_of(in), {gradient, arrived, scaled});
   device_kernel("penstock_scan_gradients", kInputs, in, pack)
       .launch(device_of(in), blocks_of(gradient.numel() / pack, kThreads), kThreads, in.shape,
-              from(in.starts), from(sums), from(gradient), to(arrived), to(scaled));
+              device_in(in.starts), device_in(sums), device_in(gradient), device_out(arrived),
+              device_out(scaled));
 }
 
 void launch_weights_backward(const ScanTensors& in, const at::Tensor& sums, const at::Tensor& gram,
-                             const at::Tensor& products, const at::Tensor& to_gram,
+                             const at::Tensor& products, const at::Tensor& weights, const at::Tensor& to_gram,
                              const at::Tensor& row_sums) {
   const ScanShape& s = in.shape;
-  const std::int64_t pack = scan_pack(s.chunk, 4, {gram, products, to_gram}),
+  const std::int64_t pack = cuda_pack(s.chunk, 4, {gram, products, weights, to_gram}),
                      columns = (s.chunk + kWarp * pack - 1) / (kWarp * pack);
   device_kernel("penstock_scan_weights_backward", kWeightsBackward, in, pack, columns)
       .launch(device_of(in), blocks_of(gram.numel() / s.chunk * kWarp, kThreads), kThreads, s,
-              from(in.starts), from(sums), from(gram), to(products), to(to_gram), to(row_sums));
+              device_in(in.starts), device_in(sums), device_in(gram), device_in(products),
+              device_out(weights), device_out(to_gram), device_out(row_sums));
 }
 
 void launch_pass_backward(const ScanTensors& in, const at::Tensor& sums, const at::Tensor& added,
                           const at::Tensor& from_last, const at::Tensor& gradients,
                           const at::Tensor& initial) {
-  const std::int64_t pack = scan_pack(in.shape.head_width, most_of(in), {added, gradients});
+  const std::int64_t pack = cuda_pack(in.shape.head_width, most_of(in), {added, gradients});
   device_kernel("penstock_scan_pass_backward", kPass, in, pack)
       .launch(device_of(in), blocks_of(state_elements(in.shape) / pack, kThreads), kThreads, in.shape,
-              from(in.starts), from(sums), from(added), from(from_last), to(gradients), to(initial));
+              device_in(in.starts), device_in(sums), device_in(added), device_in(from_last),
+              device_out(gradients), device_out(initial));
 }
 
 void launch_ends(const ScanTensors& in, const at::Tensor& sums, const at::Tensor& states,
                  const at::Tensor& gradients, const at::Tensor& ends) {
-  const std::int64_t pack = scan_pack(in.shape.head_width, most_of(in), {states, gradients});
+  const std::int64_t pack = cuda_pack(in.shape.head_width, most_of(in), {states, gradients});
   device_kernel("penstock_scan_ends", kEnds, in, pack)
-      .launch(device_of(in), static_cast<unsigned>(ends.numel()), kThreads, in.shape, from(in.starts),
-              from(sums), from(states), from(gradients), to(ends));
+      .launch(device_of(in), static_cast<unsigned>(ends.numel()), kThreads, in.shape, device_in(in.starts),
+              device_in(sums), device_in(states), device_in(gradients), device_out(ends));
 }
 
 void launch_join_backward(const ScanTensors& in, const at::Tensor& sums, const JoinedGradients& joined) {
   const std::int64_t pack =
-      scan_pack(in.shape.head_width, most_of(in),
+      cuda_pack(in.shape.head_width, most_of(in),
                 {in.values, joined.gradient, joined.inside, joined.passed, joined.read, joined.values});
   device_kernel("penstock_scan_join_backward", kJoinBackward, in, pack)
       .launch(device_of(in), blocks_of(tokens_and_heads(in.shape) * kTeam, kThreads), kThreads, in.shape,
-              from(in.starts), from(sums), from(in.values), from(in.steps), from(in.skip),
-              from(joined.gradient), from(joined.inside), from(joined.passed), from(joined.read),
-              to(joined.values), to(joined.row_sums), to(joined.input_sums), to(joined.state_sums),
-              to(joined.skip_sums));
+              device_in(in.starts), device_in(sums), device_in(in.values), device_in(in.steps),
+              device_in(in.skip), device_in(joined.gradient), device_in(joined.inside),
+              device_in(joined.passed), device_in(joined.read), device_out(joined.values),
+              device_out(joined.row_sums), device_out(joined.input_sums), device_out(joined.state_sums),
+              device_out(joined.skip_sums));
 }
 
 void launch_steps_backward(const ScanTensors& in, const JoinedGradients& joined, const at::Tensor& ends,
                            const at::Tensor& steps, const at::Tensor& decay) {
   device_kernel("penstock_scan_steps_backward", kStepsBackward, in, 1)
       .launch(device_of(in), blocks_of(tokens_and_heads(in.shape), kThreads), kThreads, in.shape,
-              from(in.starts), from(joined.row_sums), from(joined.input_sums), from(joined.state_sums),
-              from(ends), from(in.steps), from(in.decay), to(steps), to(decay));
+              device_in(in.starts), device_in(joined.row_sums), device_in(joined.input_sums),
+              device_in(joined.state_sums), device_in(ends), device_in(in.steps), device_in(in.decay),
+              device_out(steps), device_out(decay));
 }
 
 void scan_step_on_cuda(const ScanTensors& in, const at::Tensor& state, const at::Tensor& result) {
   const ScanShape& s = in.shape;
   device_kernel("penstock_scan_step", kStep, in, 1, (s.state_size + kWarp - 1) / kWarp)
-      .launch(device_of(in), blocks_of(s.batch * s.inner() * kWarp, kThreads), kThreads, s, from(in.values),
-              from(in.steps), from(in.decay), from(in.keys), from(in.queries), from(in.skip), to(state),
-              to(result));
+      .launch(device_of(in), blocks_of(s.batch * s.inner() * kWarp, kThreads), kThreads, s,
+              device_in(in.values), device_in(in.steps), device_in(in.decay), device_in(in.keys),
+              device_in(in.queries), device_in(in.skip), device_out(state), device_out(result));
 }
 
 }  // namespace penstock::detail

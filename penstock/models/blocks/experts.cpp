@@ -12,6 +12,7 @@
 #include "penstock/dtensor.h"
 #include "penstock/errors.h"
 #include "penstock/models/blocks/expert_parallel.h"
+#include "penstock/models/blocks/input_check.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/torch/experts/expert_choice.h"
 #include "penstock/torch/experts/expert_rows.h"
@@ -68,7 +69,25 @@ void ExpertsImpl::initialize(const std::string& name, const BlockInit& init) {
   }
 }
 
-ExpertsImpl::Routing ExpertsImpl::route(const at::Tensor& tokens) {
+namespace {
+
+// The mean of values [T] or [T, n] over tokens that are not padding. `valid`: undefined, or Bool [T].
+at::Tensor mean_of_valid(const at::Tensor& values, const at::Tensor& valid) {
+  if (!valid.defined()) return values.mean(0);
+  const at::Tensor shares = valid.to(values.scalar_type()) / valid.sum().clamp_min(1);
+  return (values * (values.dim() == 2 ? shares.unsqueeze(1) : shares)).sum(0);
+}
+
+// How often tokens that are not padding chose each expert: [experts].
+at::Tensor counted_choices(const at::Tensor& choices, const at::Tensor& valid, const at::Tensor& all_counts) {
+  if (!valid.defined()) return all_counts;
+  const at::Tensor ones = valid.unsqueeze(1).expand_as(choices).reshape({-1}).to(all_counts.scalar_type());
+  return at::zeros_like(all_counts).index_add(0, choices.reshape({-1}), ones);
+}
+
+}  // namespace
+
+ExpertsImpl::Routing ExpertsImpl::route(const at::Tensor& tokens, const at::Tensor& valid) {
   // Rounding logits to 16 bits would change which experts are chosen.
   const NoAutocastScope exact;
   const at::ScalarType dtype = tokens.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
@@ -84,12 +103,14 @@ ExpertsImpl::Routing ExpertsImpl::route(const at::Tensor& tokens) {
   Routing routing;
   routing.weights = weights;
   routing.order = expert_order(choices, options_.experts, expert_capacity(options_, tokens.size(0)));
-  const at::Tensor shares = routing.order.counts.to(dtype) / static_cast<double>(choices.numel());
-  routing.balance = (shares * scores.mean(0)).sum() * static_cast<double>(options_.experts);
-  routing.router_z = at::logsumexp(logits, {-1}).square().mean();
+  const at::Tensor counts = counted_choices(choices, valid, routing.order.counts);
+  const at::Tensor shares = valid.defined() ? counts.to(dtype) / counts.sum().clamp_min(1)
+                                            : counts.to(dtype) / static_cast<double>(choices.numel());
+  routing.balance = (shares * mean_of_valid(scores, valid)).sum() * static_cast<double>(options_.experts);
+  routing.router_z = mean_of_valid(at::logsumexp(logits, {-1}).square(), valid);
   if (router_load.defined() && is_training()) {
     const c10::AutoGradMode no_grad(false);
-    router_load.add_(routing.order.counts);
+    router_load.add_(counts);
   }
   return routing;
 }
@@ -110,14 +131,27 @@ at::Tensor ExpertsImpl::run_experts(const at::Tensor& tokens, const Routing& rou
   return combine_rows(results, routing.weights, routing.order);
 }
 
-BlockResult ExpertsImpl::forward(const at::Tensor& x) {
+BlockResult ExpertsImpl::forward(const at::Tensor& x, const at::Tensor& valid) {
   if (x.dim() != 3 || x.size(2) != options_.width)
     throw ValueError(describe(fmt::format("{}: hidden states", layer_),
                               fmt::format("{}", fmt::join(x.sizes(), " x ")),
                               fmt::format("batch x length x {}", options_.width)));
-  const at::Tensor tokens = x.reshape({x.size(0) * x.size(1), options_.width});
-  const Routing routing = route(tokens);
-  at::Tensor hidden = run_experts(cast_once(tokens), routing).view(x.sizes());
+  if (valid.defined() && (valid.scalar_type() != at::kBool || valid.sizes() != x.sizes().slice(0, 2)))
+    throw ValueError(describe(fmt::format("{}: valid tokens", layer_), shown(valid),
+                              fmt::format("Bool [{}, {}]", x.size(0), x.size(1))));
+  at::Tensor tokens = x.reshape({x.size(0) * x.size(1), options_.width}),
+             counted = valid.defined() ? valid.reshape({-1}) : valid;
+  // A limited expert takes the first tokens: padding must come last.
+  at::Tensor order;
+  if (counted.defined() && options_.capacity_factor > 0) {
+    order = std::get<1>(at::sort(counted.logical_not().to(at::kInt), /*stable=*/true, 0, false));
+    tokens = tokens.index_select(0, order);
+    counted = counted.index_select(0, order);
+  }
+  const Routing routing = route(tokens, counted);
+  at::Tensor hidden = run_experts(cast_once(tokens), routing);
+  if (order.defined()) hidden = at::zeros_like(hidden).index_copy(0, order, hidden);
+  hidden = hidden.view(x.sizes());
   if (!shared.is_empty()) hidden = hidden + shared->forward(x);
   return {.hidden = hidden, .losses = {{kBalanceLoss, routing.balance}, {kRouterZLoss, routing.router_z}}};
 }

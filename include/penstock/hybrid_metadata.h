@@ -1,12 +1,13 @@
 // What a batch says about its tokens besides their text, for hybrid models: documents, padding, places in the
 // syntax tree, platforms, and relations between tokens.
 //
-//   models::HybridMetadata metadata{.documents = documents, .parents = parents};
-//   at::Tensor logits = model->forward_with(tokens, metadata);
-//   // through a pipeline, on every rank
-//   schedule.step(Tree::tuple({tokens}), metadata.keywords(), targets);
-//   // through a trainable model
-//   models::TokenBatch batch{.tokens = tokens, .targets = targets, .metadata = metadata.keywords()};
+//   models::HybridStage hybrid(models::HybridOptions{.pattern = "AF", .tree_feed = true});
+//   models::HybridMetadata metadata;
+//   metadata.documents = documents;
+//   metadata.parents = torch::arange(-1, tokens.size(1) - 1).expand_as(tokens);
+//   at::Tensor output = hybrid->forward_with(tokens, metadata);
+//   Tree keywords = metadata.keywords();  // for pipelines: PipelineRuntime::step(args, keywords, target)
+//   models::TokenBatch batch{.tokens = tokens, .targets = targets, .metadata = keywords};
 //
 // Everything is optional. A part of a model whose metadata is not given contributes nothing, and metadata
 // that a model has no part for is ignored. A keyword has the name of the member. Every stage of a pipeline

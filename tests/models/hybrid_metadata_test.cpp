@@ -320,7 +320,7 @@ TEST(HybridMetadata, FourStagesOfAPipelineHaveTheBitsOfOneProcess) {
     HybridOptions options = full_options(pattern);
     options.bos_token = 5;
     HybridMetadata metadata = metadata_of(kRows, kLength);
-    metadata.documents = {};  // they begin at a token
+    metadata.documents = at::Tensor();  // they begin at a token
     metadata.row_valid_slots = torch::tensor({3, 5, 5, 4}, at::kLong);
     metadata.row_block_tokens = 2;
     const TokenBatch batch{.tokens = tokens_of(kRows, kLength),
@@ -477,7 +477,7 @@ TEST(HybridMetadata, PaddedRowsAreAsIfCut) {
           &HybridMetadata::parents})
       cut.*member = (cut.*member).narrow(1, 0, 9);
     cut.relations = cut.relations.narrow(2, 0, 9).narrow(3, 0, 9);
-    cut.row_valid_tokens = {};
+    cut.row_valid_tokens = at::Tensor();
     const at::Tensor targets = tokens.roll(-1, 1);
     const auto gradients = [&](const at::Tensor& logits) {
       model->zero_grad();

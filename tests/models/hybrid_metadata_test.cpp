@@ -29,6 +29,7 @@
 #include "penstock/models/hybrid/trainable_hybrid.h"
 #include "penstock/models/plan/hybrid_parts.h"
 #include "penstock/pipeline.h"
+#include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/world.h"
 #include "tests/has_text.h"
 #include "tests/models/block_checks.h"
@@ -416,6 +417,22 @@ TEST(HybridMetadata, CapturedEqualsEager) {
     expect_captured(make,
                     {tokens_of(2, 8), metadata.documents, metadata.structure_kinds, metadata.node_types,
                      metadata.parents, metadata.platforms, metadata.relations, metadata.row_valid_tokens});
+  }
+}
+
+TEST(HybridMetadata, SixteenBitProductsKeepTablesAndBiasInTheirDtype) {
+  const HybridOptions options = full_options("AFM");
+  HybridStage model = made(options, at::kFloat);
+  const at::Tensor tokens = tokens_of(2, 9);
+  const HybridMetadata metadata = metadata_of(2, 9);
+  const at::Tensor expected = model->forward_with(tokens, metadata).detach();
+  const AutocastScope scope(at::kCPU, at::kBFloat16);
+  const at::Tensor actual = model->forward_with(tokens, metadata);
+  EXPECT_LT(apart(actual, expected), 0.03);
+  mixed_loss({actual}).backward();
+  for (const auto& item : model->named_parameters()) {
+    EXPECT_EQ(item.value().grad().scalar_type(), at::kFloat) << item.key();
+    EXPECT_TRUE(at::isfinite(item.value().grad()).all().item<bool>()) << item.key();
   }
 }
 

@@ -194,6 +194,37 @@ TEST(HybridJob, MetadataOfTheBatchReachesEveryStage) {
   }
 }
 
+// Tables of n-grams with their optimizer state, and parameters that never had a gradient.
+TEST(HybridJob, ContinuesUnderAnotherLayout) {
+  std::vector<std::string> more = kMetadata;
+  more.insert(more.end(), {"--ngram_orders", "2,3", "--ngram_buckets", "64", "--embed_norm", "dynamic_tanh"});
+  const Seen whole = train({.name = "whole"}, 4, more);
+  const ScratchFolder scratch;
+  const auto run = [&](const Layout& layout, bool from_start) {
+    const TrainConfig config = config_of(layout, more);
+    std::vector<double> losses;
+    comm::run_ranks(layout.pp, 120s, [&](comm::World& world) {
+      TrainingJob job(world, config, small_data().open(config));
+      if (!from_start) {
+        checkpoint::WorldAgreement agreement(world);
+        job.load(checkpoint::open_latest(agreement, scratch.path())->checkpoint);
+      }
+      for (int step = 0; step < 2; ++step) {
+        const StepOutcome outcome = job.train_step();
+        if (world.rank() == 0) losses.push_back(outcome.loss);
+      }
+      if (!from_start) return;
+      checkpoint::CheckpointWriter saver(world, scratch.path());
+      saver.save(job.steps_done(), job.contents());
+      saver.wait();
+    });
+    return losses;
+  };
+  std::vector<double> losses = run({.name = "pp2", .pp = 2}, true);
+  for (const double loss : run({.name = "pp4", .pp = 4}, false)) losses.push_back(loss);
+  EXPECT_EQ(losses, whole.losses);
+}
+
 // Parameters that get no gradient, with parameters split over ranks.
 TEST(HybridJob, PartsWithoutMetadataDoNotDisturbSharding) {
   const Seen one = train({.name = "one", .microbatch_size = 4}, 3, kMetadata);

@@ -12,8 +12,9 @@
 // the model is cut into stages.
 //
 // Parameters have the same names in every stage and layout: embed.weight, norm.weight, head.weight and
-// blocks.I.NAME, where I counts the letters of the pattern. A model of A blocks with attention_feed has the
-// names of a transformer.
+// blocks.I.NAME, where I counts the letters of the pattern; with the options for them also ngrams.weight,
+// structure.NAME.weight, platform.weight, embed_norm.NAME and relations.weight. A model of A blocks with
+// attention_feed has the names of a transformer.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,6 +26,7 @@
 #include <string>
 #include <vector>
 
+#include "penstock/hybrid_metadata.h"
 #include "penstock/hybrid_options.h"
 #include "penstock/language_model.h"
 #include "penstock/pytree.h"
@@ -45,7 +47,8 @@ struct AuxiliaryLoss {
 // final norm and the head at the last one. A whole model is a single stage.
 //
 // A tied head has no weight of its own: it uses embed.weight. If the last stage is not the first, it holds a
-// copy under the same name, and the gradients of both must be added (stages_of_parameter). In fake mode only
+// copy under the same name, and the gradients of both must be added (stages_of_parameter). The same holds for
+// relations.weight, of which every stage with attention has a copy. In fake mode only
 // shapes are computed. Thread safety: one thread at a time.
 class HybridStageImpl : public ModelStage {
  public:
@@ -64,7 +67,10 @@ class HybridStageImpl : public ModelStage {
   // no tokens, must be given the same documents (the trainer does that). Throws ValueError for other shapes
   // and for sequences that are longer than the context.
   at::Tensor forward(at::Tensor x, at::Tensor documents = {});
-  // The same with keyword arguments, as pipelines pass them: a dict with "documents", or none.
+  // The same with more that is known about the tokens (hybrid_metadata.h). Throws ValueError also for
+  // metadata of another shape or dtype, and on the CPU for ids outside of their tables.
+  at::Tensor forward_with(at::Tensor x, const HybridMetadata& metadata);
+  // The same with keyword arguments, as pipelines pass them: HybridMetadata::keywords(), or None.
   at::Tensor forward_with(at::Tensor x, const Tree& keywords) override;
 
   // Returns the auxiliary losses of the last forward of this stage, by name.
@@ -80,6 +86,8 @@ class HybridStageImpl : public ModelStage {
   std::int64_t context() const override { return options().context; }
   std::vector<std::shared_ptr<torch::nn::Module>> blocks() const override;
   void set_initial_values(std::uint64_t seed) override;
+  // A cache has what n-grams, attention and states need of earlier tokens. Generation has no metadata of new
+  // tokens: parts of the model that need some contribute nothing.
   std::unique_ptr<StageCache> make_cache(std::int64_t capacity) const override;
   at::Tensor forward_cached(const at::Tensor& x, StageCache& cache) override;
   at::Tensor separate_last_use(const std::string& tied) override;

@@ -61,6 +61,22 @@ struct HybridOptions {
   double balance_weight = 0.01;           // of the loss that balances the experts
   double router_z_weight = 0.001;         // of the loss that keeps router logits small
 
+  // ---- added to the embedding of tokens, at the first stage ----
+  std::vector<std::int64_t> ngram_orders = {};  // a table of hashed n-grams for each of these n; empty: none
+  std::int64_t ngram_buckets = 65536;           // rows of each of these tables
+  bool structure_embedding = false;             // five tables of places in the syntax tree (HybridMetadata)
+  std::int64_t structure_kinds = 16;            // rows of the first: what a token is part of
+  std::int64_t dependency_levels = 32;          // rows of the second: levels of the graph of dependencies
+  std::int64_t syntax_depths = 64;              // rows of the third: depths in the syntax tree
+  std::int64_t sibling_indices = 64;            // rows of the fourth: places among the children of a node
+  std::int64_t node_types = 256;                // rows of the fifth: types of nodes of the syntax tree
+  std::int64_t platforms = 0;                   // number of platforms, each with a row; 0: none
+  std::string embed_norm = "none";              // of the sum of all of these: none, rms_norm or dynamic_tanh
+
+  // ---- what else blocks know about tokens, from HybridMetadata ----
+  std::int64_t relations = 0;  // kinds of relations between tokens, each with a bias of attention; 0: none
+  bool tree_feed = false;      // feed-forwards mix every token with its parent in the syntax tree
+
   // Compares all fields as they are.
   bool operator==(const HybridOptions&) const = default;
 

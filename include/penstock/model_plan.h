@@ -37,6 +37,12 @@ struct BlockPlan {
   double moved_per_token = 0;                   // elements read and written besides the products
 };
 
+// A parameter that several blocks use, such as a table of biases: each stage with one of them has a copy.
+struct SharedParameter {
+  ParameterShape parameter;               // with its name in the whole model
+  std::vector<std::int64_t> blocks = {};  // those that use it, ascending
+};
+
 // A model, described by its parts.
 struct ModelPlan {
   std::int64_t vocabulary = 0;             // number of different tokens
@@ -48,13 +54,21 @@ struct ModelPlan {
   std::vector<std::string> tied = {};      // parameters of `embed` that the last stage uses, too
   double head_flops_per_token = 0;         // as in BlockPlan
   double head_moved_per_token = 0;         // as in BlockPlan
+
+  // Parameters that belong to no single block.
+  std::vector<SharedParameter> shared = {};
+  // Elements of `embed` that a token does not use. The embedding of tokens itself counts as used.
+  std::int64_t inactive_embed_parameters = 0;
+  // As in BlockPlan, for what is added to the embedding of tokens.
+  double embed_moved_per_token = 0;
 };
 
-// Returns the parameters of the whole model in model order. A tied parameter is listed once.
+// Returns the parameters of the whole model in model order. A tied or shared parameter is listed once.
 std::vector<ParameterShape> parameter_shapes(const ModelPlan& plan);
-// Returns the number of elements of all parameters. A tied parameter counts once.
+// Returns the number of elements of all parameters. A tied or shared parameter counts once.
 std::int64_t parameter_count(const ModelPlan& plan);
-// Returns the number of elements that one token uses: without the experts that it is not sent to.
+// Returns the number of elements that one token uses: without the experts that it is not sent to, and without
+// the other rows of tables that are added to the embedding of tokens.
 std::int64_t active_parameter_count(const ModelPlan& plan);
 // Returns the floating-point operations of the matrix products per token, forward and backward: three times
 // the forward.
@@ -106,8 +120,8 @@ struct PartitionOptions {
 // another number of stages, ValueError for more stages than are possible and for the wrong number of costs.
 std::vector<StagePart> partition_model(const ModelPlan& plan, int stages, const PartitionOptions& how = {});
 
-// Returns the stages that hold the parameter of this name: two for a tied parameter over several stages,
-// whose gradients must be summed and which counts once in norms. Throws ValueError if the model has no such
+// Returns the stages that hold the parameter of this name: several for a tied or shared parameter, whose
+// gradients must be summed and which counts once in norms. Throws ValueError if the model has no such
 // parameter.
 std::vector<int> stages_of_parameter(const std::vector<StagePart>& parts, const ModelPlan& plan,
                                      const std::string& name);
@@ -125,7 +139,7 @@ struct PartReport {
   bool operator==(const PartReport&) const = default;    // compares all fields
 };
 
-// Returns one report per part. Both copies of a tied parameter count.
+// Returns one report per part. All copies of a tied or shared parameter count.
 std::vector<PartReport> report_parts(const std::vector<StagePart>& parts, const ModelPlan& plan);
 // Returns the reports of partition_model(plan, stages, how), by default balanced by cost. Throws like it.
 std::vector<PartReport> report_parts(const ModelPlan& plan, int stages,

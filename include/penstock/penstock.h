@@ -28,6 +28,7 @@
 #include "penstock/gradients.h"
 #include "penstock/group.h"
 #include "penstock/hybrid.h"
+#include "penstock/hybrid_metadata.h"
 #include "penstock/hybrid_options.h"
 #include "penstock/language_model.h"
 #include "penstock/lower.h"

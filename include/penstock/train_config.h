@@ -73,6 +73,24 @@ struct ModelConfig {
   double capacity_factor = 0;             // E: limit of an expert / its even share; 0: no token is dropped
   double balance_weight = 0.01;           // E: weight of the loss that balances the experts
   double router_z_weight = 0.001;         // E: weight of the loss that keeps router logits small
+
+  // ---- added to the embedding; what needs metadata adds nothing to data that has none ----
+  std::vector<std::int64_t> ngram_orders;  // a table of hashed n-grams for each of these n; empty: none
+  std::int64_t ngram_buckets = 65536;      // rows of each table of n-grams
+  bool structure_embedding = false;        // five tables of places in the syntax tree; needs metadata
+  std::int64_t structure_kinds = 16;       // structure_embedding: kinds of structure a token is part of
+  std::int64_t dependency_levels = 32;     // structure_embedding: levels of the graph of dependencies
+  std::int64_t syntax_depths = 64;         // structure_embedding: depths in the syntax tree
+  std::int64_t sibling_indices = 64;       // structure_embedding: places among the children of a node
+  std::int64_t node_types = 256;           // structure_embedding: types of nodes of the syntax tree
+  std::int64_t platforms = 0;              // platforms, each with a row; 0: none; needs metadata
+  std::string embed_norm = "none";         // norm of the sum: none, rms_norm or dynamic_tanh
+
+  // Kinds of relations between tokens, each with a learnt bias of attention; 0: none; needs metadata.
+  std::int64_t relations = 0;
+  // Feed-forward parts mix every token with its parent in the syntax tree; needs metadata.
+  bool tree_feed = false;
+
   // Compares all members.
   friend bool operator==(const ModelConfig&, const ModelConfig&) = default;
 };

@@ -78,11 +78,14 @@ class ModelStage : public torch::nn::Module {
   virtual at::Tensor forward_cached(const at::Tensor& x, StageCache& cache);
 };
 
-// Text as tensors [batch, length], Long.
+// Text as tensors [batch, length], Long, and what is known about it.
 struct TokenBatch {
-  at::Tensor tokens;     // what the model reads
-  at::Tensor targets;    // the token after each one; negative: not counted
-  at::Tensor documents;  // the document of each token; undefined: attention is not masked
+  at::Tensor tokens = {};     // what the model reads
+  at::Tensor targets = {};    // the token after each one; negative: not counted
+  at::Tensor documents = {};  // the document of each token; undefined: attention is not masked
+  // What else is known about the tokens, for models that use it: a dict of keyword arguments for every stage,
+  // or None. Dim 0 of its tensors is the batch. Penstock's data sets have none.
+  Tree metadata = {};
 };
 
 // A batch as a pipeline takes it; dim 0 of every tensor is split into microbatches.
@@ -115,7 +118,8 @@ class TrainableModel {
   // only.
   virtual void check_tensor_parallel(int ranks) const;
   // Returns the inputs of the stages for a batch. The default passes tokens, targets and, if there are any,
-  // documents under the keyword "documents".
+  // documents under the keyword "documents", and metadata under its own keywords. Documents of the batch
+  // replace those of the metadata.
   virtual StageInputs inputs(const TokenBatch& batch) const;
 };
 

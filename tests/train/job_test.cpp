@@ -14,6 +14,10 @@
 #include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/checkpoint/tensors/writer.h"
 #include "penstock/errors.h"
+#include "penstock/hybrid_metadata.h"
+#include "penstock/models/hybrid/trainable_hybrid.h"
+#include "penstock/train/job/configured_model.h"
+#include "penstock/trainer.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 #include "tests/train/scratch_folder.h"
@@ -117,6 +121,131 @@ TEST(HybridJob, DocumentsFromATokenReachEveryStage) {
   EXPECT_EQ(two.losses, one.losses);
   more[more.size() - 3] = "0";
   EXPECT_NE(train({.name = "no documents"}, 3, more).losses, one.losses);
+}
+
+// N-grams need nothing but tokens, of which only the first stage knows. A tied head besides.
+TEST(HybridJob, NgramsGiveTheSameBitsInPipelines) {
+  std::vector<std::string> more = kHybrid;
+  more.insert(more.end(), {"--ngram_orders", "2,3", "--ngram_buckets", "64", "--embed_norm", "rms_norm"});
+  const Seen one = train({.name = "one"}, 4, more);
+  EXPECT_NE(one.losses, train({.name = "without"}, 4, kHybrid).losses);
+  for (const Layout& layout :
+       {Layout{.name = "pp2", .pp = 2},
+        Layout{.name = "ZBV", .pp = 2, .virtual_stages = 2, .schedule = "ZBVZeroBubble"}}) {
+    SCOPED_TRACE(layout.name);
+    const Seen seen = train(layout, 4, more);
+    EXPECT_EQ(seen.losses, one.losses);
+    for (std::size_t i = 0; i < one.norms.size(); ++i)
+      EXPECT_NEAR(seen.norms[i], one.norms[i], 1e-9 * one.norms[i]);
+    EXPECT_EQ(seen.validation, one.validation);
+  }
+}
+
+// Parts of the model for metadata that the data does not have.
+const std::vector<std::string> kMetadata = {"--pattern",     "AFEM", "--attention_feed",      "false",
+                                            "--experts",     "4",    "--expert_width",        "16",
+                                            "--state_size",  "4",    "--state_head_width",    "8",
+                                            "--state_chunk", "8",    "--structure_embedding", "true",
+                                            "--platforms",   "3",    "--tree_feed",           "true"};
+
+// Metadata that a program computes from the tokens of a batch.
+class WithMetadata : public models::TrainableModel {
+ public:
+  explicit WithMetadata(const TrainConfig& config)
+      : model_(models::trainable_hybrid(hybrid_options(config.model))) {}
+  const models::ModelPlan& plan() const override { return model_->plan(); }
+  std::shared_ptr<models::ModelStage> make_stage(const models::StagePart& part) const override {
+    return model_->make_stage(part);
+  }
+  models::StageInputs inputs(const models::TokenBatch& batch) const override {
+    models::HybridMetadata metadata;
+    metadata.structure_kinds = batch.tokens.remainder(16);
+    metadata.syntax_depths = batch.tokens.remainder(7);
+    metadata.node_types = batch.tokens.remainder(256);
+    metadata.platforms = batch.tokens.select(1, 0).remainder(3);
+    metadata.parents =
+        at::arange(-1, batch.tokens.size(1) - 1, batch.tokens.options()).expand_as(batch.tokens);
+    metadata.row_valid_tokens = batch.tokens.select(1, 1).remainder(5).add(10);
+    models::TokenBatch whole = batch;
+    whole.metadata = metadata.keywords();
+    return model_->inputs(whole);
+  }
+
+ private:
+  std::shared_ptr<models::TrainableModel> model_;
+};
+
+TEST(HybridJob, MetadataOfTheBatchReachesEveryStage) {
+  register_model("with metadata",
+                 [](const TrainConfig& config) { return std::make_shared<WithMetadata>(config); });
+  std::vector<std::string> more = kMetadata;
+  const Seen without = train({.name = "without"}, 3, more);
+  EXPECT_EQ(train({.name = "without, pp2", .pp = 2}, 3, more).losses, without.losses);
+  more.insert(more.end(), {"--model.type", "with metadata"});
+  const Seen one = train({.name = "one"}, 3, more);
+  EXPECT_NE(one.losses, without.losses);
+  for (const Layout& layout :
+       {Layout{.name = "pp4", .pp = 4},
+        Layout{.name = "ZBV", .pp = 2, .virtual_stages = 2, .schedule = "ZBVZeroBubble"}}) {
+    SCOPED_TRACE(layout.name);
+    const Seen seen = train(layout, 3, more);
+    EXPECT_EQ(seen.losses, one.losses);
+    EXPECT_EQ(seen.validation, one.validation);
+  }
+}
+
+// Tables of n-grams with their optimizer state, and parameters that never had a gradient.
+TEST(HybridJob, ContinuesUnderAnotherLayout) {
+  std::vector<std::string> more = kMetadata;
+  more.insert(more.end(), {"--ngram_orders", "2,3", "--ngram_buckets", "64", "--embed_norm", "dynamic_tanh"});
+  const Seen whole = train({.name = "whole"}, 4, more);
+  const ScratchFolder scratch;
+  const auto run = [&](const Layout& layout, bool from_start) {
+    const TrainConfig config = config_of(layout, more);
+    std::vector<double> losses;
+    comm::run_ranks(layout.pp, 120s, [&](comm::World& world) {
+      TrainingJob job(world, config, small_data().open(config));
+      if (!from_start) {
+        checkpoint::WorldAgreement agreement(world);
+        job.load(checkpoint::open_latest(agreement, scratch.path())->checkpoint);
+      }
+      for (int step = 0; step < 2; ++step) {
+        const StepOutcome outcome = job.train_step();
+        if (world.rank() == 0) losses.push_back(outcome.loss);
+      }
+      if (!from_start) return;
+      checkpoint::CheckpointWriter saver(world, scratch.path());
+      saver.save(job.steps_done(), job.contents());
+      saver.wait();
+    });
+    return losses;
+  };
+  std::vector<double> losses = run({.name = "pp2", .pp = 2}, true);
+  for (const double loss : run({.name = "pp4", .pp = 4}, false)) losses.push_back(loss);
+  EXPECT_EQ(losses, whole.losses);
+}
+
+// Parameters that get no gradient, with parameters split over ranks.
+TEST(HybridJob, PartsWithoutMetadataDoNotDisturbSharding) {
+  const Seen one = train({.name = "one", .microbatch_size = 4}, 3, kMetadata);
+  std::vector<std::string> more = kMetadata;
+  more.insert(more.end(), {"--shard", "2"});
+  const Seen two = train({.name = "shard 2", .dp = 2}, 3, more);
+  for (std::size_t i = 0; i < one.losses.size(); ++i) {
+    EXPECT_NEAR(two.losses[i], one.losses[i], 2e-5 * one.losses[i]);
+    EXPECT_NEAR(two.norms[i], one.norms[i], 2e-2 * one.norms[i]);  // auxiliary losses of each rank's tokens
+  }
+}
+
+TEST(HybridJob, RelationsOfSeveralStagesAreRefused) {
+  std::vector<std::string> more = kHybrid;
+  more.insert(more.end(), {"--relations", "2"});
+  EXPECT_NO_THROW(train({.name = "one"}, 1, more));
+  EXPECT_NO_THROW(train({.name = "all attention on one stage", .pp = 2}, 1, more));
+  more[1] = "AE|AE";
+  const std::string message =
+      penstock::test::message_of<ConfigError>([&] { train({.name = "pp2", .pp = 2}, 1, more); });
+  EXPECT_TRUE(penstock::test::has_text(message, "2 stages, of which 2 use relations.weight")) << message;
 }
 
 TEST(HybridJob, TensorParallelRanksAreRefused) {

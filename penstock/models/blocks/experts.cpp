@@ -13,6 +13,7 @@
 #include "penstock/dtensor.h"
 #include "penstock/errors.h"
 #include "penstock/models/blocks/expert_parallel.h"
+#include "penstock/models/blocks/input_check.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/torch/experts/expert_choice.h"
 #include "penstock/torch/experts/expert_rows.h"
@@ -76,10 +77,46 @@ void ExpertsImpl::initialize(const std::string& name, const BlockInit& init) {
   }
 }
 
-ExpertsImpl::Routing ExpertsImpl::route(const at::Tensor& tokens) {
+namespace {
+
+// What the losses of a router are made of.
+struct RouterMeans {
+  at::Tensor shares;       // [experts]: of the choices, without gradient
+  at::Tensor mean_scores;  // [experts]
+  at::Tensor mean_square;  // of logsumexp(logits)
+  at::Tensor counts;       // [experts]: how often each was chosen
+};
+
+RouterMeans means_of_all(const Routed& routed, const ExpertOrder& order) {
+  return {
+      .shares = order.counts.to(routed.weights.scalar_type()) / static_cast<double>(routed.choices.numel()),
+      .mean_scores = routed.mean_scores,
+      .mean_square = routed.mean_square,
+      .counts = order.counts};
+}
+
+// The same over tokens that are not padding. `valid`: Bool [T].
+RouterMeans means_of_valid(const at::Tensor& logits, const Routed& routed, const at::Tensor& valid,
+                           const ExpertOptions& options) {
+  const at::Tensor scores =
+      options.router_scores == RouterScores::Softmax ? at::softmax(logits, -1) : at::sigmoid(logits);
+  const at::Tensor weights = valid.to(logits.scalar_type()) / valid.sum().clamp_min(1);
+  const at::Tensor ones = valid.unsqueeze(1).expand_as(routed.choices).reshape({-1}).to(at::kInt);
+  const at::Tensor counts =
+      at::zeros({options.experts}, ones.options()).index_add(0, routed.choices.reshape({-1}), ones);
+  return {.shares = counts.to(logits.scalar_type()) / counts.sum().clamp_min(1),
+          .mean_scores = (scores * weights.unsqueeze(1)).sum(0),
+          .mean_square = (at::logsumexp(logits, {-1}).square() * weights).sum(),
+          .counts = counts};
+}
+
+}  // namespace
+
+ExpertsImpl::Routing ExpertsImpl::route(const at::Tensor& tokens, const at::Tensor& valid) {
   // Logits and scores are float32 although the tokens may not be.
   const NoAutocastScope exact;
-  const Routed routed = route_tokens(router_logits(tokens, router->weight),
+  const at::Tensor logits = router_logits(tokens, router->weight);
+  const Routed routed = route_tokens(logits,
                                      {.choices = options_.top_k,
                                       .sigmoid = options_.router_scores == RouterScores::Sigmoid,
                                       .normalize = options_.router_normalize,
@@ -88,12 +125,13 @@ ExpertsImpl::Routing ExpertsImpl::route(const at::Tensor& tokens) {
   Routing routing;
   routing.weights = routed.weights;
   routing.order = expert_order(routed.choices, options_.experts, expert_capacity(options_, tokens.size(0)));
-  routing.balance = (routed.mean_scores * routing.order.counts).sum() *
-                    (static_cast<double>(options_.experts) / static_cast<double>(routed.choices.numel()));
-  routing.router_z = routed.mean_square;
+  const RouterMeans means =
+      valid.defined() ? means_of_valid(logits, routed, valid, options_) : means_of_all(routed, routing.order);
+  routing.balance = (means.mean_scores * means.shares).sum() * static_cast<double>(options_.experts);
+  routing.router_z = means.mean_square;
   if (router_load.defined() && is_training()) {
     const c10::AutoGradMode no_grad(false);
-    router_load.add_(routing.order.counts);
+    router_load.add_(means.counts);
   }
   return routing;
 }
@@ -121,15 +159,28 @@ at::Tensor ExpertsImpl::run_experts(const at::Tensor& tokens, const Routing& rou
   return combine_rows(results, routing.weights, routing.order);
 }
 
-BlockResult ExpertsImpl::forward(const at::Tensor& x) {
+BlockResult ExpertsImpl::forward(const at::Tensor& x, const at::Tensor& valid) {
   if (x.dim() != 3 || x.size(2) != options_.width)
     throw ValueError(describe(fmt::format("{}: hidden states", layer_),
                               fmt::format("{}", fmt::join(x.sizes(), " x ")),
                               fmt::format("batch x length x {}", options_.width)));
+  if (valid.defined() && (valid.scalar_type() != at::kBool || valid.sizes() != x.sizes().slice(0, 2)))
+    throw ValueError(describe(fmt::format("{}: valid tokens", layer_), shown(valid),
+                              fmt::format("Bool [{}, {}]", x.size(0), x.size(1))));
   // The router sees the tokens as the experts do.
-  const at::Tensor tokens = cast_once(x).reshape({x.size(0) * x.size(1), options_.width});
-  const Routing routing = route(tokens);
-  at::Tensor hidden = run_experts(tokens, routing).view(x.sizes());
+  at::Tensor tokens = cast_once(x).reshape({x.size(0) * x.size(1), options_.width}),
+             counted = valid.defined() ? valid.reshape({-1}) : valid;
+  // A limited expert takes the first tokens: padding must come last.
+  at::Tensor order;
+  if (counted.defined() && options_.capacity_factor > 0) {
+    order = std::get<1>(at::sort(counted.logical_not().to(at::kInt), /*stable=*/true, 0, false));
+    tokens = tokens.index_select(0, order);
+    counted = counted.index_select(0, order);
+  }
+  const Routing routing = route(tokens, counted);
+  at::Tensor hidden = run_experts(tokens, routing);
+  if (order.defined()) hidden = at::zeros_like(hidden).index_copy(0, order, hidden);
+  hidden = hidden.view(x.sizes());
   if (!shared.is_empty()) hidden = hidden + shared->forward(x);
   return {.hidden = hidden, .losses = {{kBalanceLoss, routing.balance}, {kRouterZLoss, routing.router_z}}};
 }

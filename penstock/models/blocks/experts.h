@@ -51,8 +51,10 @@ class ExpertsImpl : public torch::nn::Cloneable<ExpertsImpl> {
   // `layer`: its name in the whole model, for errors. Throws ConfigError for invalid options.
   explicit ExpertsImpl(const ExpertOptions& options, std::string layer = "experts");
   void reset() override;
-  // x: [batch, length, width]. The hidden states have the dtype of the experts' products.
-  BlockResult forward(const at::Tensor& x);
+  // x: [batch, length, width]. The hidden states have the dtype of the experts' products. `valid`: undefined,
+  // or Bool [batch, length], false for padding: it takes no part in the losses and the load, and it gets
+  // places of a limited expert only after all other tokens.
+  BlockResult forward(const at::Tensor& x, const at::Tensor& valid = {});
 
   // `name` is the prefix of the parameters' names in the whole model.
   void initialize(const std::string& name, const BlockInit& init);
@@ -69,7 +71,8 @@ class ExpertsImpl : public torch::nn::Cloneable<ExpertsImpl> {
 
  private:
   struct Routing;
-  Routing route(const at::Tensor& tokens);
+  // `valid`: undefined, or Bool [T].
+  Routing route(const at::Tensor& tokens, const at::Tensor& valid);
   at::Tensor run_experts(const at::Tensor& tokens, const Routing& routing) const;
 
   ExpertOptions options_;

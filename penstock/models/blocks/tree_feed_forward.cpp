@@ -108,7 +108,7 @@ at::Tensor TreeFeedForwardImpl::with_parents(const at::Tensor& x, const TreeCont
 
 at::Tensor TreeFeedForwardImpl::forward(const at::Tensor& x, const TreeContext& context) {
   check_hidden("TreeFeedForward: input", x, options_.width);
-  const at::Tensor mixed = with_parents(x, context);
+  const at::Tensor mixed = context.parents.defined() ? with_parents(x, context) : x;
   const LocalRegion region(mixed, gate->weight, Rows::BatchAndLength);
   const at::Tensor in = cast_once(region.enter(mixed));
   const at::Tensor gated =

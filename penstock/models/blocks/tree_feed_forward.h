@@ -9,9 +9,10 @@
 //
 // `mix` is learnt and 0 at first: the block starts as a plain feed-forward, and mix has a gradient from the
 // first step. Parents are places in the row, before the token (in reading order a node follows its parent),
-// or -1. On the CPU any other parent is a ValueError. On a device values are not read: there a parent that is
-// not before its token counts as none, so that the block is causal whatever the metadata says. Parents in
-// another document count as none if documents are given. Without biases. Nothing waits for the device.
+// or -1; without parents at all the block is a plain feed-forward. On the CPU any other parent is a
+// ValueError. On a device values are not read: there a parent that is not before its token counts as none, so
+// that the block is causal whatever the metadata says. Parents in another document count as none if documents
+// are given. Without biases. Nothing waits for the device.
 #pragma once
 
 #include <torch/nn/cloneable.h>
@@ -26,8 +27,9 @@
 namespace penstock::models {
 
 struct TreeContext {
-  at::Tensor parents =
-      {};  // Long or Int [batch, length]: places counted from the first of `earlier`; -1: none
+  // Long or Int [batch, length]: places counted from the first of `earlier`; -1: none. Undefined: no token
+  // has a parent.
+  at::Tensor parents = {};
   at::Tensor documents = {};  // undefined, or integers [batch, h + length], those of `earlier` first
   // For generation: the inputs x of the h tokens before [batch, h, width]. Undefined: none.
   at::Tensor earlier = {};

@@ -20,8 +20,10 @@
 #include "penstock/models/blocks/attention_metadata.h"
 #include "penstock/models/blocks/auxiliary_loss.h"
 #include "penstock/models/blocks/block.h"
+#include "penstock/models/blocks/relation_bias_table.h"
 #include "penstock/models/blocks/rotary.h"
 #include "penstock/models/hybrid/hybrid_block.h"
+#include "penstock/models/hybrid/input_embeddings.h"
 #include "penstock/models/plan/hybrid_parts.h"
 #include "penstock/random.h"
 #include "penstock/step_context.h"
@@ -35,16 +37,44 @@ class NumberedHybridBlocks : public torch::nn::Module {
   void add(const HybridBlock& block) { register_module(std::to_string(block->number()), block); }
 };
 
-// Keys and values of attention blocks, states of state-space blocks.
+constexpr const char* kRelationsName = "relations";
+
+// Keys and values of attention blocks, states of state-space blocks, the last tokens for n-grams.
 class HybridCache : public StageCache {
  public:
   HybridCache(std::int64_t context, std::int64_t capacity) : keys(context, capacity) {}
   std::int64_t length() const override { return seen; }
 
+  // The tokens that are kept, then the new ones.
+  at::Tensor with_history(const at::Tensor& added) const {
+    return tokens.defined() ? at::cat({tokens, added.to(tokens.scalar_type())}, 1) : added;
+  }
+  void keep_last(const at::Tensor& added, std::int64_t count) {
+    if (count == 0) return;
+    const at::Tensor all = with_history(added);
+    const std::int64_t kept = std::min(count, all.size(1));
+    tokens = all.narrow(1, all.size(1) - kept, kept).clone();
+  }
+  void advance(std::int64_t added) {
+    keys.advance(added);
+    states.advance(added);
+    seen += added;
+  }
+
   KvCache keys;
   StateSpaceCache states;
+  at::Tensor tokens;  // [batch, at most InputEmbeddings::reach()]; undefined before the first
   std::int64_t seen = 0;
 };
+
+AttentionMetadata attention_metadata(const HybridMetadata& metadata) {
+  return {.documents = metadata.documents,
+          .row_valid_tokens = metadata.row_valid_tokens,
+          .row_valid_blocks = metadata.row_valid_blocks,
+          .row_valid_slots = metadata.row_valid_slots,
+          .base_block_tokens = metadata.base_block_tokens,
+          .row_block_tokens = metadata.row_block_tokens};
+}
 
 std::string input_text(const at::Tensor& x) {
   return fmt::format("{} [{}]", c10::toString(x.scalar_type()), fmt::join(x.sizes(), ", "));
@@ -74,7 +104,16 @@ struct HybridStageImpl::Impl {
   void check_input(const at::Tensor& x, std::int64_t before) const;
   // Rotary turns of the tokens of x, after `before` others; undefined if no block needs them.
   at::Tensor turns_of(const at::Tensor& x, std::int64_t before);
-  at::Tensor run(const at::Tensor& input, const HybridContext& context);
+  bool has_attention() const { return rotary.has_value(); }
+  // The metadata of a whole row, checked, with documents that begin at a token.
+  HybridMetadata completed(HybridMetadata metadata, const at::Tensor& x) const;
+  // What the blocks share, without the relation bias.
+  HybridContext context_of(const at::Tensor& x, const HybridMetadata& metadata);
+  HybridContext cached_context_of(const at::Tensor& x, HybridCache& cache);
+  at::Tensor embedded(const at::Tensor& tokens, const HybridMetadata& metadata, const HybridCache* cache);
+  // With a cache, `input` follows what the cache has seen.
+  at::Tensor run(const at::Tensor& input, HybridContext context, const HybridMetadata& metadata,
+                 const HybridCache* cache = nullptr);
   at::Tensor with_losses(const at::Tensor& hidden, const std::vector<NamedLoss>& losses);
   const at::Tensor& head_weight() const {
     return !options.tie_head ? head->weight : tied_head.defined() ? tied_head : embed->weight;
@@ -86,6 +125,8 @@ struct HybridStageImpl::Impl {
   StagePart part;
   std::optional<Rotary> rotary;  // if this stage has attention
   torch::nn::Embedding embed{nullptr};
+  InputEmbeddings inputs;
+  RelationBiasTable relations{nullptr};  // if this stage has attention
   std::vector<HybridBlock> blocks;
   AnyNorm norm;
   torch::nn::Linear head{nullptr};
@@ -98,6 +139,9 @@ void HybridStageImpl::Impl::register_modules() {
   if (part.has_embed() || (part.has_head() && options.tie_head))
     embed = stage.register_module(
         "embed", torch::nn::Embedding(torch::nn::EmbeddingOptions(options.vocabulary, options.width)));
+  if (part.has_embed()) inputs = InputEmbeddings(stage, parts.inputs);
+  if (parts.relations && has_attention())
+    relations = stage.register_module(kRelationsName, RelationBiasTable(*parts.relations));
   auto numbered = stage.register_module("blocks", std::make_shared<NumberedHybridBlocks>());
   for (std::int64_t number = part.first_block; number < part.end_block; ++number) {
     blocks.emplace_back(options, parts, number);
@@ -138,15 +182,51 @@ at::Tensor HybridStageImpl::Impl::turns_of(const at::Tensor& x, std::int64_t bef
   return rotary->turns(before, x.size(1), like);
 }
 
-at::Tensor HybridStageImpl::Impl::run(const at::Tensor& input, const HybridContext& context) {
-  const ForwardScope scope(stage);
+HybridMetadata HybridStageImpl::Impl::completed(HybridMetadata metadata, const at::Tensor& x) const {
+  metadata.check(x.size(0), x.size(1));
+  at::Tensor& documents = metadata.documents;
+  if (!documents.defined() && options.bos_token > 0 && part.has_embed())
+    documents = documents_from_bos(x, options.bos_token);
+  // Blocks take these two only.
+  if (documents.defined() && documents.scalar_type() != at::kLong && documents.scalar_type() != at::kInt)
+    documents = documents.to(at::kInt);
+  return metadata;
+}
+
+HybridContext HybridStageImpl::Impl::context_of(const at::Tensor& x, const HybridMetadata& metadata) {
+  const AttentionMetadata of_rows = attention_metadata(metadata);
+  HybridContext context{.attention = {.turns = turns_of(x, 0), .mask = of_rows.mask(x.size(0), x.size(1))},
+                        .documents = metadata.documents,
+                        .parents = metadata.parents};
+  if (const at::Tensor counts = of_rows.valid_tokens(); counts.defined())
+    context.valid = at::arange(x.size(1), counts.options()).unsqueeze(0).lt(counts.unsqueeze(1));
+  return context;
+}
+
+HybridContext HybridStageImpl::Impl::cached_context_of(const at::Tensor& x, HybridCache& cache) {
+  return {.attention = {.turns = turns_of(x, cache.seen),
+                        .mask = AttentionMask::causal(x.size(1), cache.seen + x.size(1)),
+                        .cache = &cache.keys},
+          .documents = {},
+          .states = &cache.states};
+}
+
+at::Tensor HybridStageImpl::Impl::embedded(const at::Tensor& tokens, const HybridMetadata& metadata,
+                                           const HybridCache* cache) {
+  static const std::int64_t kPlace = layer_from_name("embed");
+  at::Tensor x = at::embedding(embed->weight, tokens);
+  if (options.embed_scale) x = x * std::sqrt(static_cast<double>(options.width));
+  x = inputs.forward(x, cache != nullptr ? cache->with_history(tokens) : tokens, metadata);
+  return drop(x, options.dropout, kPlace, stage.is_training());
+}
+
+at::Tensor HybridStageImpl::Impl::run(const at::Tensor& input, HybridContext context,
+                                      const HybridMetadata& metadata, const HybridCache* cache) {
+  const ForwardScope scope(stage);  // sharded parameters are gathered from here on
   at::Tensor x = scope.input(input);
-  if (part.has_embed()) {
-    static const std::int64_t kPlace = layer_from_name("embed");
-    x = at::embedding(embed->weight, x);
-    if (options.embed_scale) x = x * std::sqrt(static_cast<double>(options.width));
-    x = drop(x, options.dropout, kPlace, stage.is_training());
-  }
+  if (!relations.is_empty() && metadata.relations.defined())
+    context.attention.mask = context.attention.mask.with_bias(relations->forward(metadata.relations));
+  if (part.has_embed()) x = embedded(x, metadata, cache);
   std::vector<NamedLoss> losses;
   for (HybridBlock& block : blocks) {
     BlockResult result = block->forward(x, context);
@@ -213,36 +293,25 @@ void HybridStageImpl::set_initial_values(std::uint64_t seed) {
       .deviation = kDeviation,
       .residual = kDeviation / std::sqrt(static_cast<double>(impl_->parts.residuals(impl_->options)))};
   if (!impl_->embed.is_empty()) fill_normal(impl_->embed->weight, "embed.weight", seed, kDeviation);
+  impl_->inputs.initialize(init);
+  if (!impl_->relations.is_empty()) impl_->relations->initialize(kRelationsName, init);
   for (HybridBlock& block : impl_->blocks) block->initialize(init);
   if (part().has_head()) impl_->norm.initialize("norm", init);
   if (!impl_->head.is_empty()) fill_normal(impl_->head->weight, "head.weight", seed, kDeviation);
 }
 
 at::Tensor HybridStageImpl::forward(at::Tensor x, at::Tensor documents) {
-  impl_->check_input(x, 0);
-  const std::int64_t length = x.size(1);
-  if (!documents.defined() && impl_->options.bos_token > 0 && part().has_embed())
-    documents = documents_from_bos(x, impl_->options.bos_token);
-  if (documents.defined() && (documents.dim() != 2 || documents.size(0) != x.size(0) ||
-                              documents.size(1) != length || documents.is_floating_point()))
-    throw ValueError(describe("documents", input_text(documents),
-                              fmt::format("integers [{}, {}], one for each token", x.size(0), length)));
-  return impl_->run(x, {.attention = {.turns = impl_->turns_of(x, 0),
-                                      .mask = documents.defined() ? AttentionMask::within_documents(documents)
-                                                                  : AttentionMask::causal(length, length)},
-                        .documents = documents});
+  return forward_with(std::move(x), HybridMetadata{.documents = std::move(documents)});
 }
 
 at::Tensor HybridStageImpl::forward_with(at::Tensor x, const Tree& keywords) {
-  at::Tensor documents;
-  if (!keywords.is_none()) {
-    for (const std::string& name : keywords.keys()) {
-      if (name != "documents")
-        throw ValueError(describe("HybridStage: keyword argument", fmt::format("'{}'", name), "documents"));
-      if (!keywords["documents"].is_none()) documents = keywords["documents"].tensor();
-    }
-  }
-  return forward(std::move(x), std::move(documents));
+  return forward_with(std::move(x), HybridMetadata::from_keywords(keywords));
+}
+
+at::Tensor HybridStageImpl::forward_with(at::Tensor x, const HybridMetadata& metadata) {
+  impl_->check_input(x, 0);
+  const HybridMetadata whole = impl_->completed(metadata, x);
+  return impl_->run(x, impl_->context_of(x, whole), whole);
 }
 
 std::unique_ptr<StageCache> HybridStageImpl::make_cache(std::int64_t capacity) const {
@@ -254,16 +323,10 @@ at::Tensor HybridStageImpl::forward_cached(const at::Tensor& x, StageCache& cach
   if (own == nullptr)
     throw TypeError(describe("HybridStage: cache", "a cache of another model", "one of make_cache()"));
   const c10::AutoGradMode no_grad(false);
-  const std::int64_t added = x.size(1), before = own->seen;
-  impl_->check_input(x, before);
-  at::Tensor result = impl_->run(x, {.attention = {.turns = impl_->turns_of(x, before),
-                                                   .mask = AttentionMask::causal(added, before + added),
-                                                   .cache = &own->keys},
-                                     .documents = {},
-                                     .states = &own->states});
-  own->keys.advance(added);
-  own->states.advance(added);
-  own->seen += added;
+  impl_->check_input(x, own->seen);
+  at::Tensor result = impl_->run(x, impl_->cached_context_of(x, *own), {}, own);
+  if (part().has_embed()) own->keep_last(x, impl_->inputs.reach());
+  own->advance(x.size(1));
   return result;
 }
 

@@ -44,14 +44,27 @@ HybridBlockImpl::HybridBlockImpl(const HybridOptions& options, const HybridParts
       experts_ = register_module(name, Experts(parts.experts, fmt::format("blocks.{}.experts", number)));
       break;
     case BlockKind::FeedForward:
-      feed_ = register_module(name, FeedForward(options.width, options.feed_width));
+      register_feed(options);
       break;
   }
   if (kind_ == BlockKind::Attention && options.attention_feed) {
     feed_norm_ = AnyNorm(parts.norm);
     register_module("feed_norm", feed_norm_.module());
-    feed_ = register_module("feed", FeedForward(options.width, options.feed_width));
+    register_feed(options);
   }
+}
+
+void HybridBlockImpl::register_feed(const HybridOptions& options) {
+  if (options.tree_feed)
+    tree_feed_ = register_module(
+        "feed", TreeFeedForward(TreeFeedOptions{.width = options.width, .feed_width = options.feed_width}));
+  else
+    feed_ = register_module("feed", FeedForward(options.width, options.feed_width));
+}
+
+at::Tensor HybridBlockImpl::feed(const at::Tensor& in, const HybridContext& context) {
+  if (tree_feed_.is_empty()) return feed_->forward(in);
+  return tree_feed_->forward(in, {.parents = context.parents, .documents = context.documents});
 }
 
 at::Tensor HybridBlockImpl::dropped(const at::Tensor& added, const char* residual) const {
@@ -72,15 +85,15 @@ BlockResult HybridBlockImpl::forward(const at::Tensor& input, const HybridContex
       added.hidden = state_space_->forward(in, context.documents, context.states);
       break;
     case BlockKind::Experts:
-      added = experts_->forward(in);
+      added = experts_->forward(in, context.valid);
       break;
     case BlockKind::FeedForward:
-      added.hidden = feed_->forward(in);
+      added.hidden = feed(in, context);
       break;
   }
   at::Tensor sum = x + dropped(added.hidden, module_name(kind_));
-  if (kind_ == BlockKind::Attention && !feed_.is_empty())
-    sum = sum + dropped(feed_->forward(feed_norm_.forward(sum)), "feed");
+  if (kind_ == BlockKind::Attention && has_feed())
+    sum = sum + dropped(feed(feed_norm_.forward(sum), context), "feed");
   return {scope.output(sum), std::move(added.losses)};
 }
 
@@ -90,8 +103,9 @@ void HybridBlockImpl::initialize(const BlockInit& init) {
   if (!attention_.is_empty()) attention_->initialize(name, init);
   if (!state_space_.is_empty()) state_space_->initialize(name, init);
   if (!experts_.is_empty()) experts_->initialize(name, init);
-  if (feed_.is_empty()) return;
+  if (!has_feed()) return;
   if (kind_ == BlockKind::Attention) feed_norm_.initialize(at + "feed_norm", init);
+  if (!tree_feed_.is_empty()) return tree_feed_->initialize(at + "feed", init);
   fill_normal(feed_->gate->weight, at + "feed.gate.weight", init.seed, init.deviation);
   fill_normal(feed_->up->weight, at + "feed.up.weight", init.seed, init.deviation);
   fill_normal(feed_->down->weight, at + "feed.down.weight", init.seed, init.residual);

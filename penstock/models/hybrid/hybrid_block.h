@@ -15,6 +15,7 @@
 #include "penstock/models/blocks/feed_forward.h"
 #include "penstock/models/blocks/initial_values.h"
 #include "penstock/models/blocks/state_space.h"
+#include "penstock/models/blocks/tree_feed_forward.h"
 #include "penstock/models/plan/hybrid_parts.h"
 
 namespace penstock::models {
@@ -24,6 +25,8 @@ struct HybridContext {
   AttentionContext attention;
   at::Tensor documents;               // [batch, length]; undefined: each row is one document
   StateSpaceCache* states = nullptr;  // for generation; null: rows begin with this forward
+  at::Tensor parents = {};            // [batch, length], for feed-forwards along the tree; undefined: none
+  at::Tensor valid = {};              // Bool [batch, length]: tokens that are not padding; undefined: all
 };
 
 class HybridBlockImpl : public torch::nn::Module {
@@ -42,6 +45,9 @@ class HybridBlockImpl : public torch::nn::Module {
  private:
   // What a residual adds, with dropout.
   at::Tensor dropped(const at::Tensor& added, const char* residual) const;
+  void register_feed(const HybridOptions& options);
+  bool has_feed() const { return !feed_.is_empty() || !tree_feed_.is_empty(); }
+  at::Tensor feed(const at::Tensor& in, const HybridContext& context);
 
   double dropout_;
   std::int64_t number_;
@@ -50,7 +56,9 @@ class HybridBlockImpl : public torch::nn::Module {
   Attention attention_{nullptr};
   StateSpace state_space_{nullptr};
   Experts experts_{nullptr};
+  // One of them, or none.
   FeedForward feed_{nullptr};
+  TreeFeedForward tree_feed_{nullptr};
 };
 TORCH_MODULE(HybridBlock);
 

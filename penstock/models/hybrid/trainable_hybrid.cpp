@@ -19,10 +19,12 @@ class TrainableHybrid : public TrainableModel {
   }
   // Only the first stage sees tokens, but every stage needs the documents that they begin.
   StageInputs inputs(const TokenBatch& batch) const override {
-    TokenBatch whole = batch;
-    if (!whole.documents.defined() && options_.bos_token > 0)
-      whole.documents = documents_from_bos(batch.tokens, options_.bos_token);
-    return TrainableModel::inputs(whole);
+    HybridMetadata metadata = HybridMetadata::from_keywords(batch.metadata);
+    if (batch.documents.defined()) metadata.documents = batch.documents;
+    if (!metadata.documents.defined() && options_.bos_token > 0)
+      metadata.documents = documents_from_bos(batch.tokens, options_.bos_token);
+    metadata.check(batch.tokens.size(0), batch.tokens.size(1));
+    return {Tree::tuple({batch.tokens}), metadata.keywords(), Tree(batch.targets)};
   }
 
  private:

@@ -75,8 +75,13 @@ void TrainableModel::check_tensor_parallel(int ranks) const {
 }
 
 StageInputs TrainableModel::inputs(const TokenBatch& batch) const {
-  return {Tree::tuple({batch.tokens}),
-          batch.documents.defined() ? Tree::dict({{"documents", batch.documents}}) : Tree(),
+  if (!batch.metadata.is_none() && batch.metadata.kind() != Tree::Kind::Dict)
+    throw ValueError(describe("TokenBatch: metadata", batch.metadata.to_string(), "a dict, or None"));
+  std::vector<Tree::Item> keywords;
+  if (batch.documents.defined()) keywords.emplace_back("documents", batch.documents);
+  for (const std::string& name : batch.metadata.keys())
+    if (name != "documents" || !batch.documents.defined()) keywords.emplace_back(name, batch.metadata[name]);
+  return {Tree::tuple({batch.tokens}), keywords.empty() ? Tree() : Tree::dict(std::move(keywords)),
           Tree(batch.targets)};
 }
 

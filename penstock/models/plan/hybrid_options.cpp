@@ -4,12 +4,14 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <optional>
 #include <utility>
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/models/plan/element_count.h"
 #include "penstock/models/plan/hybrid_parts.h"
+#include "penstock/models/plan/tree_feed_options.h"
 
 namespace penstock::models {
 namespace {
@@ -60,7 +62,27 @@ ExpertOptions experts_of(const HybridOptions& options) {
           .capacity_factor = options.capacity_factor};
 }
 
+std::optional<RelationOptions> relations_of(const HybridOptions& options, const BlockPattern& pattern) {
+  if (options.relations == 0) return std::nullopt;
+  require_of_hybrid(options.relations > 0, "relations", fmt::format("{}", options.relations),
+                    "at least 1, or 0 for no relation bias");
+  require_of_hybrid(uses(pattern, BlockKind::Attention), "relations", fmt::format("{}", options.relations),
+                    "0 for a pattern without A, because relations are a bias of attention",
+                    "add an A to model.pattern or set model.relations to 0");
+  return RelationOptions{.relations = options.relations, .heads = options.heads};
+}
+
+void check_tree_feed(const HybridOptions& options, const BlockPattern& pattern) {
+  const bool has_feed = uses(pattern, BlockKind::FeedForward) ||
+                        (options.attention_feed && uses(pattern, BlockKind::Attention));
+  require_of_hybrid(!options.tree_feed || has_feed, "tree_feed", "true",
+                    "false for a pattern without feed-forward parts",
+                    "add an F to model.pattern, or set model.attention_feed to true");
+}
+
 std::vector<ParameterShape> feed_shapes(const HybridOptions& options, const std::string& at) {
+  if (options.tree_feed)
+    return TreeFeedOptions{.width = options.width, .feed_width = options.feed_width}.shapes(at);
   return {{at + ".gate.weight", {options.feed_width, options.width}},
           {at + ".up.weight", {options.feed_width, options.width}},
           {at + ".down.weight", {options.width, options.feed_width}}};
@@ -80,6 +102,9 @@ void add_feed(BlockPlan& block, const HybridOptions& options, const HybridParts&
   add_residual(block, parts, at, "feed", feed_shapes(options, at + "feed"));
   block.flops_per_token += 6 * static_cast<double>(options.width) * static_cast<double>(options.feed_width);
   block.moved_per_token += 6 * static_cast<double>(options.feed_width);
+  if (!options.tree_feed) return;
+  block.flops_per_token += 2 * static_cast<double>(options.width);
+  block.moved_per_token += 3 * static_cast<double>(options.width);
 }
 
 BlockPlan block_plan(const HybridOptions& options, const HybridParts& parts, std::int64_t index) {
@@ -94,6 +119,7 @@ BlockPlan block_plan(const HybridOptions& options, const HybridParts& parts, std
       const std::int64_t window = parts.attention.window_of(index);
       const std::int64_t seen = window > 0 ? std::min(window, options.context) : options.context;
       block.moved_per_token += 8 * width + 4 * static_cast<double>(seen * options.heads);
+      if (parts.relations) block.moved_per_token += 2 * static_cast<double>(options.context * options.heads);
       if (options.attention_feed) add_feed(block, options, parts, at);
       break;
     }
@@ -114,6 +140,20 @@ BlockPlan block_plan(const HybridOptions& options, const HybridParts& parts, std
       break;
   }
   return block;
+}
+
+// The contraction with the mask is counted once, at the first attention block; in a pipeline every stage with
+// attention computes it.
+void add_relations(ModelPlan& plan, const HybridParts& parts) {
+  if (!parts.relations) return;
+  std::vector<std::int64_t> users;
+  for (std::size_t i = 0; i < plan.blocks.size(); ++i)
+    if (parts.kind(static_cast<std::int64_t>(i)) == BlockKind::Attention)
+      users.push_back(static_cast<std::int64_t>(i));
+  plan.blocks[static_cast<std::size_t>(users.front())].flops_per_token +=
+      parts.relations->flops_per_token(plan.context);
+  for (ParameterShape& shape : parts.relations->shapes("relations"))
+    plan.shared.push_back({std::move(shape), users});
 }
 
 }  // namespace
@@ -153,7 +193,9 @@ HybridParts hybrid_parts(const HybridOptions& options) {
       .attention = {},
       .state_space = {},
       .experts = {},
-      .weights = {}};
+      .weights = {},
+      .inputs = hybrid_inputs(options),
+      .relations = {}};
   parts.norm.check();
   const auto layers = static_cast<std::int64_t>(parts.pattern.blocks.size());
   if (uses(parts.pattern, BlockKind::Attention)) parts.attention = attention_of(options, layers).resolved();
@@ -165,6 +207,8 @@ HybridParts hybrid_parts(const HybridOptions& options) {
     parts.experts = experts_of(options);
     parts.experts.check();
   }
+  parts.relations = relations_of(options, parts.pattern);
+  check_tree_feed(options, parts.pattern);
   parts.weights.set("balance", options.balance_weight);
   parts.weights.set("router_z", options.router_z_weight);
   return parts;
@@ -175,8 +219,10 @@ ModelPlan HybridOptions::plan() const {
   const HybridParts parts = hybrid_parts(whole);
   ModelPlan plan{.vocabulary = whole.vocabulary, .width = whole.width, .context = whole.context};
   plan.embed = {{"embed.weight", {whole.vocabulary, whole.width}}};
+  parts.inputs.add_to(plan);
   for (std::size_t i = 0; i < parts.pattern.blocks.size(); ++i)
     plan.blocks.push_back(block_plan(whole, parts, static_cast<std::int64_t>(i)));
+  add_relations(plan, parts);
   plan.head = parts.norm.shapes("norm");
   if (whole.tie_head)
     plan.tied = {"embed.weight"};

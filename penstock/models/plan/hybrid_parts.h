@@ -2,14 +2,17 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "penstock/hybrid_options.h"
 #include "penstock/models/plan/attention_options.h"
 #include "penstock/models/plan/expert_options.h"
+#include "penstock/models/plan/hybrid_inputs.h"
 #include "penstock/models/plan/loss_weights.h"
 #include "penstock/models/plan/norm_options.h"
 #include "penstock/models/plan/pattern.h"
 #include "penstock/models/plan/state_space_options.h"
+#include "penstock/models/plan/structure_options.h"
 
 namespace penstock::models {
 
@@ -21,6 +24,8 @@ struct HybridParts {
   StateSpaceOptions state_space;
   ExpertOptions experts;
   LossWeights weights;
+  HybridInputs inputs;                       // what is added to the embedding of tokens
+  std::optional<RelationOptions> relations;  // nothing: no relation bias
 
   BlockKind kind(std::int64_t block) const { return pattern.blocks.at(static_cast<std::size_t>(block)); }
   // Number of residual additions of the whole model.

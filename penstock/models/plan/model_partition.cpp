@@ -61,7 +61,7 @@ PartCosts estimated_costs(const ModelPlan& plan) {
   PartCosts costs;
   for (const BlockPlan& block : plan.blocks)
     costs.blocks.push_back(3 * (block.flops_per_token + kMovedElement * block.moved_per_token));
-  costs.embed = 3 * kMovedElement * static_cast<double>(plan.width);
+  costs.embed = 3 * kMovedElement * (static_cast<double>(plan.width) + plan.embed_moved_per_token);
   costs.head = 3 * (plan.head_flops_per_token + kMovedElement * plan.head_moved_per_token);
   return costs;
 }

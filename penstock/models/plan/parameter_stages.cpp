@@ -16,6 +16,8 @@ ParameterStages::ParameterStages(const std::vector<StagePart>& parts, const Mode
     for (const ParameterShape& parameter : plan.embed)
       if (part.has_embed() || (part.has_head() && is_tied(plan, parameter.name)))
         stages_[parameter.name].push_back(part.index);
+    for (const SharedParameter& shared : plan.shared)
+      if (has_copy(part, shared)) stages_[shared.parameter.name].push_back(part.index);
     for (std::int64_t block = part.first_block; block < part.end_block; ++block)
       for (const ParameterShape& parameter : plan.blocks.at(static_cast<std::size_t>(block)).parameters)
         stages_[parameter.name].push_back(part.index);

@@ -26,6 +26,8 @@ std::vector<PartReport> report_parts(const std::vector<StagePart>& parts, const 
     for (const ParameterShape& parameter : plan.embed)
       if (part.has_embed() || (part.has_head() && is_tied(plan, parameter.name)))
         report.parameters += element_count(parameter);
+    for (const SharedParameter& shared : plan.shared)
+      if (has_copy(part, shared)) report.parameters += element_count(shared.parameter);
     if (part.has_head()) report.parameters += element_count(plan.head);
     report.gib = static_cast<double>(report.parameters) * kBytes / kGib;
     reports.push_back(std::move(report));

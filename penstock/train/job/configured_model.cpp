@@ -31,8 +31,9 @@ std::shared_ptr<models::TrainableModel> make_hybrid(const TrainConfig& config) {
 // The transformer has no other blocks than A with a feed-forward part, and none of the options of others.
 bool fits_transformer(const ModelConfig& model) {
   return model.attention_feed && model.norm == "rms_norm" && !model.embed_scale && model.windows.empty() &&
-         model.nope_layers.empty() && model.bos_token == 0 &&
-         model.pattern.find_first_not_of("A|") == std::string::npos;
+         model.nope_layers.empty() && model.bos_token == 0 && model.relations == 0 && !model.tree_feed &&
+         model.ngram_orders.empty() && !model.structure_embedding && model.platforms == 0 &&
+         model.embed_norm == "none" && model.pattern.find_first_not_of("A|") == std::string::npos;
 }
 
 // Models by name. Registered at the start of a program, read by the threads of its ranks.
@@ -104,6 +105,18 @@ models::HybridOptions hybrid_options(const ModelConfig& config) {
   options.windows = config.windows;
   options.nope_layers = config.nope_layers;
   options.bos_token = config.bos_token;
+  options.relations = config.relations;
+  options.tree_feed = config.tree_feed;
+  options.ngram_orders = config.ngram_orders;
+  options.ngram_buckets = config.ngram_buckets;
+  options.structure_embedding = config.structure_embedding;
+  options.structure_kinds = config.structure_kinds;
+  options.dependency_levels = config.dependency_levels;
+  options.syntax_depths = config.syntax_depths;
+  options.sibling_indices = config.sibling_indices;
+  options.node_types = config.node_types;
+  options.platforms = config.platforms;
+  options.embed_norm = config.embed_norm;
   options.state_size = config.state_size;
   options.state_head_width = config.state_head_width;
   options.state_expand = config.state_expand;
@@ -128,7 +141,8 @@ std::shared_ptr<models::TrainableModel> configured_model(const TrainConfig& conf
   if (type == "transformer" && !fits_transformer(config.model))
     throw ConfigError(describe("model.type", "transformer, with settings that it cannot have",
                                "A blocks with a feed-forward part, rms_norm, and no windows, nope_layers, "
-                               "embed_scale or bos_token",
+                               "embed_scale, bos_token, relations, tree_feed, ngram_orders, "
+                               "structure_embedding, platforms or embed_norm",
                                "set model.type to hybrid or auto"));
   std::shared_ptr<models::TrainableModel> model = Models::all().find(type)(config);
   if (!model) throw StateError(fmt::format("register_model(\"{}\"): the function returned no model", type));

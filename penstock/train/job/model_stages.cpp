@@ -96,6 +96,16 @@ void check_stages(const TrainConfig& config, const models::TrainableModel& model
     throw NotImplemented(
         fmt::format("the model ties {} parameters between its first and last stage; the trainer supports one",
                     model.plan().tied.size()));
+  const std::vector<models::StagePart> parts =
+      configured_parts(config, model.plan(), schedule.stages().stages());
+  for (const models::SharedParameter& shared : model.plan().shared)
+    if (const auto holders = models::stages_of_parameter(parts, model.plan(), shared.parameter.name);
+        holders.size() > 1)
+      throw ConfigError(describe(
+          "layout.pp",
+          fmt::format("{} stages, of which {} use {}", parts.size(), holders.size(), shared.parameter.name),
+          "one stage that uses it, because the trainer does not sum its gradients over stages",
+          "set layout.pp and layout.virtual_stages to 1, or for relations.weight model.relations to 0"));
 }
 
 ModelStages::ModelStages(const RankLayout& layout, const TrainConfig& config,

@@ -64,8 +64,10 @@ struct Bench {
   }
 };
 
-at::Tensor sum_of(const models::BlockResult& result) {
-  return result.hidden.sum() + result.losses[0].value + result.losses[1].value;
+// What backward begins with: the hidden states, and the losses if there are any. Their gradients are made
+// beforehand.
+std::vector<at::Tensor> results_of(const models::BlockResult& result) {
+  return {result.hidden, result.losses[0].value, result.losses[1].value};
 }
 
 // Router and losses as in the block.
@@ -140,22 +142,28 @@ int main(int argc, char** argv) {
       work();
     };
   };
-  const auto training = [&](torch::nn::Module& module, const std::function<at::Tensor()>& loss) {
-    return [&, loss] {
+  const auto training = [&](torch::nn::Module& module, const std::function<std::vector<at::Tensor>()>& run) {
+    std::vector<at::Tensor> gradients;
+    {
+      const AutocastScope casts(bench.device.type(), autocast);
+      for (const at::Tensor& result : run()) gradients.push_back(torch::ones_like(result.detach()));
+    }
+    return [&, run, gradients] {
       module.zero_grad(/*set_to_none=*/true);
-      at::Tensor value;
+      leaf.mutable_grad().reset();
+      std::vector<at::Tensor> results;
       {
         const AutocastScope casts(bench.device.type(), autocast);
-        value = loss();
+        results = run();
       }
-      value.backward();
+      torch::autograd::backward(results, gradients);
     };
   };
   bench.compare("forward, beside the dense layer", forward([&] { experts->forward(x); }),
                 forward([&] { dense->forward(x); }));
   bench.compare("forward and backward, beside the dense layer",
-                training(*experts, [&] { return sum_of(experts->forward(leaf)); }),
-                training(*dense, [&] { return dense->forward(leaf).sum(); }));
+                training(*experts, [&] { return results_of(experts->forward(leaf)); }),
+                training(*dense, [&] { return std::vector<at::Tensor>{dense->forward(leaf)}; }));
   // The products of the experts alone, as the block computes them: sorted rows, equal numbers for all
   // experts, weights already cast, on a GPU those of gate and up joined.
   const auto dtype = autocast.value_or(at::kFloat);
@@ -185,7 +193,7 @@ int main(int argc, char** argv) {
   bench.compare("forward, beside its products alone", forward([&] { experts->forward(x); }),
                 forward([&] { products(); }));
   bench.compare("forward and backward, beside its products alone",
-                training(*experts, [&] { return sum_of(experts->forward(leaf)); }), [&] {
+                training(*experts, [&] { return results_of(experts->forward(leaf)); }), [&] {
                   for (at::Tensor& weight : weights) weight.mutable_grad().reset();
                   for (const at::Tensor* tensor : {&rows, &inner, &down}) tensor->mutable_grad().reset();
                   torch::autograd::backward(products(), gradients);
@@ -193,8 +201,8 @@ int main(int argc, char** argv) {
   bench.compare("forward, beside the loop with indices", forward([&] { experts->forward(x); }),
                 forward([&] { indexed_loop(experts, flat); }));
   bench.compare("forward and backward, beside the loop with indices",
-                training(*experts, [&] { return sum_of(experts->forward(leaf)); }),
-                training(*experts, [&] { return indexed_loop(experts, leaf[0]).sum(); }));
+                training(*experts, [&] { return results_of(experts->forward(leaf)); }),
+                training(*experts, [&] { return std::vector<at::Tensor>{indexed_loop(experts, leaf[0])}; }));
   if (cuda) {
     const auto with_path = [&](GroupedProductPath path, const std::function<void()>& work) {
       return [&, path, work] {
@@ -203,7 +211,7 @@ int main(int argc, char** argv) {
         set_grouped_product_path(GroupedProductPath::Auto);
       };
     };
-    const auto step = training(*experts, [&] { return sum_of(experts->forward(leaf)); });
+    const auto step = training(*experts, [&] { return results_of(experts->forward(leaf)); });
     bench.compare("forward and backward, own kernel beside LibTorch's",
                   with_path(GroupedProductPath::Kernel, step), with_path(GroupedProductPath::Auto, step));
   }

@@ -117,15 +117,16 @@ ScanGradients scan_backward_batched(const ScanTensors& given, const ScanGradient
 
   // Within the chunks.
   const at::Tensor gram = at::bmm(queries, keys.transpose(1, 2)), to_gram = at::empty_like(gram),
-                   weights = sizes.weights();
+                   weights = sizes.weights(), own_weights = sizes.sums();
   launch_weights_backward(in, sums, gram, real_product(arrived, inputs.transpose(1, 2)), weights, to_gram,
-                          row_sums);
+                          row_sums, own_weights);
   const at::Tensor to_queries = at::bmm(scaled, states.transpose(1, 2)).baddbmm_(to_gram, keys),
                    to_keys =
                        at::bmm(passed, to_states.transpose(1, 2)).baddbmm_(to_gram.transpose(1, 2), queries);
 
   JoinedGradients joined{.gradient = gradient,
                          .inside = real_product(weights.transpose(1, 2), arrived),
+                         .own_weights = own_weights,
                          .passed = at::bmm(keys, to_states),
                          .read = at::bmm(queries, states),
                          .values = at::empty_like(in.values),

@@ -37,10 +37,11 @@ void launch_gradients(const ScanTensors& in, const at::Tensor& sums, const at::T
                       const at::Tensor& arrived, const at::Tensor& scaled);
 
 // products (real) and weights [.., heads, chunk, chunk]; to_gram = sum over the heads of decay * products;
-// row_sums (real, like sums) = sum over the columns of weights * products.
+// row_sums (real, like sums) = sum over the columns of weights * products. The diagonal, the weights of a
+// token's own input, is in own_weights (like sums) instead of weights and row_sums.
 void launch_weights_backward(const ScanTensors& in, const at::Tensor& sums, const at::Tensor& gram,
                              const at::Tensor& products, const at::Tensor& weights, const at::Tensor& to_gram,
-                             const at::Tensor& row_sums);
+                             const at::Tensor& row_sums, const at::Tensor& own_weights);
 
 // From the gradients of states that arise within the chunks to those of the state after each chunk.
 // from_last (real) may be undefined.
@@ -56,7 +57,8 @@ void launch_ends(const ScanTensors& in, const at::Tensor& sums, const at::Tensor
 // real and like `sums`.
 struct JoinedGradients {
   at::Tensor gradient;      // of the result
-  at::Tensor inside;        // of the inputs within the chunk, head-major; real
+  at::Tensor inside;        // of the inputs of later tokens within the chunk, head-major; real
+  at::Tensor own_weights;   // of the token's own input
   at::Tensor passed, read;  // keys times gradients of states, and queries times states; group-major
   at::Tensor values;        // out: gradient of the values
   at::Tensor row_sums;      // in and out: share of a token in the decays between it and those before it

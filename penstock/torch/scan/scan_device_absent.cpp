@@ -28,7 +28,7 @@ void launch_gradients(const ScanTensors&, const at::Tensor&, const at::Tensor&, 
   absent_scan();
 }
 void launch_weights_backward(const ScanTensors&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                             const at::Tensor&, const at::Tensor&, const at::Tensor&) {
+                             const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&) {
   absent_scan();
 }
 void launch_pass_backward(const ScanTensors&, const at::Tensor&, const at::Tensor&, const at::Tensor&,

@@ -184,9 +184,10 @@ extern "C" __global__ void penstock_scan_join(Shape s, const int* starts, const 
 //
 // The gradient of a decay is a difference: the sums over the rows of weights * products, less those over the
 // columns (join_backward). Both must have the same terms, or what is left is their rounding: products and the
-// sums over columns are therefore not rounded to 16 bits, and both use the rounded weights and inputs.
+// sums over columns are therefore not rounded to 16 bits, and both use the rounded weights and inputs. The
+// weight of a token's own input is not decayed: it is in neither, but in own_weights.
 constexpr const char* kWeightsBackward = R"(
-extern "C" __global__ void penstock_scan_weights_backward(Shape s, const int* starts, const REAL* sums, const ELEMENT* gram, const REAL* products, ELEMENT* weights, ELEMENT* to_gram, REAL* row_sums) {
+extern "C" __global__ void penstock_scan_weights_backward(Shape s, const int* starts, const REAL* sums, const ELEMENT* gram, const REAL* products, ELEMENT* weights, ELEMENT* to_gram, REAL* row_sums, REAL* own_weights) {
   const i64 row = thread_number() / 32, lane = threadIdx.x % 32;
   if (row >= s.batch * s.chunks * s.groups * s.chunk) return;
   const i64 within = row % s.chunk, group = row / s.chunk % s.groups, chunk = row / s.chunk / s.groups, members = s.heads / s.groups;
@@ -211,13 +212,16 @@ extern "C" __global__ void penstock_scan_weights_backward(Shape s, const int* st
       Pack rounded;
       for (int j = 0; j < PACK; ++j) {
         const i64 other = first + j;
-        if (other <= within && other >= begin) {
+        if (other < within && other >= begin) {
           const REAL decay = growth(own - sums[base + other]);
           mixed[k][j] += decay * given.at[j];
           put(rounded.at[j], decay * dots[k][j]);
           total += number(rounded.at[j]) * given.at[j];  // as the sums over rows have it
         } else {
           put(rounded.at[j], REAL(0));
+          if (other != within) continue;
+          mixed[k][j] += given.at[j];
+          own_weights[base + within] = dots[k][j];
         }
       }
       *(Pack*)(weights + place) = rounded;
@@ -260,13 +264,13 @@ extern "C" __global__ void penstock_scan_ends(Shape s, const int* starts, const 
 // TEAM neighbouring lanes share a token and head.
 constexpr const char* kJoinBackward = R"(
 extern "C" __global__ void penstock_scan_join_backward(Shape s, const int* starts, const REAL* sums, const ELEMENT* values, const REAL* steps, const REAL* skip, const ELEMENT* gradient,
-                                                      const REAL* inside, const ELEMENT* passed, const ELEMENT* read, ELEMENT* to_values, REAL* row_sums,
+                                                      const REAL* inside, const ELEMENT* passed, const ELEMENT* read, ELEMENT* to_values, REAL* row_sums, const REAL* own_weights,
                                                       REAL* input_sums, REAL* state_sums, REAL* skip_sums) {
   const i64 rows = s.batch * s.length * s.heads, number_of_row = thread_number() / TEAM, lane = threadIdx.x % TEAM;
   const bool counts = number_of_row < rows;
   const i64 row = counts ? number_of_row : rows - 1;  // all lanes take part in the sums
   const Place at(s, row / s.heads, row % s.heads, 0);
-  const REAL step = steps[row], keep = skip[at.head], after = decay_after(s, starts, sums, at);
+  const REAL step = steps[row], keep = skip[at.head], after = decay_after(s, starts, sums, at), own = own_weights[at.row(s)];
   REAL inside_sum = 0, input_sum = 0, passed_sum = 0, read_sum = 0, skip_sum = 0;
   for (i64 p = lane * PACK; p < s.head_width; p += TEAM * PACK) {
     const Pack value = *(const Pack*)(values + at.token_major(s) + p), given = *(const Pack*)(gradient + at.token_major(s) + p);
@@ -275,11 +279,11 @@ extern "C" __global__ void penstock_scan_join_backward(Shape s, const int* start
     const Pack of_state = *(const Pack*)(read + at.group_major(s) + p);
     Pack result;
     for (int j = 0; j < PACK; ++j) {
-      const REAL x = number(value.at[j]), g = number(given.at[j]), here = within.at[j], later = after * number(from_state.at[j]);
+      const REAL x = number(value.at[j]), g = number(given.at[j]), here = within.at[j] + own * g, later = after * number(from_state.at[j]);
       ELEMENT input;  // as the products took it
       put(input, x * step);
       inside_sum += x * here;
-      input_sum += number(input) * here;
+      input_sum += number(input) * within.at[j];
       passed_sum += x * later;
       read_sum += g * number(of_state.at[j]);
       skip_sum += g * x;
@@ -422,14 +426,14 @@ void launch_gradients(const ScanTensors& in, const at::Tensor& sums, const at::T
 
 void launch_weights_backward(const ScanTensors& in, const at::Tensor& sums, const at::Tensor& gram,
                              const at::Tensor& products, const at::Tensor& weights, const at::Tensor& to_gram,
-                             const at::Tensor& row_sums) {
+                             const at::Tensor& row_sums, const at::Tensor& own_weights) {
   const ScanShape& s = in.shape;
   const std::int64_t pack = cuda_pack(s.chunk, 4, {gram, products, weights, to_gram}),
                      columns = (s.chunk + kWarp * pack - 1) / (kWarp * pack);
   device_kernel("penstock_scan_weights_backward", kWeightsBackward, in, pack, columns)
       .launch(device_of(in), blocks_of(gram.numel() / s.chunk * kWarp, kThreads), kThreads, s,
               device_in(in.starts), device_in(sums), device_in(gram), device_in(products),
-              device_out(weights), device_out(to_gram), device_out(row_sums));
+              device_out(weights), device_out(to_gram), device_out(row_sums), device_out(own_weights));
 }
 
 void launch_pass_backward(const ScanTensors& in, const at::Tensor& sums, const at::Tensor& added,
@@ -459,8 +463,8 @@ void launch_join_backward(const ScanTensors& in, const at::Tensor& sums, const J
               device_in(in.starts), device_in(sums), device_in(in.values), device_in(in.steps),
               device_in(in.skip), device_in(joined.gradient), device_in(joined.inside),
               device_in(joined.passed), device_in(joined.read), device_out(joined.values),
-              device_out(joined.row_sums), device_out(joined.input_sums), device_out(joined.state_sums),
-              device_out(joined.skip_sums));
+              device_out(joined.row_sums), device_in(joined.own_weights), device_out(joined.input_sums),
+              device_out(joined.state_sums), device_out(joined.skip_sums));
 }
 
 void launch_steps_backward(const ScanTensors& in, const JoinedGradients& joined, const at::Tensor& ends,

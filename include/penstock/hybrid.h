@@ -83,6 +83,8 @@ class HybridStageImpl : public ModelStage {
   std::unique_ptr<StageCache> make_cache(std::int64_t capacity) const override;
   at::Tensor forward_cached(const at::Tensor& x, StageCache& cache) override;
   at::Tensor separate_last_use(const std::string& tied) override;
+  std::vector<StateBuffer> state_buffers() const override;
+  void after_step(const FinishedStep& step) override;
 
  private:
   struct Impl;

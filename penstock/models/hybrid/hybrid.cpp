@@ -20,8 +20,10 @@
 #include "penstock/models/blocks/attention_metadata.h"
 #include "penstock/models/blocks/auxiliary_loss.h"
 #include "penstock/models/blocks/block.h"
+#include "penstock/models/blocks/multi_token_prediction.h"
 #include "penstock/models/blocks/rotary.h"
 #include "penstock/models/hybrid/hybrid_block.h"
+#include "penstock/models/hybrid/routed_context.h"
 #include "penstock/models/plan/hybrid_parts.h"
 #include "penstock/random.h"
 #include "penstock/step_context.h"
@@ -35,7 +37,7 @@ class NumberedHybridBlocks : public torch::nn::Module {
   void add(const HybridBlock& block) { register_module(std::to_string(block->number()), block); }
 };
 
-// Keys and values of attention blocks, states of state-space blocks.
+// Keys and values of attention blocks, states of state-space blocks, choices of mixtures of depths.
 class HybridCache : public StageCache {
  public:
   HybridCache(std::int64_t context, std::int64_t capacity) : keys(context, capacity) {}
@@ -43,7 +45,14 @@ class HybridCache : public StageCache {
 
   KvCache keys;
   StateSpaceCache states;
+  DepthCache depths;
   std::int64_t seen = 0;
+};
+
+// What multi-token prediction needs besides the hidden states; undefined tensors: it is not computed.
+struct KnownTokens {
+  at::Tensor tokens;   // [batch, length]
+  at::Tensor targets;  // Long [batch, length]: the token after each one
 };
 
 std::string input_text(const at::Tensor& x) {
@@ -64,9 +73,10 @@ struct HybridStageImpl::Impl {
                                             part.first_block, part.end_block),
                                 fmt::format("a part of {} blocks", layers),
                                 "take the parts from partition_model()"));
+    bool attends = predicts_more() && parts.multi_token_kind == BlockKind::Attention;
     for (std::int64_t block = part.first_block; block < part.end_block; ++block)
-      if (parts.kind(block) == BlockKind::Attention && !rotary)
-        rotary.emplace(parts.attention.head_width, options.context, options.rope_theta);
+      attends = attends || parts.kind(block) == BlockKind::Attention;
+    if (attends) rotary.emplace(parts.attention.head_width, options.context, options.rope_theta);
   }
 
   void register_modules();
@@ -74,11 +84,23 @@ struct HybridStageImpl::Impl {
   void check_input(const at::Tensor& x, std::int64_t before) const;
   // Rotary turns of the tokens of x, after `before` others; undefined if no block needs them.
   at::Tensor turns_of(const at::Tensor& x, std::int64_t before);
-  at::Tensor run(const at::Tensor& input, const HybridContext& context);
+  at::Tensor forward(const at::Tensor& x, at::Tensor documents, const KnownTokens& known);
+  at::Tensor run(const at::Tensor& input, const HybridContext& context, const KnownTokens& known);
   at::Tensor with_losses(const at::Tensor& hidden, const std::vector<NamedLoss>& losses);
-  const at::Tensor& head_weight() const {
-    return !options.tie_head ? head->weight : tied_head.defined() ? tied_head : embed->weight;
+  // Of tokens [batch, length], with the weight of the first or of the last stage.
+  at::Tensor embedded(const at::Tensor& weight, const at::Tensor& tokens) const;
+  at::Tensor logits_of(const at::Tensor& hidden) const {
+    return at::linear(norm.forward(hidden), options.tie_head ? last_embed() : head->weight);
   }
+  // Whether the last stage uses the weight of the embedding, and whether this stage predicts further tokens.
+  bool ties_embed() const { return options.tie_head || parts.multi_token.depth > 0; }
+  bool predicts_more() const { return part.has_head() && parts.multi_token.depth > 0; }
+  std::vector<NamedLoss> multi_token_losses(const at::Tensor& hidden, const HybridContext& context,
+                                            const KnownTokens& known);
+  // The E blocks whose experts are balanced by a bias.
+  std::vector<Experts> balanced_experts() const;
+  // The weight of the embedding where the last stage uses it.
+  const at::Tensor& last_embed() const { return tied_embed.defined() ? tied_embed : embed->weight; }
 
   HybridStageImpl& stage;
   HybridOptions options;
@@ -89,13 +111,15 @@ struct HybridStageImpl::Impl {
   std::vector<HybridBlock> blocks;
   AnyNorm norm;
   torch::nn::Linear head{nullptr};
-  at::Tensor tied_head;  // after separate_last_use
+  MultiTokenPrediction multi_token{nullptr};  // at the last stage, with a block for each depth
+  std::vector<HybridBlock> multi_token_blocks;
+  at::Tensor tied_embed;  // after separate_last_use
   double auxiliary_scale = 1;
   std::vector<AuxiliaryLoss> auxiliary;
 };
 
 void HybridStageImpl::Impl::register_modules() {
-  if (part.has_embed() || (part.has_head() && options.tie_head))
+  if (part.has_embed() || (part.has_head() && ties_embed()))
     embed = stage.register_module(
         "embed", torch::nn::Embedding(torch::nn::EmbeddingOptions(options.vocabulary, options.width)));
   auto numbered = stage.register_module("blocks", std::make_shared<NumberedHybridBlocks>());
@@ -109,6 +133,14 @@ void HybridStageImpl::Impl::register_modules() {
   if (!options.tie_head)
     head = stage.register_module(
         "head", torch::nn::Linear(torch::nn::LinearOptions(options.width, options.vocabulary).bias(false)));
+  if (!predicts_more()) return;
+  multi_token = stage.register_module("multi_token", MultiTokenPrediction(parts.multi_token));
+  const HybridParts more = parts.with_multi_token_blocks();
+  for (std::int64_t d = 0; d < parts.multi_token.depth; ++d) {
+    const auto layers = static_cast<std::int64_t>(parts.pattern.blocks.size());
+    multi_token_blocks.emplace_back(options, more, layers + d);
+    numbered->add(multi_token_blocks.back());
+  }
 }
 
 void HybridStageImpl::Impl::check_input(const at::Tensor& x, std::int64_t before) const {
@@ -138,13 +170,18 @@ at::Tensor HybridStageImpl::Impl::turns_of(const at::Tensor& x, std::int64_t bef
   return rotary->turns(before, x.size(1), like);
 }
 
-at::Tensor HybridStageImpl::Impl::run(const at::Tensor& input, const HybridContext& context) {
+at::Tensor HybridStageImpl::Impl::embedded(const at::Tensor& weight, const at::Tensor& tokens) const {
+  const at::Tensor x = at::embedding(weight, tokens);
+  return options.embed_scale ? x * std::sqrt(static_cast<double>(options.width)) : x;
+}
+
+at::Tensor HybridStageImpl::Impl::run(const at::Tensor& input, const HybridContext& context,
+                                      const KnownTokens& known) {
   const ForwardScope scope(stage);
   at::Tensor x = scope.input(input);
   if (part.has_embed()) {
     static const std::int64_t kPlace = layer_from_name("embed");
-    x = at::embedding(embed->weight, x);
-    if (options.embed_scale) x = x * std::sqrt(static_cast<double>(options.width));
+    x = embedded(embed->weight, x);
     x = drop(x, options.dropout, kPlace, stage.is_training());
   }
   std::vector<NamedLoss> losses;
@@ -153,9 +190,31 @@ at::Tensor HybridStageImpl::Impl::run(const at::Tensor& input, const HybridConte
     x = std::move(result.hidden);
     for (NamedLoss& loss : result.losses) losses.push_back(std::move(loss));
   }
+  if (known.targets.defined())
+    for (NamedLoss& loss : multi_token_losses(x, context, known)) losses.push_back(std::move(loss));
   x = with_losses(x, losses);
   if (!part.has_head()) return scope.output(x);
-  return scope.output(at::linear(norm.forward(x), head_weight()));
+  return scope.output(logits_of(x));
+}
+
+// Divided like the loss of the model: by the tokens of the microbatch, whether their targets count or not.
+std::vector<NamedLoss> HybridStageImpl::Impl::multi_token_losses(const at::Tensor& hidden,
+                                                                 const HybridContext& context,
+                                                                 const KnownTokens& known) {
+  return multi_token->forward(
+      hidden,
+      {.tokens = known.tokens,
+       .targets = known.targets,
+       .documents = context.documents,
+       .ignored = kIgnoredTarget,
+       .divisor = static_cast<double>(hidden.size(0) * hidden.size(1))},
+      {.embed = [&](const at::Tensor& tokens) { return embedded(last_embed(), tokens); },
+       .head = [&](const at::Tensor& rows) { return logits_of(rows); },
+       .block =
+           [&](std::int64_t d, const at::Tensor& rows) {
+             return multi_token_blocks[static_cast<std::size_t>(d - 1)]->forward(
+                 rows, first_context(context, rows.size(1)));
+           }});
 }
 
 // A loss of the model is the mean over its blocks, wherever they are: each stage adds its own terms. They
@@ -165,10 +224,9 @@ at::Tensor HybridStageImpl::Impl::with_losses(const at::Tensor& hidden,
                                               const std::vector<NamedLoss>& losses) {
   auxiliary.clear();
   if (losses.empty()) return hidden;
-  const double share = 1 / static_cast<double>(std::count(parts.pattern.blocks.begin(),
-                                                          parts.pattern.blocks.end(), BlockKind::Experts));
   at::Tensor total;
   for (const NamedLoss& loss : losses) {
+    const double share = 1 / static_cast<double>(parts.blocks_with(loss.name));
     const double weight = parts.weights.of(loss.name);
     const at::Tensor term = loss.value * (weight * share);
     total = total.defined() ? total + term : term;
@@ -201,7 +259,8 @@ void HybridStageImpl::set_auxiliary_scale(double scale) { impl_->auxiliary_scale
 
 std::vector<std::shared_ptr<torch::nn::Module>> HybridStageImpl::blocks() const {
   std::vector<std::shared_ptr<torch::nn::Module>> modules;
-  for (const HybridBlock& block : impl_->blocks) modules.push_back(block.ptr());
+  for (const auto* blocks : {&impl_->blocks, &impl_->multi_token_blocks})
+    for (const HybridBlock& block : *blocks) modules.push_back(block.ptr());
   return modules;
 }
 
@@ -216,33 +275,57 @@ void HybridStageImpl::set_initial_values(std::uint64_t seed) {
   for (HybridBlock& block : impl_->blocks) block->initialize(init);
   if (part().has_head()) impl_->norm.initialize("norm", init);
   if (!impl_->head.is_empty()) fill_normal(impl_->head->weight, "head.weight", seed, kDeviation);
+  if (!impl_->multi_token.is_empty()) impl_->multi_token->initialize("multi_token", init);
+  for (HybridBlock& block : impl_->multi_token_blocks) block->initialize(init);
 }
 
 at::Tensor HybridStageImpl::forward(at::Tensor x, at::Tensor documents) {
-  impl_->check_input(x, 0);
+  return impl_->forward(x, std::move(documents), {});
+}
+
+at::Tensor HybridStageImpl::Impl::forward(const at::Tensor& x, at::Tensor documents,
+                                          const KnownTokens& known) {
+  check_input(x, 0);
   const std::int64_t length = x.size(1);
-  if (!documents.defined() && impl_->options.bos_token > 0 && part().has_embed())
-    documents = documents_from_bos(x, impl_->options.bos_token);
+  if (!documents.defined() && options.bos_token > 0 && part.has_embed())
+    documents = documents_from_bos(x, options.bos_token);
   if (documents.defined() && (documents.dim() != 2 || documents.size(0) != x.size(0) ||
                               documents.size(1) != length || documents.is_floating_point()))
     throw ValueError(describe("documents", input_text(documents),
                               fmt::format("integers [{}, {}], one for each token", x.size(0), length)));
-  return impl_->run(x, {.attention = {.turns = impl_->turns_of(x, 0),
-                                      .mask = documents.defined() ? AttentionMask::within_documents(documents)
-                                                                  : AttentionMask::causal(length, length)},
-                        .documents = documents});
+  const bool predicts = predicts_more() && stage.is_training();
+  if (predicts && !known.targets.defined() && at::GradMode::is_enabled())
+    throw ValueError(
+        describe("HybridStage in training mode", "no targets",
+                 "the keywords \"tokens\" and \"targets\", for model.multi_token_depth",
+                 "pass them to forward_with(), as TrainableModel::inputs() does, or call eval()"));
+  return run(x,
+             {.attention = {.turns = turns_of(x, 0),
+                            .mask = documents.defined() ? AttentionMask::within_documents(documents)
+                                                        : AttentionMask::causal(length, length)},
+              .documents = documents},
+             predicts ? known : KnownTokens{});
 }
 
 at::Tensor HybridStageImpl::forward_with(at::Tensor x, const Tree& keywords) {
   at::Tensor documents;
+  KnownTokens known;
   if (!keywords.is_none()) {
     for (const std::string& name : keywords.keys()) {
-      if (name != "documents")
-        throw ValueError(describe("HybridStage: keyword argument", fmt::format("'{}'", name), "documents"));
-      if (!keywords["documents"].is_none()) documents = keywords["documents"].tensor();
+      at::Tensor* place = name == "documents" ? &documents
+                          : name == "tokens"  ? &known.tokens
+                          : name == "targets" ? &known.targets
+                                              : nullptr;
+      if (place == nullptr)
+        throw ValueError(describe("HybridStage: keyword argument", fmt::format("'{}'", name),
+                                  "documents, tokens or targets"));
+      if (!keywords[name].is_none()) *place = keywords[name].tensor();
     }
   }
-  return forward(std::move(x), std::move(documents));
+  if (known.tokens.defined() != known.targets.defined())
+    throw ValueError(describe("HybridStage: keyword arguments tokens and targets", "one of them",
+                              "both or neither, for multi-token prediction"));
+  return impl_->forward(x, std::move(documents), known);
 }
 
 std::unique_ptr<StageCache> HybridStageImpl::make_cache(std::int64_t capacity) const {
@@ -256,26 +339,64 @@ at::Tensor HybridStageImpl::forward_cached(const at::Tensor& x, StageCache& cach
   const c10::AutoGradMode no_grad(false);
   const std::int64_t added = x.size(1), before = own->seen;
   impl_->check_input(x, before);
-  at::Tensor result = impl_->run(x, {.attention = {.turns = impl_->turns_of(x, before),
-                                                   .mask = AttentionMask::causal(added, before + added),
-                                                   .cache = &own->keys},
-                                     .documents = {},
-                                     .states = &own->states});
+  at::Tensor result = impl_->run(x,
+                                 {.attention = {.turns = impl_->turns_of(x, before),
+                                                .mask = AttentionMask::causal(added, before + added),
+                                                .cache = &own->keys},
+                                  .documents = {},
+                                  .states = &own->states,
+                                  .depths = &own->depths},
+                                 {});
   own->keys.advance(added);
   own->states.advance(added);
   own->seen += added;
   return result;
 }
 
+std::vector<Experts> HybridStageImpl::Impl::balanced_experts() const {
+  std::vector<Experts> found;
+  for (const auto* some : {&blocks, &multi_token_blocks})
+    for (const HybridBlock& block : *some)
+      if (!block->experts().is_empty() && block->experts()->router_bias.defined())
+        found.push_back(block->experts());
+  return found;
+}
+
+std::vector<StateBuffer> HybridStageImpl::state_buffers() const {
+  std::vector<StateBuffer> buffers;
+  for (const Experts& experts : impl_->balanced_experts())
+    buffers.push_back({experts->layer() + ".router_bias", experts->router_bias});
+  return buffers;
+}
+
+void HybridStageImpl::after_step(const FinishedStep& step) {
+  const std::vector<Experts> all = impl_->balanced_experts();
+  if (all.empty()) return;
+  const c10::AutoGradMode no_grad(false);
+  std::vector<at::Tensor> loads;
+  for (const Experts& experts : all) loads.push_back(experts->router_load);
+  at::Tensor sums = at::stack(loads);
+  // A skipped step leaves the bias as it is.
+  if (!step.updated)
+    sums.zero_();
+  else
+    for (const comm::Group& group : step.data_parallel)
+      group.all_reduce(sums, comm::ReduceOp::Sum, {.label = "loads of experts", .timeout = {}}).wait();
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    all[i]->router_load.copy_(sums[static_cast<std::int64_t>(i)]);
+    all[i].ptr()->update_router_bias();
+  }
+}
+
 at::Tensor HybridStageImpl::separate_last_use(const std::string& tied) {
-  if (!is_whole() || !options().tie_head || impl_->tied_head.defined() || tied != "embed.weight")
+  if (!is_whole() || !impl_->ties_embed() || impl_->tied_embed.defined() || tied != "embed.weight")
     throw StateError(
         fmt::format("separate_last_use: stage {} of {} does not have both uses of {}, or they are already "
                     "separate",
                     part().index, part().count, tied));
   const at::Tensor& weight = impl_->embed->weight;
-  impl_->tied_head = register_parameter("tied_head", weight.detach(), weight.requires_grad());
-  return impl_->tied_head;
+  impl_->tied_embed = register_parameter("tied_embed", weight.detach(), weight.requires_grad());
+  return impl_->tied_embed;
 }
 
 }  // namespace penstock::models

@@ -1,5 +1,8 @@
 #include "penstock/models/hybrid/trainable_hybrid.h"
 
+#include <utility>
+#include <vector>
+
 #include "penstock/hybrid.h"
 #include "penstock/models/blocks/attention_metadata.h"
 
@@ -22,7 +25,14 @@ class TrainableHybrid : public TrainableModel {
     TokenBatch whole = batch;
     if (!whole.documents.defined() && options_.bos_token > 0)
       whole.documents = documents_from_bos(batch.tokens, options_.bos_token);
-    return TrainableModel::inputs(whole);
+    StageInputs inputs = TrainableModel::inputs(whole);
+    if (options_.multi_token_depth > 0) {
+      // The last stage predicts further tokens in its forward, where its parameters are gathered.
+      std::vector<Tree::Item> items{{"tokens", whole.tokens}, {"targets", whole.targets}};
+      if (whole.documents.defined()) items.push_back({"documents", whole.documents});
+      inputs.keywords = Tree::dict(std::move(items));
+    }
+    return inputs;
   }
 
  private:

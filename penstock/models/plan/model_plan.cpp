@@ -38,7 +38,7 @@ std::int64_t parameter_count(const ModelPlan& plan) {
 }
 
 std::int64_t active_parameter_count(const ModelPlan& plan) {
-  std::int64_t count = parameter_count(plan);
+  std::int64_t count = parameter_count(plan) - plan.head_inactive_parameters;
   for (const BlockPlan& block : plan.blocks) count -= block.inactive_parameters;
   return count;
 }

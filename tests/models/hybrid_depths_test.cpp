@@ -14,6 +14,7 @@
 #include "penstock/compile.h"
 #include "penstock/errors.h"
 #include "penstock/hybrid.h"
+#include "penstock/models/blocks/depth_cache.h"
 #include "tests/has_text.h"
 #include "tests/models/block_checks.h"
 #include "tests/models/small_model.h"
@@ -254,6 +255,17 @@ TEST(HybridDepths, GenerationEqualsTheEvaluationOfTheRow) {
       model->train();
       EXPECT_GT(apart(model->forward(tokens), expected), 1e-3);
     }
+}
+
+TEST(DepthCache, AForwardThatDidNotCompleteIsForgotten) {
+  DepthCache cache;
+  const at::Tensor yes = at::ones({2, 3}, at::kBool), no = at::zeros({2, 3}, at::kBool);
+  EXPECT_TRUE(at::equal(cache.put(1, 0, yes), yes));
+  EXPECT_TRUE(at::equal(cache.put(1, 3, yes), at::cat({yes, yes}, 1)));
+  EXPECT_TRUE(at::equal(cache.put(1, 3, no), at::cat({yes, no}, 1)));
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] { cache.put(1, 7, no); }), "at least 7"));
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] { cache.put(1, 3, no.narrow(0, 0, 1)); }), "block 1"));
+  EXPECT_THROW(cache.put(2, 3, no), ValueError);
 }
 
 TEST(HybridDepths, TheChoiceOfEvaluationDoesNotDependOnLaterTokens) {

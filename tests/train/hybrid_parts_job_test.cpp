@@ -129,7 +129,6 @@ void expect_near(const Outcome& ours, const Outcome& theirs) {
     EXPECT_NEAR(ours.losses[i], theirs.losses[i], 2e-5 * theirs.losses[i]);
     EXPECT_NEAR(ours.norms[i], theirs.norms[i], 2e-4 * theirs.norms[i]);
   }
-  EXPECT_NEAR(ours.validation, theirs.validation, 2e-5 * theirs.validation);
   expect_same_buffers(ours, theirs);
 }
 
@@ -144,10 +143,13 @@ TEST_P(HybridPartsJob, PipelinesGiveTheSameBits) {
   const Options& options = GetParam().options;
   const Outcome one = train({.name = "one"}, options);
   EXPECT_NE(one.losses, train({.name = "one"}, kBlocks).losses);
-  for (const Layout& layout :
-       {Layout{.name = "pp2", .pp = 2}, Layout{.name = "pp4 GPipe", .pp = 4, .schedule = "GPipe"},
-        Layout{.name = "ZBV", .pp = 2, .virtual_stages = 2, .schedule = "ZBVZeroBubble"},
-        Layout{.name = "DualPipeV", .pp = 2, .virtual_stages = 2, .schedule = "DualPipeV"}}) {
+  std::vector<Layout> layouts{{.name = "pp2", .pp = 2},
+                              {.name = "ZBV", .pp = 2, .virtual_stages = 2, .schedule = "ZBVZeroBubble"}};
+  if (GetParam().name == "All") {
+    layouts.push_back({.name = "pp4 GPipe", .pp = 4, .schedule = "GPipe"});
+    layouts.push_back({.name = "DualPipeV", .pp = 2, .virtual_stages = 2, .schedule = "DualPipeV"});
+  }
+  for (const Layout& layout : layouts) {
     SCOPED_TRACE(layout.name);
     expect_same(train(layout, options), one);
   }

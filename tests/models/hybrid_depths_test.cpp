@@ -73,6 +73,9 @@ TEST(HybridDepths, ParametersAreThoseOfThePlan) {
     expect_shapes(*model, parameter_shapes(options));
     const ModelPlan plan = options.plan(), plain = routed("AEMF", {}).plan();
     EXPECT_EQ(plan.blocks[1].flops_per_token, plain.blocks[1].flops_per_token);
+    // Costs are measured once for each kind.
+    EXPECT_EQ(plan.blocks[1].kind, "experts");
+    EXPECT_EQ(plan.blocks[2].kind, "routed state space");
     for (const std::size_t block : {0u, 2u, 3u}) {
       EXPECT_LT(plan.blocks[block].flops_per_token, 0.62 * plain.blocks[block].flops_per_token);
       EXPECT_GT(plan.blocks[block].flops_per_token, 0.3 * plain.blocks[block].flops_per_token);

@@ -415,6 +415,8 @@ TEST(AttentionMask, BadInputNamesTheTensor) {
   EXPECT_TRUE(has_text(message([&] { mask.with_documents({}); }), "no tensor"));
   EXPECT_TRUE(has_text(message([&] { mask.with_valid(at::zeros({2})); }), "row-valid"));
   EXPECT_TRUE(has_text(message([&] { mask.with_valid(at::zeros({2, 1}, at::kInt)); }), "[batch]"));
+  EXPECT_TRUE(has_text(message([&] { mask.with_positions(at::zeros({2, 6}, at::kInt)); }), "positions"));
+  EXPECT_TRUE(has_text(message([&] { mask.with_positions(at::zeros({2, 8})); }), "[batch, 8]"));
   EXPECT_TRUE(has_text(message([&] { mask.with_bias(at::zeros({2, 6, 8})); }), "additive bias"));
   EXPECT_TRUE(has_text(message([&] { mask.with_bias(at::zeros({1, 1, 8, 8})); }), "6, 8"));
   EXPECT_TRUE(has_text(message([&] {

@@ -110,6 +110,7 @@ void add_routing(BlockPlan& block, const HybridOptions& options, const HybridPar
       static_cast<double>(parts.depth.chosen(options.context)) / static_cast<double>(options.context);
   const auto width = static_cast<double>(options.width);
   for (ParameterShape& shape : parts.depth.shapes(at)) block.parameters.push_back(std::move(shape));
+  block.kind = "routed " + block.kind;
   block.flops_per_token = block.flops_per_token * share + parts.depth.flops_per_token(options.context);
   block.moved_per_token = block.moved_per_token * share + 3 * width;
 }

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <numeric>
 #include <string>
@@ -15,6 +16,8 @@
 #include "penstock/errors.h"
 #include "penstock/hybrid.h"
 #include "penstock/models/blocks/depth_cache.h"
+#include "penstock/models/blocks/rotary.h"
+#include "penstock/models/hybrid/hybrid_block.h"
 #include "tests/has_text.h"
 #include "tests/models/block_checks.h"
 #include "tests/models/small_model.h"
@@ -225,6 +228,53 @@ TEST(HybridDepths, LossesOfExpertsCountChosenTokens) {
   wrapped->eval();
   wrapped->forward(x);
   EXPECT_TRUE(wrapped->auxiliary_losses().empty());
+}
+
+// A router that knows nothing: each of the two losses is log 2, and so is their mean.
+TEST(HybridDepths, TheLossIsTheMeanOverTheBlocks) {
+  HybridStage model = built(routed("FFF", {0, 2}));
+  const torch::NoGradGuard no_grad;
+  for (auto& item : model->named_parameters())
+    if (has_text(item.key(), "router")) item.value().zero_();
+  model->forward(ids(2, 8));
+  ASSERT_EQ(model->auxiliary_losses().size(), 1u);
+  EXPECT_NEAR(model->auxiliary_losses()[0].value.item<double>(), std::log(2.0), 1e-14);
+  EXPECT_EQ(model->auxiliary_losses()[0].weight, 0.2);
+}
+
+// Padding and relations between tokens, which a block gets with its mask, are those of the chosen tokens.
+TEST(HybridDepths, PaddingAndBiasGoWithTheTokens) {
+  HybridOptions options = routed("A", {0});
+  options.windows = {6};
+  HybridOptions without = options;
+  without.depth_layers.clear();
+  HybridBlock wrapped(options, hybrid_parts(options.resolved()), 0),
+      plain(without, hybrid_parts(without.resolved()), 0);
+  for (HybridBlock& block : {std::ref(wrapped), std::ref(plain)}) {
+    block->to(at::kDouble);
+    block->initialize({.seed = 4, .deviation = 0.3, .residual = 0.3});
+  }
+  const at::Tensor x = random_tensor({2, 15, kWidth}, 21), bias = leaf(random_tensor({1, 4, 15, 15}, 22)),
+                   valid = torch::tensor({15, 9}, at::kLong);
+  Rotary rotary(4, 24, 10000);
+  const AttentionMask mask = AttentionMask::causal(15, 15).with_valid(valid).with_bias(bias);
+  const at::Tensor turns = rotary.turns(0, 15, x);
+  for (const bool training : {true, false}) {
+    wrapped->train(training);
+    const at::Tensor actual = wrapped->forward(x, {.attention = {.turns = turns, .mask = mask}}).hidden;
+    const auto parameters = wrapped->named_parameters();
+    const at::Tensor logits = at::matmul(x, parameters["depth.router.weight"][0]);
+    at::Tensor chosen = at::zeros({2, 15}, at::kLong);
+    for (std::int64_t row = 0; row < 2; ++row)
+      for (const std::int64_t place : chosen_of(logits[row], training, options.depth_capacity))
+        chosen[row][place] = 1;
+    const at::Tensor whole =
+        plain->forward(x, {.attention = {.turns = turns, .mask = mask.with_documents(chosen)}}).hidden;
+    const at::Tensor weight = (chosen * at::sigmoid(logits)).unsqueeze(-1);
+    const at::Tensor expected = x + weight * (whole - x);
+    EXPECT_LT(apart(actual, expected), 1e-12);
+    EXPECT_LT(apart(gradients({actual}, {bias})[0], gradients({expected}, {bias})[0]), 1e-12);
+  }
 }
 
 // ---- whole models ----

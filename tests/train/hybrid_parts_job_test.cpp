@@ -12,6 +12,8 @@
 #include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/checkpoint/tensors/writer.h"
 #include "penstock/train/job/job.h"
+#include "penstock/train/job/load_model.h"
+#include "penstock/train/job/run_folder.h"
 #include "tests/train/scratch_folder.h"
 #include "tests/train/small_training.h"
 
@@ -191,6 +193,32 @@ TEST(HybridPartsCheckpoint, ContinuesUnderAnotherLayout) {
   for (std::size_t i = 0; i < 2; ++i) EXPECT_NEAR(rest(other)[i], rest(whole)[i], 2e-5 * rest(whole)[i]);
   expect_same_buffers(other, whole);
 }
+
+#ifdef PENSTOCK_HAVE_TOML
+// A model that is loaded to generate has the buffers of the checkpoint.
+TEST(HybridPartsCheckpoint, ALoadedModelHasItsBuffers) {
+  const ScratchFolder scratch;
+  const ResolvedConfig resolved = penstock::test::resolved_config_of({.name = "one"}, kAll);
+  write_run_config(scratch.path(), resolved);
+  const auto checkpoints = checkpoint_folder(resolved.config, scratch.path());
+  std::map<std::string, at::Tensor> expected;
+  comm::run_ranks(1, 60s, [&](comm::World& world) {
+    TrainingJob job(world, resolved.config, small_data().open(resolved.config));
+    for (int step = 0; step < 3; ++step) job.train_step();
+    checkpoint::CheckpointWriter saver(world, checkpoints);
+    saver.save(job.steps_done(), job.contents());
+    saver.wait();
+    for (const models::StateBuffer& buffer : job.model().state_buffers())
+      expected[buffer.name] = buffer.tensor.clone();
+  });
+  const LoadedModel loaded = load_model(scratch.path(), at::kCPU);
+  ASSERT_EQ(loaded.model->state_buffers().size(), 3u);
+  for (const models::StateBuffer& buffer : loaded.model->state_buffers()) {
+    EXPECT_GT(buffer.tensor.abs().max().item<double>(), 0) << buffer.name;
+    EXPECT_TRUE(at::equal(buffer.tensor, expected.at(buffer.name))) << buffer.name;
+  }
+}
+#endif
 
 TEST(HybridPartsPrecision, LowPrecision) {
   const Outcome full = train({.name = "pp2", .pp = 2}, kAll);

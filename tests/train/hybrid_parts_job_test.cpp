@@ -58,11 +58,11 @@ Options with(const Options& more) {
 
 const Options kDepths = with({"--depth_layers", "0,1,2", "--depth_capacity", "0.4", "--depth_kind", "gamma",
                               "--depth_weight", "0.1", "--windows", "5"});
-const Options kBias = with({"--router_bias_rate", "0.05"});
+const Options kBias = with({"--router_bias_rate", "0.002"});
 Options multi_token(bool tie) {
   return with({"--multi_token_depth", "2", "--multi_token_block", "A", "--tie_head", tie ? "true" : "false"});
 }
-const Options kAll = with({"--depth_layers", "1,2", "--router_bias_rate", "0.05", "--multi_token_depth", "1",
+const Options kAll = with({"--depth_layers", "1,2", "--router_bias_rate", "0.002", "--multi_token_depth", "1",
                            "--multi_token_block", "E", "--tie_head", "false"});
 
 struct Outcome {

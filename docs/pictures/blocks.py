@@ -83,7 +83,7 @@ draw("attention", "Attention block: x plus attention of the normalized x",
 
 draw("state_space", "State-space block: gated selective scan",
      [("x", 1.5, 0, ["x"], "data"), ("norm", 1.5, 1, ["norm"], "math"), ("project", 1.5, 2, ["one product", "gate, value, key, query, step"], "product"),
-      ("gate", 0, 4, ["silu(gate)"], "math"), ("conv", 1.5, 3, ["causal convolution, silu", "of value, key, query"], "math"), ("step", 3, 3, ["softplus(step + bias)", "times -exp(decay_log)"], "math"),
+      ("gate", 0, 3, ["silu(gate)"], "math"), ("conv", 1.5, 3, ["causal convolution, silu", "of value, key, query"], "math"), ("step", 3, 3, ["softplus(step + bias)", "times -exp(decay_log)"], "math"),
       ("scan", 1.5, 4, ["selective scan", "chunks by matrix products"], "product"), ("state", 3, 4, ["state, last inputs", "generation: one step each"], "cache"),
       ("times", 1.5, 5, ["×"], "sum"), ("rms", 1.5, 6, ["norm"], "math"), ("out", 1.5, 7, ["output"], "product"), ("sum", 1.5, 8, ["+"], "sum")],
      [("x", "norm"), ("norm", "project"), ("project", "conv"), ("project", "gate"), ("project", "step"), ("conv", "scan"), ("step", "scan"), ("state", "scan", "", True), ("scan", "times"),
@@ -93,7 +93,7 @@ draw("experts", "Expert block: top-k router and grouped products",
      [("x", 1, 0, ["x"], "data"), ("norm", 1, 1, ["norm"], "math"), ("router", 0, 2, ["router", "logits in float32"], "product"), ("choose", 0, 3, ["scores, top_k experts", "one kernel"], "choice"),
       ("losses", 0, 5, ["balance, router_z", "losses by name"], "loss"), ("order", 0, 4, ["sort by expert", "counts stay on the device"], "choice"),
       ("gather", 1, 4, ["gather rows", "one pass; ep: exchange"], "data"), ("gate", 1, 5, ["gate and up of each expert", "grouped product"], "product"), ("silu", 1, 6, ["silu(gate) × up"], "math"),
-      ("down", 1, 7, ["down of each expert", "grouped product"], "product"), ("combine", 1, 8, ["weighted sum of a", "token's rows, one pass"], "data"), ("shared", 2, 5, ["shared expert", "optional"], "product"), ("sum", 1, 9, ["+"], "sum")],
+      ("down", 1, 7, ["down of each expert", "grouped product"], "product"), ("combine", 1, 8, ["weighted sum of a", "token's rows, one pass"], "data"), ("shared", 2, 2, ["shared expert", "optional"], "product"), ("sum", 1, 9, ["+"], "sum")],
      [("x", "norm"), ("norm", "router"), ("router", "choose"), ("choose", "order"), ("order", "gather"), ("order", "losses"), ("norm", "gather"), ("gather", "gate"), ("gate", "silu"), ("silu", "down"), ("down", "combine"),
       ("norm", "shared"), ("shared", "sum"), ("combine", "sum")])
 

@@ -11,10 +11,18 @@
 // arise, weighted as the options say: the gradients are those of token_loss + sum of weight * loss, however
 // the model is cut into stages.
 //
+// Mixtures of depths (depth_layers) choose tokens differently in training and evaluation mode: in training a
+// fixed fraction of each row, which may depend on later tokens; in evaluation, like generation, the tokens
+// that the router accepts, so that a validation loss is that of the model that generates.
+//
+// Multi-token prediction (multi_token_depth) adds its loss in training mode, at the last stage, which needs
+// tokens and targets for it: call forward_with() with the keywords of TrainableModel::inputs().
+//
 // Parameters have the same names in every stage and layout: embed.weight, norm.weight, head.weight and
-// blocks.I.NAME, where I counts the letters of the pattern; with the options for them also ngrams.weight,
-// structure.NAME.weight, platform.weight, embed_norm.NAME and relations.weight. A model of A blocks with
-// attention_feed has the names of a transformer.
+// blocks.I.NAME, where I counts the letters of the pattern and then the blocks of multi-token prediction;
+// with the options for them also ngrams.weight, structure.NAME.weight, platform.weight, embed_norm.NAME,
+// relations.weight, and multi_token.steps.D.NAME, the projections of multi-token prediction. A model of A
+// blocks with attention_feed has the names of a transformer.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -46,10 +54,10 @@ struct AuxiliaryLoss {
 // The module behind a HybridStage: the blocks of one stage, with the embedding at the first stage and the
 // final norm and the head at the last one. A whole model is a single stage.
 //
-// A tied head has no weight of its own: it uses embed.weight. If the last stage is not the first, it holds a
-// copy under the same name, and the gradients of both must be added (stages_of_parameter). The same holds for
-// relations.weight, of which every stage with attention has a copy. In fake mode only
-// shapes are computed. Thread safety: one thread at a time.
+// A tied head has no weight of its own: it uses embed.weight, and so does multi-token prediction, for true
+// tokens. If the last stage is not the first, it then holds a copy under the same name, and the gradients of
+// both must be added (stages_of_parameter). The same holds for relations.weight, of which every stage with
+// attention has a copy. In fake mode only shapes are computed. Thread safety: one thread at a time.
 class HybridStageImpl : public ModelStage {
  public:
   // The whole model. Throws ConfigError for inconsistent options.
@@ -64,13 +72,15 @@ class HybridStageImpl : public ModelStage {
   // `x`: tokens [batch, length], Long or Int, at the first stage; hidden states at the others. `documents`:
   // integers [batch, length]; attention and states do not reach into another document. Undefined: each row is
   // one document; with bos_token the first stage begins documents at that token, and later stages, which see
-  // no tokens, must be given the same documents (the trainer does that). Throws ValueError for other shapes
-  // and for sequences that are longer than the context.
+  // no tokens, must be given the same documents (the trainer does that). Throws ValueError for other shapes,
+  // for sequences that are longer than the context, and in training mode with gradients if the last stage
+  // predicts several tokens.
   at::Tensor forward(at::Tensor x, at::Tensor documents = {});
   // The same with more that is known about the tokens (hybrid_metadata.h). Throws ValueError also for
   // metadata of another shape or dtype, and on the CPU for ids outside of their tables.
   at::Tensor forward_with(at::Tensor x, const HybridMetadata& metadata);
-  // The same with keyword arguments, as pipelines pass them: HybridMetadata::keywords(), or None.
+  // The same with keyword arguments, as pipelines pass them: none, or those of HybridMetadata::keywords()
+  // and, for multi-token prediction, "tokens" and "targets", Long [batch, length].
   at::Tensor forward_with(at::Tensor x, const Tree& keywords) override;
 
   // Returns the auxiliary losses of the last forward of this stage, by name.
@@ -91,6 +101,8 @@ class HybridStageImpl : public ModelStage {
   std::unique_ptr<StageCache> make_cache(std::int64_t capacity) const override;
   at::Tensor forward_cached(const at::Tensor& x, StageCache& cache) override;
   at::Tensor separate_last_use(const std::string& tied) override;
+  std::vector<StateBuffer> state_buffers() const override;
+  void after_step(const FinishedStep& step) override;
 
  private:
   struct Impl;

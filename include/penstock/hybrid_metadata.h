@@ -40,6 +40,10 @@ struct HybridMetadata {
   at::Tensor relations = {};  // for relations: Bool or numbers [batch, relations, length, length], how query
                               // i (dim 2) is related to key j (dim 3)
 
+  // ---- for multi_token_depth, in training: both or neither, Long or Int [batch, length] ----
+  at::Tensor tokens = {};   // what the model reads, also for the last stage
+  at::Tensor targets = {};  // the token after each one; negative: not counted
+
   // ---- padding at the ends of rows: no other token depends on it. The smallest of the counts that are given
   // applies. Hidden states of padding have no meaning: its targets should be negative ----
   at::Tensor row_valid_tokens = {};    // integers [batch]: tokens of a row before its padding

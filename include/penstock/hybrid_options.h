@@ -60,6 +60,19 @@ struct HybridOptions {
   double capacity_factor = 0;             // 0: no token is dropped; else an expert's limit / its even share
   double balance_weight = 0.01;           // of the loss that balances the experts
   double router_z_weight = 0.001;         // of the loss that keeps router logits small
+  double router_bias_rate = 0;            // step of a bias that balances the experts; 0: no bias
+
+  // ---- mixture of depths: only some tokens go through a block ----
+  std::vector<std::int64_t> depth_layers = {};  // layers (letters, from 0) that the other tokens pass by
+  double depth_capacity = 0.5;                  // fraction of the tokens of a row that go through a layer
+  std::string depth_kind = "plain";             // plain, or gamma: with a learnt scale of what is added
+  double depth_gamma = 0.1;                     // initial value of that scale
+  double depth_weight = 0.01;                   // of the loss that makes the choice predictable
+
+  // ---- multi-token prediction: in training the model predicts the tokens after the next one, too ----
+  std::int64_t multi_token_depth = 0;  // how many tokens after the next one; 0: none
+  std::string multi_token_block = {};  // letter of the block of each depth; empty: that of the last block
+  double multi_token_weight = 0.3;     // of its loss
 
   // ---- added to the embedding of tokens, at the first stage ----
   std::vector<std::int64_t> ngram_orders = {};  // a table of hashed n-grams for each of these n; empty: none

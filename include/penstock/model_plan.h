@@ -45,15 +45,16 @@ struct SharedParameter {
 
 // A model, described by its parts.
 struct ModelPlan {
-  std::int64_t vocabulary = 0;             // number of different tokens
-  std::int64_t width = 0;                  // elements of a hidden state
-  std::int64_t context = 0;                // the longest sequence; costs are for sequences of this length
-  std::vector<ParameterShape> embed = {};  // parameters on the first stage
-  std::vector<BlockPlan> blocks = {};      // in model order
-  std::vector<ParameterShape> head = {};   // parameters on the last stage
-  std::vector<std::string> tied = {};      // parameters of `embed` that the last stage uses, too
-  double head_flops_per_token = 0;         // as in BlockPlan
-  double head_moved_per_token = 0;         // as in BlockPlan
+  std::int64_t vocabulary = 0;                // number of different tokens
+  std::int64_t width = 0;                     // elements of a hidden state
+  std::int64_t context = 0;                   // the longest sequence; costs are for sequences of this length
+  std::vector<ParameterShape> embed = {};     // parameters on the first stage
+  std::vector<BlockPlan> blocks = {};         // in model order
+  std::vector<ParameterShape> head = {};      // parameters on the last stage
+  std::vector<std::string> tied = {};         // parameters of `embed` that the last stage uses, too
+  std::int64_t head_inactive_parameters = 0;  // as in BlockPlan, of `head`
+  double head_flops_per_token = 0;            // as in BlockPlan
+  double head_moved_per_token = 0;            // as in BlockPlan
 
   // Parameters that belong to no single block.
   std::vector<SharedParameter> shared = {};

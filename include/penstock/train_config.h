@@ -73,6 +73,17 @@ struct ModelConfig {
   double capacity_factor = 0;             // E: limit of an expert / its even share; 0: no token is dropped
   double balance_weight = 0.01;           // E: weight of the loss that balances the experts
   double router_z_weight = 0.001;         // E: weight of the loss that keeps router logits small
+  double router_bias_rate = 0;            // E: step of a bias that balances the experts; 0: no bias
+  // Mixture of depths: blocks, counted from 0, that only some tokens go through.
+  std::vector<std::int64_t> depth_layers;
+  double depth_capacity = 0.5;       // fraction of the tokens of a row that go through such a block
+  std::string depth_kind = "plain";  // plain, or gamma: with a learnt scale of what such a block adds
+  double depth_gamma = 0.1;          // initial value of that scale
+  double depth_weight = 0.01;        // weight of the loss that makes the choice of tokens predictable
+  // Multi-token prediction: tokens after the next one that the model predicts in training; 0: none.
+  std::int64_t multi_token_depth = 0;
+  std::string multi_token_block;    // letter of its blocks; empty: that of the model's last block
+  double multi_token_weight = 0.3;  // weight of its loss
 
   // ---- added to the embedding; what needs metadata adds nothing to data that has none ----
   std::vector<std::int64_t> ngram_orders;  // a table of hashed n-grams for each of these n; empty: none

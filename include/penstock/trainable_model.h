@@ -21,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "penstock/group.h"
 #include "penstock/model_plan.h"
 #include "penstock/pytree.h"
 #include "penstock/world.h"
@@ -33,6 +34,19 @@ class StageCache {
   virtual ~StageCache() = default;
   // Returns the number of tokens seen so far.
   virtual std::int64_t length() const = 0;
+};
+
+// A buffer that belongs to the state of a model.
+struct StateBuffer {
+  std::string name;   // in the whole model; no parameter has it
+  at::Tensor tensor;  // changed in place when a checkpoint is loaded
+};
+
+// A step of the trainer that has ended.
+struct FinishedStep {
+  bool updated = true;  // whether the optimizer changed the parameters; false: skipped, fp16 overflowed
+  // A sum over all data-parallel ranks is a sum over each of these groups, one after the other.
+  std::vector<comm::Group> data_parallel = {};
 };
 
 // A part of a model: a module with the parameters of one stage of a pipeline. A whole model is one stage.
@@ -54,6 +68,14 @@ class ModelStage : public torch::nn::Module {
   // Returns the loss of a microbatch at the last stage, a scalar: a sum over its targets divided by `tokens`.
   // The default is token_loss() of logits and targets.
   virtual at::Tensor loss(const at::Tensor& output, const at::Tensor& targets, double tokens);
+
+  // Returns the buffers that checkpoints hold besides the parameters. They must be equal on all data-parallel
+  // and tensor-parallel ranks. The default has none.
+  virtual std::vector<StateBuffer> state_buffers() const { return {}; }
+
+  // [collective over the data-parallel ranks] Ends a step: called by the trainer after the forwards and
+  // backwards of all its microbatches and after the update. The default does nothing.
+  virtual void after_step(const FinishedStep& step);
 
   // Fills the parameters. A value must be a function of seed, parameter name and element alone.
   virtual void set_initial_values(std::uint64_t seed) = 0;

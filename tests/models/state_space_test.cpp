@@ -179,6 +179,41 @@ TEST(StateSpace, MemoryEqualsTheWholeRow) {
     }
 }
 
+// Pieces of which only the first tokens count: equal to the row of the tokens that count.
+TEST(StateSpace, MemoryKeepsTheTokensThatCount) {
+  torch::manual_seed(5);
+  const at::NoGradGuard no_grad;
+  for (const std::int64_t taps : {1, 2, 4})
+    for (const bool with_documents : {false, true}) {
+      StateSpaceOptions options = small_options();
+      options.state_kernel = taps;
+      StateSpace block = made_block(options);
+      StateSpaceCache cache;
+      std::vector<std::vector<at::Tensor>> tokens(2), numbers(2), results(2);
+      for (const std::int64_t size : {4, 1, 1, 6, 1, 3}) {
+        const at::Tensor x = at::randn({2, size, 12}, at::kDouble),
+                         documents = with_documents ? random_documents(2, size) : at::Tensor(),
+                         counted = at::randint(0, size + 1, {2}, at::kLong);
+        const at::Tensor y = block->forward(x, documents, &cache, counted);
+        for (std::int64_t row = 0; row < 2; ++row) {
+          const auto count = counted[row].item<std::int64_t>();
+          tokens[row].push_back(x[row].narrow(0, 0, count));
+          results[row].push_back(y[row].narrow(0, 0, count));
+          if (with_documents) numbers[row].push_back(documents[row].narrow(0, 0, count));
+        }
+        cache.advance(size);
+      }
+      for (std::size_t row = 0; row < 2; ++row) {
+        const at::Tensor x = at::cat(tokens[row]).unsqueeze(0);
+        ASSERT_GT(x.size(1), 2);
+        const at::Tensor whole =
+            block->forward(x, with_documents ? at::cat(numbers[row]).unsqueeze(0) : at::Tensor());
+        EXPECT_LT(difference(at::cat(results[row]), whole[0]), 1e-11)
+            << taps << " taps, row " << row << ", documents " << with_documents;
+      }
+    }
+}
+
 TEST(StateSpace, MemoryRefusesOtherRows) {
   StateSpace block = made_block(small_options());
   StateSpaceCache cache;

@@ -46,6 +46,7 @@ struct Call {
     if (rules.documents.defined()) made = made.with_documents(rules.documents);
     if (rules.valid.defined()) made = made.with_valid(rules.valid);
     if (rules.bias.defined()) made = made.with_bias(rules.bias);
+    if (rules.positions.defined()) made = made.with_positions(rules.positions);
     return made;
   }
   std::string text() const {
@@ -175,6 +176,22 @@ TEST(AttentionMask, QueryBlocksWithAWindow) {
   torch::manual_seed(4);
   const Shape shape{2, 2, 1, 700, 720, 4};
   expect_the_definition(random_call(numbers, shape, 130, true, false, true), attend_in_query_blocks);
+}
+
+// Rows from which tokens were left out: a window reaches over the gaps.
+TEST(AttentionMask, WindowsCountGivenPositions) {
+  Numbers numbers(6);
+  torch::manual_seed(6);
+  int round = 0;
+  for (const std::int64_t length : {1, 20, 65, 130, 300})
+    for (const std::int64_t window : {1, 2, 7, 64, 100, 260, 1000}) {
+      const Shape shape{2, 2, 1 + round % 2, length, length, 4};
+      Call call = random_call(numbers, shape, window, (round & 1) != 0, (round & 2) != 0, round % 5 == 0);
+      call.rules.positions = at::randint(1, 4, {2, length}, at::kLong).cumsum(1);
+      expect_the_definition(call, attend);
+      if (round % 4 == 0) expect_the_definition(call, attend_in_query_blocks);
+      ++round;
+    }
 }
 
 TEST(AttentionMask, AWindowOfOneIsTheTokenItself) {
@@ -398,6 +415,8 @@ TEST(AttentionMask, BadInputNamesTheTensor) {
   EXPECT_TRUE(has_text(message([&] { mask.with_documents({}); }), "no tensor"));
   EXPECT_TRUE(has_text(message([&] { mask.with_valid(at::zeros({2})); }), "row-valid"));
   EXPECT_TRUE(has_text(message([&] { mask.with_valid(at::zeros({2, 1}, at::kInt)); }), "[batch]"));
+  EXPECT_TRUE(has_text(message([&] { mask.with_positions(at::zeros({2, 6}, at::kInt)); }), "positions"));
+  EXPECT_TRUE(has_text(message([&] { mask.with_positions(at::zeros({2, 8})); }), "[batch, 8]"));
   EXPECT_TRUE(has_text(message([&] { mask.with_bias(at::zeros({2, 6, 8})); }), "additive bias"));
   EXPECT_TRUE(has_text(message([&] { mask.with_bias(at::zeros({1, 1, 8, 8})); }), "6, 8"));
   EXPECT_TRUE(has_text(message([&] {

@@ -16,6 +16,7 @@ struct AttentionRules {
   at::Tensor documents;                // [batch, keys]
   at::Tensor valid;                    // [batch]
   at::Tensor bias;                     // [batch or 1, heads or 1, queries, keys]
+  at::Tensor positions;                // [batch, keys]: what the window counts; undefined: 0, 1, ...
 };
 
 // bool [batch, queries, keys], pair by pair.
@@ -25,6 +26,10 @@ inline at::Tensor seen_by_definition(const AttentionRules& rules, std::int64_t b
     return tensor.defined() ? tensor.to(at::kCPU, at::kLong).contiguous() : at::Tensor();
   };
   const at::Tensor documents = on_host(rules.documents), valid = on_host(rules.valid);
+  const at::Tensor positions = rules.positions.defined()
+                                   ? on_host(rules.positions)
+                                   : at::arange(rules.keys, at::kLong).repeat({batch, 1}).contiguous();
+  const std::int64_t* const position = positions.data_ptr<std::int64_t>();
   const std::int64_t* const document = documents.defined() ? documents.data_ptr<std::int64_t>() : nullptr;
   bool* write = seen.data_ptr<bool>();
   for (std::int64_t b = 0; b < batch; ++b) {
@@ -32,7 +37,8 @@ inline at::Tensor seen_by_definition(const AttentionRules& rules, std::int64_t b
     for (std::int64_t i = 0; i < rules.queries; ++i)
       for (std::int64_t j = 0; j < rules.keys; ++j) {
         const std::int64_t token = rules.keys - rules.queries + i;
-        *write++ = j <= token && (rules.window == 0 || token - j < rules.window) && j < used &&
+        const std::int64_t distance = position[b * rules.keys + token] - position[b * rules.keys + j];
+        *write++ = j <= token && (rules.window == 0 || distance < rules.window) && j < used &&
                    (document == nullptr || document[b * rules.keys + token] == document[b * rules.keys + j]);
       }
   }

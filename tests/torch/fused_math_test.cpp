@@ -86,36 +86,42 @@ TEST(FusedMath, CrossEntropyOfExtremeLogits) {
   }
 }
 
+// Turns that all rows share, and turns of each row.
+void check_rotation(const Case& each, bool of_each_row) {
+  for (const std::int64_t pairs : {1, 3, 4, 32}) {
+    const std::string what = name_of(each) + " " + std::to_string(pairs);
+    const at::Tensor angles = of_each_row ? at::arange(10 * pairs, at::kDouble).view({2, 5, 1, pairs})
+                                          : at::arange(5 * pairs, at::kDouble).view({5, 1, pairs});
+    const at::Tensor turns = at::polar(at::ones_like(angles), angles);
+    const at::Tensor own =
+        turns.to(each.dtype == at::kDouble ? at::kComplexDouble : at::kComplexFloat).to(each.device);
+    // Also unaligned and non-contiguous inputs.
+    for (const int form : {0, 1, 2}) {
+      at::Tensor leaf = made({2, 5, 3, 2 * pairs + (form == 0 ? 0 : 1)}, each, 2).set_requires_grad(true);
+      at::Tensor exact = leaf.detach().to(at::kDouble).cpu().set_requires_grad(true);
+      const auto part = [&](const at::Tensor& x) {
+        return form == 0   ? x
+               : form == 1 ? x.flatten().narrow(0, 1, 30 * 2 * pairs).view({2, 5, 3, 2 * pairs})
+                           : x.narrow(3, 1, 2 * pairs).contiguous();
+      };
+      const at::Tensor y = rotate_pairs(part(leaf), own);
+      const at::Tensor wanted =
+          at::view_as_real(at::view_as_complex(part(exact).clone().view({2, 5, 3, pairs, 2})) * turns)
+              .view({2, 5, 3, 2 * pairs});
+      EXPECT_EQ(y.scalar_type(), each.dtype) << what;
+      expect_near(y, wanted, each.dtype == at::kFloat ? 1e-5 : tolerance(each.dtype), what);
+      const at::Tensor weights = made({2, 5, 3, 2 * pairs}, each, 3);
+      y.backward(weights);
+      wanted.backward(weights.to(at::kDouble).cpu());
+      expect_near(leaf.grad(), exact.grad(), each.dtype == at::kFloat ? 1e-5 : 2 * tolerance(each.dtype),
+                  what);
+    }
+  }
+}
+
 TEST(FusedMath, RotatePairs) {
   for (const Case& each : cases())
-    for (const std::int64_t pairs : {1, 3, 4, 32}) {
-      const std::string what = name_of(each) + " " + std::to_string(pairs);
-      const at::Tensor angles = at::arange(5 * pairs, at::kDouble).view({5, 1, pairs});
-      const at::Tensor turns = at::polar(at::ones_like(angles), angles);
-      const at::Tensor own =
-          turns.to(each.dtype == at::kDouble ? at::kComplexDouble : at::kComplexFloat).to(each.device);
-      // Also unaligned and non-contiguous inputs.
-      for (const int form : {0, 1, 2}) {
-        at::Tensor leaf = made({2, 5, 3, 2 * pairs + (form == 0 ? 0 : 1)}, each, 2).set_requires_grad(true);
-        at::Tensor exact = leaf.detach().to(at::kDouble).cpu().set_requires_grad(true);
-        const auto part = [&](const at::Tensor& x) {
-          return form == 0   ? x
-                 : form == 1 ? x.flatten().narrow(0, 1, 30 * 2 * pairs).view({2, 5, 3, 2 * pairs})
-                             : x.narrow(3, 1, 2 * pairs).contiguous();
-        };
-        const at::Tensor y = rotate_pairs(part(leaf), own);
-        const at::Tensor wanted =
-            at::view_as_real(at::view_as_complex(part(exact).clone().view({2, 5, 3, pairs, 2})) * turns)
-                .view({2, 5, 3, 2 * pairs});
-        EXPECT_EQ(y.scalar_type(), each.dtype) << what;
-        expect_near(y, wanted, each.dtype == at::kFloat ? 1e-5 : tolerance(each.dtype), what);
-        const at::Tensor weights = made({2, 5, 3, 2 * pairs}, each, 3);
-        y.backward(weights);
-        wanted.backward(weights.to(at::kDouble).cpu());
-        expect_near(leaf.grad(), exact.grad(), each.dtype == at::kFloat ? 1e-5 : 2 * tolerance(each.dtype),
-                    what);
-      }
-    }
+    for (const bool of_each_row : {false, true}) check_rotation(each, of_each_row);
 }
 
 TEST(FusedMath, SiluProduct) {

@@ -50,6 +50,26 @@ TrainConfig small_config(const std::vector<std::string>& more) {
   return parse_config("", "test", arguments).config;
 }
 
+// Every kind of block is measured, also those that only some tokens go through; the last stage predicts
+// several tokens.
+TEST(DryRun, HybridModelWithAllParts) {
+  const DryRun run = dry_run(
+      with_data({.name = "pp2", .pp = 2},
+                {"--partition",        "count", "--pattern",          "AEME", "--attention_feed",    "false",
+                 "--experts",          "4",     "--expert_width",     "16",   "--state_size",        "4",
+                 "--state_head_width", "8",     "--depth_layers",     "0,3",  "--multi_token_depth", "2",
+                 "--tie_head",         "false", "--router_bias_rate", "0.01"}));
+  const std::string text = to_text(run);
+  EXPECT_TRUE(has_text(text, "stage 0: embed, blocks 0-1"));
+  EXPECT_TRUE(has_text(text, "1 routed attention"));
+  EXPECT_TRUE(has_text(text, "stage 1: blocks 2-3, norm, head, copy of embed"));
+  for (const char* kind : {"routed attention", "experts", "state space", "routed experts"})
+    EXPECT_GT(run.measured.blocks.at(kind).forward, 0) << kind;
+  // The embedding is on both ranks.
+  EXPECT_EQ(run.memory[0].parameters + run.memory[1].parameters,
+            4 * (models::parameter_count(run.plan) + 260 * 16));
+}
+
 TEST(DryRun, OnePipeline) {
   const DryRun run = dry_run(with_data({.name = "pp2", .pp = 2}, {"--partition", "count"}));
   const std::string text = to_text(run);

@@ -54,7 +54,8 @@ struct Layout {
   int microbatches = 4;
 };
 
-inline train::TrainConfig config_of(const Layout& layout, const std::vector<std::string>& more = {}) {
+inline train::ResolvedConfig resolved_config_of(const Layout& layout,
+                                                const std::vector<std::string>& more = {}) {
   std::vector<std::string> arguments{"--model.width",
                                      "16",
                                      "--layers",
@@ -94,7 +95,11 @@ inline train::TrainConfig config_of(const Layout& layout, const std::vector<std:
                                      "--layout.device",
                                      "cpu"};
   arguments.insert(arguments.end(), more.begin(), more.end());
-  return train::parse_config("", "test", arguments).config;
+  return train::parse_config("", "test", arguments);
+}
+
+inline train::TrainConfig config_of(const Layout& layout, const std::vector<std::string>& more = {}) {
+  return resolved_config_of(layout, more).config;
 }
 
 }  // namespace penstock::test

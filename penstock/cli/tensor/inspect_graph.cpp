@@ -47,9 +47,12 @@ graph::GraphFile capture_model(const train::TrainConfig& config, bool min_cut) {
   graph::Convention convention{state.tensors.size(), state.names};
   convention.names.insert(convention.names.end(), {"tokens", "targets"});
   const graph::Function step = [&](const graph::Values& in) -> graph::Values {
-    const at::Tensor output = model->forward_with(in[state.tensors.size()].toTensor(), Tree());
-    return {
-        model->loss(output, in[state.tensors.size() + 1].toTensor(), static_cast<double>(tokens.numel()))};
+    const at::Tensor x = in[state.tensors.size()].toTensor(),
+                     targets = in[state.tensors.size() + 1].toTensor();
+    const models::StageInputs given =
+        trainable->inputs({.tokens = x, .targets = targets, .documents = at::Tensor()});
+    const at::Tensor output = model->forward_with(x, given.keywords);
+    return {model->loss(output, targets, static_cast<double>(tokens.numel()))};
   };
   graph::AnalyzedCapture captured = graph::analyze_and_capture(step, inputs, convention);
   graph::GraphFile file;

@@ -62,6 +62,7 @@ class ExpertsImpl : public torch::nn::Cloneable<ExpertsImpl> {
   void update_router_bias();
 
   const ExpertOptions& options() const { return options_; }
+  const std::string& layer() const { return layer_; }
 
   at::Tensor gate, up;  // [experts, width, expert_width]
   at::Tensor down;      // [experts, expert_width, width]

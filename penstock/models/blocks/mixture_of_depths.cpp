@@ -5,6 +5,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <fmt/format.h>
 
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -17,10 +18,19 @@
 namespace penstock::models {
 namespace {
 
-// The mean over the tokens of -log p(chosen or not), where p(chosen) = sigmoid(logit).
-at::Tensor choice_loss(const at::Tensor& logits, const ChosenTokens& chosen) {
+// The mean over the tokens of -log p(chosen or not), where p(chosen) = sigmoid(logit). `valid`: undefined, or
+// Bool like the logits; others do not count.
+at::Tensor choice_loss(const at::Tensor& logits, const ChosenTokens& chosen, const at::Tensor& valid) {
   const at::Tensor target = at::zeros_like(logits).scatter(1, chosen.positions(), 1);
-  return at::softplus(logits).sub(logits.mul(target)).mean();
+  const at::Tensor each = at::softplus(logits).sub(logits.mul(target));
+  if (!valid.defined()) return each.mean();
+  return each.masked_fill(valid.logical_not(), 0).sum() / valid.sum().clamp_min(1);
+}
+
+// Padding is chosen last.
+at::Tensor ranks(const at::Tensor& logits, const at::Tensor& valid) {
+  return valid.defined() ? logits.masked_fill(valid.logical_not(), -std::numeric_limits<double>::infinity())
+                         : logits;
 }
 
 }  // namespace
@@ -53,14 +63,18 @@ at::Tensor MixtureOfDepthsImpl::logits_of(const at::Tensor& x) {
       .squeeze(-1);
 }
 
-BlockResult MixtureOfDepthsImpl::forward(const at::Tensor& x, const RoutedBlock& block, DepthChoice choice) {
+BlockResult MixtureOfDepthsImpl::forward(const at::Tensor& x, const RoutedBlock& block, DepthChoice choice,
+                                         const at::Tensor& valid) {
   check_hidden("MixtureOfDepths: input", x, options_.width);
+  if (valid.defined() && (valid.scalar_type() != at::kBool || valid.sizes() != x.sizes().slice(0, 2)))
+    throw ValueError(describe("MixtureOfDepths: valid tokens", shown(valid),
+                              fmt::format("Bool [{}, {}]", x.size(0), x.size(1))));
   if (is_dtensor(x))
     throw NotImplemented(
         "mixture of depths of distributed activations; pass plain ones to the model (the rows of this rank)");
   const at::Tensor logits = logits_of(x);
   const ChosenTokens chosen = choice == DepthChoice::Capacity
-                                  ? ChosenTokens::highest(logits, options_.chosen(x.size(1)))
+                                  ? ChosenTokens::highest(ranks(logits, valid), options_.chosen(x.size(1)))
                                   : ChosenTokens::positive(logits);
   const at::Tensor rows = chosen.of_tokens(x);
   BlockResult inner = block(rows, chosen);
@@ -74,7 +88,7 @@ BlockResult MixtureOfDepthsImpl::forward(const at::Tensor& x, const RoutedBlock&
   BlockResult result{chosen.add_to(x, added.to(x.scalar_type()))};
   if (choice == DepthChoice::Threshold) return result;
   result.losses = std::move(inner.losses);
-  result.losses.push_back({kDepthRouterLoss, choice_loss(logits, chosen)});
+  result.losses.push_back({kDepthRouterLoss, choice_loss(logits, chosen, valid)});
   return result;
 }
 

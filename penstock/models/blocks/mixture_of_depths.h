@@ -66,8 +66,10 @@ class MixtureOfDepthsImpl : public torch::nn::Cloneable<MixtureOfDepthsImpl> {
   // x [batch, length, width]. Returns hidden states of the shape of x; in DepthChoice::Capacity the losses of
   // the block by their names, then "depth_router". Throws ValueError for another shape, and for a block whose
   // result is not shaped like its rows.
+  // `valid`: undefined, or Bool [batch, length]; tokens that are not valid, padding, are chosen last and do
+  // not count in the loss.
   BlockResult forward(const at::Tensor& x, const RoutedBlock& block,
-                      DepthChoice choice = DepthChoice::Capacity);
+                      DepthChoice choice = DepthChoice::Capacity, const at::Tensor& valid = {});
 
   const DepthOptions& options() const { return options_; }
 

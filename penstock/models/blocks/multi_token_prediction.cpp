@@ -39,16 +39,19 @@ at::Tensor targets_at(const MultiTokenBatch& batch, std::int64_t d) {
   return targets;
 }
 
-// The mean over the targets that count, 0 if there are none.
-at::Tensor mean_loss(const at::Tensor& logits, const at::Tensor& targets, std::int64_t ignored) {
+// The mean over the targets that count, 0 if there are none; with a divisor the sum divided by it.
+at::Tensor mean_loss(const at::Tensor& logits, const at::Tensor& targets, std::int64_t ignored,
+                     double divisor) {
   if (logits.dim() != 3 || logits.sizes().slice(0, 2) != targets.sizes())
     throw ValueError(describe("MultiTokenPrediction: logits of the head", shown(logits),
                               fmt::format("[{}, {}, vocabulary]", targets.size(0), targets.size(1))));
   const at::Tensor rows = logits.reshape({-1, logits.size(2)}), wanted = targets.reshape({-1});
-  const at::Tensor count = wanted.ne(ignored).sum().clamp_min(1);
-  if (!is_dtensor(logits)) return cross_entropy_sum(rows, wanted, ignored).div(count);
+  const auto mean = [&](const at::Tensor& sum) {
+    return divisor > 0 ? sum.div(divisor) : sum.div(wanted.ne(ignored).sum().clamp_min(1));
+  };
+  if (!is_dtensor(logits)) return mean(cross_entropy_sum(rows, wanted, ignored));
   const ImplicitReplicationGuard same_targets;  // plain targets are the same on all ranks
-  return full_tensor(cross_entropy_sum(rows, wanted, ignored)).div(count);
+  return mean(full_tensor(cross_entropy_sum(rows, wanted, ignored)));
 }
 
 }  // namespace
@@ -112,7 +115,7 @@ std::vector<NamedLoss> MultiTokenPredictionImpl::forward(const at::Tensor& hidde
       throw ValueError(describe(fmt::format("MultiTokenPrediction: result of block {}", d),
                                 shown(result.hidden), fmt::format("like its input, {}", shown(rows))));
     h = result.hidden;
-    const at::Tensor loss = mean_loss(parts.head(h), targets_at(batch, d), batch.ignored);
+    const at::Tensor loss = mean_loss(parts.head(h), targets_at(batch, d), batch.ignored, batch.divisor);
     sum = sum.defined() ? sum.add(loss) : loss;
     for (NamedLoss& each : result.losses) losses.push_back(std::move(each));
   }

@@ -11,9 +11,9 @@
 //
 // Embedding and head are the model's and are passed in; so are the blocks, which work on rows of length - d
 // tokens at the places 0, 1, ... The loss "multi_token" is the mean over the depths, each of which is the
-// mean over its targets. A target counts if it counts for the model (it is not `ignored`) and the tokens t to
-// t + d exist in the row and are of one document. A depth without targets counts as 0. Shapes follow from
-// those of the inputs, and nothing waits for the device.
+// mean over its targets, or their sum divided by a fixed number. A target counts if it counts for the model
+// (it is not `ignored`) and the tokens t to t + d exist in the row and are of one document. A depth without
+// targets counts as 0. Shapes follow from those of the inputs, and nothing waits for the device.
 #pragma once
 
 #include <torch/nn/cloneable.h>
@@ -41,6 +41,9 @@ struct MultiTokenBatch {
   at::Tensor targets;           // Long [batch, length]: the token after each
   at::Tensor documents = {};    // undefined, or integers [batch, length]
   std::int64_t ignored = -100;  // a target that does not count
+  // By which the sum over the targets of a depth is divided; 0: their number. A fixed one makes losses of
+  // microbatches and of data-parallel ranks add up to that of the whole batch.
+  double divisor = 0;
 };
 
 // What belongs to the model.

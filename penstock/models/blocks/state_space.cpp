@@ -32,6 +32,14 @@ at::Tensor local_part(const at::Tensor& parameter) {
   return is_dtensor(parameter) ? to_local(parameter) : parameter;
 }
 
+// The inputs of a convolution that precede what follows the first `counted` tokens of x [batch, length,
+// channels], where `older` [batch, taps - 1, channels] precede x.
+at::Tensor inputs_before(const at::Tensor& older, const at::Tensor& x, const at::Tensor& counted) {
+  const at::Tensor places = at::arange(older.size(1), counted.options()).add(counted.unsqueeze(1));
+  return at::cat({older, x}, 1)
+      .gather(1, places.unsqueeze(-1).expand({older.size(0), older.size(1), older.size(2)}));
+}
+
 CausalConvolution convolution(const at::Tensor& x, const ChannelTaps& taps, const at::Tensor& documents) {
   return {.x = x, .weight = taps->weight, .bias = taps->bias, .documents = documents, .silu = true};
 }
@@ -136,10 +144,11 @@ StateSpaceImpl::Projected StateSpaceImpl::project(const at::Tensor& x) const {
           .steps = at::softplus(parts[4].to(real) + step_bias.to(real))};
 }
 
-at::Tensor StateSpaceImpl::forward(const at::Tensor& x, const at::Tensor& documents, StateSpaceCache* cache) {
+at::Tensor StateSpaceImpl::forward(const at::Tensor& x, const at::Tensor& documents, StateSpaceCache* cache,
+                                   const at::Tensor& counted) {
   const Projected in = project(x);
   const at::Tensor mixed =
-      cache != nullptr ? mix_after(in, documents, cache->memory_of(block_)) : mix(in, documents);
+      cache != nullptr ? mix_after(in, documents, cache->memory_of(block_), counted) : mix(in, documents);
   const at::Tensor gated = silu_product(in.gate, mixed.reshape(in.gate.sizes()));
   return at::linear(rms_norm(gated, norm->weight, options_.norm_epsilon), output->weight);
 }
@@ -162,9 +171,11 @@ at::Tensor StateSpaceImpl::mix(const Projected& in, const at::Tensor& documents)
       .values;
 }
 
-// The same for tokens that follow those in memory.
-at::Tensor StateSpaceImpl::mix_after(const Projected& in, const at::Tensor& documents,
-                                     StateSpaceMemory& memory) const {
+// The same for tokens that follow those in memory. A token that does not count has a step of 0, which leaves
+// the state as it is, is in the document of the last one that counts, and is not among the last inputs.
+at::Tensor StateSpaceImpl::mix_after(const Projected& in, const at::Tensor& given_documents,
+                                     StateSpaceMemory& memory, const at::Tensor& counted) const {
+  at::Tensor documents = given_documents;
   const c10::AutoGradMode no_grad(false);
   const std::int64_t batch = in.value.size(0), length = in.value.size(1), before = options_.state_kernel - 1;
   StateSpaceMemory now = memory;
@@ -188,17 +199,28 @@ at::Tensor StateSpaceImpl::mix_after(const Projected& in, const at::Tensor& docu
     throw ValueError(describe("StateSpaceCache: documents", documents.defined() ? "given" : "none",
                               now.documents.defined() ? "given, as before" : "none, as before",
                               "pass documents with every piece of a row or with none"));
+  at::Tensor steps = in.steps;
+  if (counted.defined()) {
+    const at::Tensor places = at::arange(length, counted.options()), count = counted.unsqueeze(1);
+    steps = steps.masked_fill(places.ge(count).unsqueeze(-1), 0);
+    if (documents.defined()) {
+      const std::int64_t older = now.documents.size(1);
+      documents = at::cat({now.documents, documents.to(now.documents.scalar_type())}, 1)
+                      .gather(1, at::minimum(places, count.sub(1)).add(older));
+    }
+  }
   const at::Tensor seen =
       documents.defined() ? now.documents.narrow(1, now.documents.size(1) - before, before) : at::Tensor();
   const auto convolve = [&](const at::Tensor& x, const ChannelTaps& taps, at::Tensor& last) {
     ConvolutionPiece piece = causal_convolution_step(convolution(x, taps, documents), last, seen);
-    last = piece.memory.clone();  // not a view of all tokens of a prompt
+    last = counted.defined() ? inputs_before(last, x, counted)
+                             : piece.memory.clone();  // not a view of all tokens of a prompt
     return piece.y;
   };
   const std::vector<std::int64_t> keys{batch, length, options_.state_groups, options_.state_size};
   SelectiveScan scan{.values = convolve(in.value, value_convolution, now.values)
                                    .view({batch, length, options_.heads(), options_.state_head_width}),
-                     .steps = in.steps,
+                     .steps = steps,
                      .decay = at::exp(decay_log).neg(),
                      .keys = convolve(in.key, key_convolution, now.keys).view(keys),
                      .queries = convolve(in.query, query_convolution, now.queries).view(keys),
@@ -211,7 +233,10 @@ at::Tensor StateSpaceImpl::mix_after(const Projected& in, const at::Tensor& docu
     const at::Tensor same = documents.select(1, 0).eq(now.documents.select(1, now.documents.size(1) - 1));
     scan.initial_state = at::where(same.view({batch, 1, 1, 1}), now.state, at::zeros_like(now.state));
     const at::Tensor all = at::cat({now.documents, documents.to(now.documents.scalar_type())}, 1);
-    now.documents = all.narrow(1, length, now.documents.size(1)).clone();
+    now.documents =
+        counted.defined()
+            ? all.gather(1, at::arange(now.documents.size(1), counted.options()).add(counted.unsqueeze(1)))
+            : all.narrow(1, length, now.documents.size(1)).clone();
     if (length == 1) scan.documents = at::Tensor();
   }
   const ScanResult result = length == 1 ? selective_scan_step(scan) : selective_scan(scan);

@@ -49,8 +49,11 @@ class StateSpaceImpl : public torch::nn::Cloneable<StateSpaceImpl> {
   void initialize(const std::string& name, const BlockInit& init);
 
   // x [batch, length, width]; documents: integers [batch, length], or undefined. With a cache, x is what
-  // follows the tokens that the cache has seen, and the result equals that of the whole row.
-  at::Tensor forward(const at::Tensor& x, const at::Tensor& documents = {}, StateSpaceCache* cache = nullptr);
+  // follows the tokens that the cache has seen, and the result equals that of the whole row. `counted`: Long
+  // [batch], how many of the tokens of each row the cache remembers, the first ones; undefined: all. The
+  // results of the others are of no use.
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& documents = {}, StateSpaceCache* cache = nullptr,
+                     const at::Tensor& counted = {});
 
   torch::nn::Linear gate{nullptr}, value{nullptr}, key{nullptr}, query{nullptr}, step{nullptr},
       output{nullptr};
@@ -62,7 +65,8 @@ class StateSpaceImpl : public torch::nn::Cloneable<StateSpaceImpl> {
   struct Projected;
   Projected project(const at::Tensor& x) const;
   at::Tensor mix(const Projected& in, const at::Tensor& documents) const;
-  at::Tensor mix_after(const Projected& in, const at::Tensor& documents, StateSpaceMemory& memory) const;
+  at::Tensor mix_after(const Projected& in, const at::Tensor& documents, StateSpaceMemory& memory,
+                       const at::Tensor& counted) const;
 
   StateSpaceOptions options_;
   std::int64_t block_;

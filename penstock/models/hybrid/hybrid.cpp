@@ -20,10 +20,12 @@
 #include "penstock/models/blocks/attention_metadata.h"
 #include "penstock/models/blocks/auxiliary_loss.h"
 #include "penstock/models/blocks/block.h"
+#include "penstock/models/blocks/multi_token_prediction.h"
 #include "penstock/models/blocks/relation_bias_table.h"
 #include "penstock/models/blocks/rotary.h"
 #include "penstock/models/hybrid/hybrid_block.h"
 #include "penstock/models/hybrid/input_embeddings.h"
+#include "penstock/models/hybrid/routed_context.h"
 #include "penstock/models/plan/hybrid_parts.h"
 #include "penstock/random.h"
 #include "penstock/step_context.h"
@@ -39,7 +41,8 @@ class NumberedHybridBlocks : public torch::nn::Module {
 
 constexpr const char* kRelationsName = "relations";
 
-// Keys and values of attention blocks, states of state-space blocks, the last tokens for n-grams.
+// Keys and values of attention blocks, states of state-space blocks, choices of mixtures of depths, the last
+// tokens for n-grams.
 class HybridCache : public StageCache {
  public:
   HybridCache(std::int64_t context, std::int64_t capacity) : keys(context, capacity) {}
@@ -63,6 +66,7 @@ class HybridCache : public StageCache {
 
   KvCache keys;
   StateSpaceCache states;
+  DepthCache depths;
   at::Tensor tokens;  // [batch, at most InputEmbeddings::reach()]; undefined before the first
   std::int64_t seen = 0;
 };
@@ -94,9 +98,10 @@ struct HybridStageImpl::Impl {
                                             part.first_block, part.end_block),
                                 fmt::format("a part of {} blocks", layers),
                                 "take the parts from partition_model()"));
+    bool attends = predicts_more() && parts.multi_token_kind == BlockKind::Attention;
     for (std::int64_t block = part.first_block; block < part.end_block; ++block)
-      if (parts.kind(block) == BlockKind::Attention && !rotary)
-        rotary.emplace(parts.attention.head_width, options.context, options.rope_theta);
+      attends = attends || parts.kind(block) == BlockKind::Attention;
+    if (attends) rotary.emplace(parts.attention.head_width, options.context, options.rope_theta);
   }
 
   void register_modules();
@@ -104,20 +109,35 @@ struct HybridStageImpl::Impl {
   void check_input(const at::Tensor& x, std::int64_t before) const;
   // Rotary turns of the tokens of x, after `before` others; undefined if no block needs them.
   at::Tensor turns_of(const at::Tensor& x, std::int64_t before);
-  bool has_attention() const { return rotary.has_value(); }
+  // Whether this stage has an A of the pattern.
+  bool has_attention() const;
+  // Throws ValueError if the last stage is to predict further tokens and does not know them.
+  void check_known(const HybridMetadata& metadata) const;
   // The metadata of a whole row, checked, with documents that begin at a token.
   HybridMetadata completed(HybridMetadata metadata, const at::Tensor& x) const;
   // What the blocks share, without the relation bias.
   HybridContext context_of(const at::Tensor& x, const HybridMetadata& metadata);
   HybridContext cached_context_of(const at::Tensor& x, HybridCache& cache);
-  at::Tensor embedded(const at::Tensor& tokens, const HybridMetadata& metadata, const HybridCache* cache);
+  // The input of the first block.
+  at::Tensor first_input(const at::Tensor& tokens, const HybridMetadata& metadata, const HybridCache* cache);
   // With a cache, `input` follows what the cache has seen.
   at::Tensor run(const at::Tensor& input, HybridContext context, const HybridMetadata& metadata,
                  const HybridCache* cache = nullptr);
   at::Tensor with_losses(const at::Tensor& hidden, const std::vector<NamedLoss>& losses);
-  const at::Tensor& head_weight() const {
-    return !options.tie_head ? head->weight : tied_head.defined() ? tied_head : embed->weight;
+  // Of tokens [batch, length], with the weight of the first or of the last stage.
+  at::Tensor embedded(const at::Tensor& weight, const at::Tensor& tokens) const;
+  at::Tensor logits_of(const at::Tensor& hidden) const {
+    return at::linear(norm.forward(hidden), options.tie_head ? last_embed() : head->weight);
   }
+  // Whether the last stage uses the weight of the embedding, and whether this stage predicts further tokens.
+  bool ties_embed() const { return options.tie_head || parts.multi_token.depth > 0; }
+  bool predicts_more() const { return part.has_head() && parts.multi_token.depth > 0; }
+  std::vector<NamedLoss> multi_token_losses(const at::Tensor& hidden, const HybridContext& context,
+                                            const HybridMetadata& metadata);
+  // The E blocks whose experts are balanced by a bias.
+  std::vector<Experts> balanced_experts() const;
+  // The weight of the embedding where the last stage uses it.
+  const at::Tensor& last_embed() const { return tied_embed.defined() ? tied_embed : embed->weight; }
 
   HybridStageImpl& stage;
   HybridOptions options;
@@ -130,13 +150,15 @@ struct HybridStageImpl::Impl {
   std::vector<HybridBlock> blocks;
   AnyNorm norm;
   torch::nn::Linear head{nullptr};
-  at::Tensor tied_head;  // after separate_last_use
+  MultiTokenPrediction multi_token{nullptr};  // at the last stage, with a block for each depth
+  std::vector<HybridBlock> multi_token_blocks;
+  at::Tensor tied_embed;  // after separate_last_use
   double auxiliary_scale = 1;
   std::vector<AuxiliaryLoss> auxiliary;
 };
 
 void HybridStageImpl::Impl::register_modules() {
-  if (part.has_embed() || (part.has_head() && options.tie_head))
+  if (part.has_embed() || (part.has_head() && ties_embed()))
     embed = stage.register_module(
         "embed", torch::nn::Embedding(torch::nn::EmbeddingOptions(options.vocabulary, options.width)));
   if (part.has_embed()) inputs = InputEmbeddings(stage, parts.inputs);
@@ -153,6 +175,14 @@ void HybridStageImpl::Impl::register_modules() {
   if (!options.tie_head)
     head = stage.register_module(
         "head", torch::nn::Linear(torch::nn::LinearOptions(options.width, options.vocabulary).bias(false)));
+  if (!predicts_more()) return;
+  multi_token = stage.register_module("multi_token", MultiTokenPrediction(parts.multi_token));
+  const HybridParts more = parts.with_multi_token_blocks();
+  for (std::int64_t d = 0; d < parts.multi_token.depth; ++d) {
+    const auto layers = static_cast<std::int64_t>(parts.pattern.blocks.size());
+    multi_token_blocks.emplace_back(options, more, layers + d);
+    numbered->add(multi_token_blocks.back());
+  }
 }
 
 void HybridStageImpl::Impl::check_input(const at::Tensor& x, std::int64_t before) const {
@@ -182,6 +212,23 @@ at::Tensor HybridStageImpl::Impl::turns_of(const at::Tensor& x, std::int64_t bef
   return rotary->turns(before, x.size(1), like);
 }
 
+bool HybridStageImpl::Impl::has_attention() const {
+  for (std::int64_t block = part.first_block; block < part.end_block; ++block)
+    if (parts.kind(block) == BlockKind::Attention) return true;
+  return false;
+}
+
+void HybridStageImpl::Impl::check_known(const HybridMetadata& metadata) const {
+  if (metadata.tokens.defined() != metadata.targets.defined())
+    throw ValueError(describe("HybridStage: keyword arguments tokens and targets", "one of them",
+                              "both or neither, for multi-token prediction"));
+  if (predicts_more() && stage.is_training() && at::GradMode::is_enabled() && !metadata.targets.defined())
+    throw ValueError(
+        describe("HybridStage in training mode", "no targets",
+                 "the keywords \"tokens\" and \"targets\", for model.multi_token_depth",
+                 "pass them to forward_with(), as TrainableModel::inputs() does, or call eval()"));
+}
+
 HybridMetadata HybridStageImpl::Impl::completed(HybridMetadata metadata, const at::Tensor& x) const {
   metadata.check(x.size(0), x.size(1));
   at::Tensor& documents = metadata.documents;
@@ -208,15 +255,20 @@ HybridContext HybridStageImpl::Impl::cached_context_of(const at::Tensor& x, Hybr
                         .mask = AttentionMask::causal(x.size(1), cache.seen + x.size(1)),
                         .cache = &cache.keys},
           .documents = {},
-          .states = &cache.states};
+          .states = &cache.states,
+          .depths = &cache.depths};
 }
 
-at::Tensor HybridStageImpl::Impl::embedded(const at::Tensor& tokens, const HybridMetadata& metadata,
-                                           const HybridCache* cache) {
+at::Tensor HybridStageImpl::Impl::embedded(const at::Tensor& weight, const at::Tensor& tokens) const {
+  const at::Tensor x = at::embedding(weight, tokens);
+  return options.embed_scale ? x * std::sqrt(static_cast<double>(options.width)) : x;
+}
+
+at::Tensor HybridStageImpl::Impl::first_input(const at::Tensor& tokens, const HybridMetadata& metadata,
+                                              const HybridCache* cache) {
   static const std::int64_t kPlace = layer_from_name("embed");
-  at::Tensor x = at::embedding(embed->weight, tokens);
-  if (options.embed_scale) x = x * std::sqrt(static_cast<double>(options.width));
-  x = inputs.forward(x, cache != nullptr ? cache->with_history(tokens) : tokens, metadata);
+  const at::Tensor x = inputs.forward(embedded(embed->weight, tokens),
+                                      cache != nullptr ? cache->with_history(tokens) : tokens, metadata);
   return drop(x, options.dropout, kPlace, stage.is_training());
 }
 
@@ -226,16 +278,38 @@ at::Tensor HybridStageImpl::Impl::run(const at::Tensor& input, HybridContext con
   at::Tensor x = scope.input(input);
   if (!relations.is_empty() && metadata.relations.defined())
     context.attention.mask = context.attention.mask.with_bias(relations->forward(metadata.relations));
-  if (part.has_embed()) x = embedded(x, metadata, cache);
+  if (part.has_embed()) x = first_input(x, metadata, cache);
   std::vector<NamedLoss> losses;
   for (HybridBlock& block : blocks) {
     BlockResult result = block->forward(x, context);
     x = std::move(result.hidden);
     for (NamedLoss& loss : result.losses) losses.push_back(std::move(loss));
   }
+  if (predicts_more() && stage.is_training() && metadata.targets.defined())
+    for (NamedLoss& loss : multi_token_losses(x, context, metadata)) losses.push_back(std::move(loss));
   x = with_losses(x, losses);
   if (!part.has_head()) return scope.output(x);
-  return scope.output(at::linear(norm.forward(x), head_weight()));
+  return scope.output(logits_of(x));
+}
+
+// Divided like the loss of the model: by the tokens of the microbatch, whether their targets count or not.
+std::vector<NamedLoss> HybridStageImpl::Impl::multi_token_losses(const at::Tensor& hidden,
+                                                                 const HybridContext& context,
+                                                                 const HybridMetadata& metadata) {
+  return multi_token->forward(
+      hidden,
+      {.tokens = metadata.tokens,
+       .targets = metadata.targets,
+       .documents = context.documents,
+       .ignored = kIgnoredTarget,
+       .divisor = static_cast<double>(hidden.size(0) * hidden.size(1))},
+      {.embed = [&](const at::Tensor& tokens) { return embedded(last_embed(), tokens); },
+       .head = [&](const at::Tensor& rows) { return logits_of(rows); },
+       .block =
+           [&](std::int64_t d, const at::Tensor& rows) {
+             return multi_token_blocks[static_cast<std::size_t>(d - 1)]->forward(
+                 rows, first_context(context, rows.size(1)));
+           }});
 }
 
 // A loss of the model is the mean over its blocks, wherever they are: each stage adds its own terms. They
@@ -245,10 +319,9 @@ at::Tensor HybridStageImpl::Impl::with_losses(const at::Tensor& hidden,
                                               const std::vector<NamedLoss>& losses) {
   auxiliary.clear();
   if (losses.empty()) return hidden;
-  const double share = 1 / static_cast<double>(std::count(parts.pattern.blocks.begin(),
-                                                          parts.pattern.blocks.end(), BlockKind::Experts));
   at::Tensor total;
   for (const NamedLoss& loss : losses) {
+    const double share = 1 / static_cast<double>(parts.blocks_with(loss.name));
     const double weight = parts.weights.of(loss.name);
     const at::Tensor term = loss.value * (weight * share);
     total = total.defined() ? total + term : term;
@@ -281,7 +354,8 @@ void HybridStageImpl::set_auxiliary_scale(double scale) { impl_->auxiliary_scale
 
 std::vector<std::shared_ptr<torch::nn::Module>> HybridStageImpl::blocks() const {
   std::vector<std::shared_ptr<torch::nn::Module>> modules;
-  for (const HybridBlock& block : impl_->blocks) modules.push_back(block.ptr());
+  for (const auto* blocks : {&impl_->blocks, &impl_->multi_token_blocks})
+    for (const HybridBlock& block : *blocks) modules.push_back(block.ptr());
   return modules;
 }
 
@@ -298,6 +372,8 @@ void HybridStageImpl::set_initial_values(std::uint64_t seed) {
   for (HybridBlock& block : impl_->blocks) block->initialize(init);
   if (part().has_head()) impl_->norm.initialize("norm", init);
   if (!impl_->head.is_empty()) fill_normal(impl_->head->weight, "head.weight", seed, kDeviation);
+  if (!impl_->multi_token.is_empty()) impl_->multi_token->initialize("multi_token", init);
+  for (HybridBlock& block : impl_->multi_token_blocks) block->initialize(init);
 }
 
 at::Tensor HybridStageImpl::forward(at::Tensor x, at::Tensor documents) {
@@ -310,6 +386,7 @@ at::Tensor HybridStageImpl::forward_with(at::Tensor x, const Tree& keywords) {
 
 at::Tensor HybridStageImpl::forward_with(at::Tensor x, const HybridMetadata& metadata) {
   impl_->check_input(x, 0);
+  impl_->check_known(metadata);
   const HybridMetadata whole = impl_->completed(metadata, x);
   return impl_->run(x, impl_->context_of(x, whole), whole);
 }
@@ -330,15 +407,50 @@ at::Tensor HybridStageImpl::forward_cached(const at::Tensor& x, StageCache& cach
   return result;
 }
 
+std::vector<Experts> HybridStageImpl::Impl::balanced_experts() const {
+  std::vector<Experts> found;
+  for (const auto* some : {&blocks, &multi_token_blocks})
+    for (const HybridBlock& block : *some)
+      if (!block->experts().is_empty() && block->experts()->router_bias.defined())
+        found.push_back(block->experts());
+  return found;
+}
+
+std::vector<StateBuffer> HybridStageImpl::state_buffers() const {
+  std::vector<StateBuffer> buffers;
+  for (const Experts& experts : impl_->balanced_experts())
+    buffers.push_back({experts->layer() + ".router_bias", experts->router_bias});
+  return buffers;
+}
+
+void HybridStageImpl::after_step(const FinishedStep& step) {
+  const std::vector<Experts> all = impl_->balanced_experts();
+  if (all.empty()) return;
+  const c10::AutoGradMode no_grad(false);
+  std::vector<at::Tensor> loads;
+  for (const Experts& experts : all) loads.push_back(experts->router_load);
+  at::Tensor sums = at::stack(loads);
+  // A skipped step leaves the bias as it is.
+  if (!step.updated)
+    sums.zero_();
+  else
+    for (const comm::Group& group : step.data_parallel)
+      group.all_reduce(sums, comm::ReduceOp::Sum, {.label = "loads of experts", .timeout = {}}).wait();
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    all[i]->router_load.copy_(sums[static_cast<std::int64_t>(i)]);
+    all[i].ptr()->update_router_bias();
+  }
+}
+
 at::Tensor HybridStageImpl::separate_last_use(const std::string& tied) {
-  if (!is_whole() || !options().tie_head || impl_->tied_head.defined() || tied != "embed.weight")
+  if (!is_whole() || !impl_->ties_embed() || impl_->tied_embed.defined() || tied != "embed.weight")
     throw StateError(
         fmt::format("separate_last_use: stage {} of {} does not have both uses of {}, or they are already "
                     "separate",
                     part().index, part().count, tied));
   const at::Tensor& weight = impl_->embed->weight;
-  impl_->tied_head = register_parameter("tied_head", weight.detach(), weight.requires_grad());
-  return impl_->tied_head;
+  impl_->tied_embed = register_parameter("tied_embed", weight.detach(), weight.requires_grad());
+  return impl_->tied_embed;
 }
 
 }  // namespace penstock::models

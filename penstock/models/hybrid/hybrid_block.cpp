@@ -7,6 +7,7 @@
 
 #include "penstock/fully_shard.h"
 #include "penstock/models/blocks/block.h"
+#include "penstock/models/hybrid/routed_context.h"
 #include "penstock/random.h"
 
 namespace penstock::models {
@@ -36,6 +37,7 @@ HybridBlockImpl::HybridBlockImpl(const HybridOptions& options, const HybridParts
   switch (kind_) {
     case BlockKind::Attention:
       attention_ = register_module(name, Attention(parts.attention, number));
+      window_ = parts.attention.window_of(number);
       break;
     case BlockKind::StateSpace:
       state_space_ = register_module(name, StateSpace(parts.state_space, number));
@@ -52,6 +54,7 @@ HybridBlockImpl::HybridBlockImpl(const HybridOptions& options, const HybridParts
     register_module("feed_norm", feed_norm_.module());
     register_feed(options);
   }
+  if (parts.is_routed(number)) depth_ = register_module("depth", MixtureOfDepths(parts.depth));
 }
 
 void HybridBlockImpl::register_feed(const HybridOptions& options) {
@@ -75,6 +78,17 @@ at::Tensor HybridBlockImpl::dropped(const at::Tensor& added, const char* residua
 BlockResult HybridBlockImpl::forward(const at::Tensor& input, const HybridContext& context) {
   const ForwardScope scope(*this);  // sharded parameters are gathered from here on
   const at::Tensor x = scope.input(input);
+  if (!depth_.is_empty()) {
+    BlockResult routed = forward_routed(x, context);
+    return {scope.output(routed.hidden), std::move(routed.losses)};
+  }
+  BlockResult first = first_addition(x, context);
+  at::Tensor sum = x + first.hidden;
+  if (has_second()) sum = sum + second_addition(sum, context);
+  return {scope.output(sum), std::move(first.losses)};
+}
+
+BlockResult HybridBlockImpl::first_addition(const at::Tensor& x, const HybridContext& context) {
   const at::Tensor in = first_norm_.forward(x);
   BlockResult added;
   switch (kind_) {
@@ -82,7 +96,7 @@ BlockResult HybridBlockImpl::forward(const at::Tensor& input, const HybridContex
       added.hidden = attention_->forward(in, context.attention);
       break;
     case BlockKind::StateSpace:
-      added.hidden = state_space_->forward(in, context.documents, context.states);
+      added.hidden = state_space_->forward(in, context.documents, context.states, context.counted);
       break;
     case BlockKind::Experts:
       added = experts_->forward(in, context.valid);
@@ -91,10 +105,36 @@ BlockResult HybridBlockImpl::forward(const at::Tensor& input, const HybridContex
       added.hidden = feed(in, context);
       break;
   }
-  at::Tensor sum = x + dropped(added.hidden, module_name(kind_));
-  if (kind_ == BlockKind::Attention && has_feed())
-    sum = sum + dropped(feed(feed_norm_.forward(sum), context), "feed");
-  return {scope.output(sum), std::move(added.losses)};
+  added.hidden = dropped(added.hidden, module_name(kind_));
+  return added;
+}
+
+at::Tensor HybridBlockImpl::second_addition(const at::Tensor& sum, const HybridContext& context) {
+  return dropped(feed(feed_norm_.forward(sum), context), "feed");
+}
+
+BlockResult HybridBlockImpl::addition(const at::Tensor& x, const HybridContext& context) {
+  BlockResult added = first_addition(x, context);
+  if (has_second()) added.hidden = added.hidden + second_addition(x + added.hidden, context);
+  return added;
+}
+
+// Training takes a fixed number of tokens; evaluation and generation take those that the router accepts,
+// which depends on no later token, so that generating a row and scoring it agree.
+BlockResult HybridBlockImpl::forward_routed(const at::Tensor& x, const HybridContext& context) {
+  const bool generates = context.attention.cache != nullptr || context.states != nullptr;
+  const DepthChoice choice = is_training() && !generates ? DepthChoice::Capacity : DepthChoice::Threshold;
+  return depth_->forward(
+      x,
+      [&](const at::Tensor& rows, const ChosenTokens& chosen) {
+        if (choice == DepthChoice::Capacity || kind_ != BlockKind::Attention)
+          return addition(rows, routed_context(context, chosen, window_));
+        // Keys of a cache are in the order of the row.
+        BlockResult added = addition(x, hiding_context(context, chosen, number_));
+        added.hidden = chosen.of_tokens(added.hidden);
+        return added;
+      },
+      choice, context.valid);
 }
 
 void HybridBlockImpl::initialize(const BlockInit& init) {
@@ -103,6 +143,7 @@ void HybridBlockImpl::initialize(const BlockInit& init) {
   if (!attention_.is_empty()) attention_->initialize(name, init);
   if (!state_space_.is_empty()) state_space_->initialize(name, init);
   if (!experts_.is_empty()) experts_->initialize(name, init);
+  if (!depth_.is_empty()) depth_->initialize(at + "depth", init);
   if (!has_feed()) return;
   if (kind_ == BlockKind::Attention) feed_norm_.initialize(at + "feed_norm", init);
   if (!tree_feed_.is_empty()) return tree_feed_->initialize(at + "feed", init);

@@ -1,5 +1,6 @@
 // One letter of a hybrid model: x + block(norm(x)), where the block is attention, state space, experts or
-// feed-forward. With attention_feed an attention block has a second residual, a feed-forward.
+// feed-forward. With attention_feed an attention block has a second residual, a feed-forward. A mixture of
+// depths may wrap it: only some tokens go through the block, see routed_context.h.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -11,9 +12,11 @@
 #include "penstock/models/blocks/any_norm.h"
 #include "penstock/models/blocks/attention.h"
 #include "penstock/models/blocks/block_result.h"
+#include "penstock/models/blocks/depth_cache.h"
 #include "penstock/models/blocks/experts.h"
 #include "penstock/models/blocks/feed_forward.h"
 #include "penstock/models/blocks/initial_values.h"
+#include "penstock/models/blocks/mixture_of_depths.h"
 #include "penstock/models/blocks/state_space.h"
 #include "penstock/models/blocks/tree_feed_forward.h"
 #include "penstock/models/plan/hybrid_parts.h"
@@ -27,6 +30,8 @@ struct HybridContext {
   StateSpaceCache* states = nullptr;  // for generation; null: rows begin with this forward
   at::Tensor parents = {};            // [batch, length], for feed-forwards along the tree; undefined: none
   at::Tensor valid = {};              // Bool [batch, length]: tokens that are not padding; undefined: all
+  DepthCache* depths = nullptr;       // with `states`, for blocks that a mixture of depths wraps
+  at::Tensor counted;                 // Long [batch]: the tokens that `states` remembers; undefined: all
 };
 
 class HybridBlockImpl : public torch::nn::Module {
@@ -41,8 +46,16 @@ class HybridBlockImpl : public torch::nn::Module {
 
   std::int64_t number() const { return number_; }
   BlockKind kind() const { return kind_; }
+  // The experts of an E block; empty in others.
+  const Experts& experts() const { return experts_; }
 
  private:
+  // What the residuals of the block add to x, and its losses.
+  BlockResult first_addition(const at::Tensor& x, const HybridContext& context);
+  at::Tensor second_addition(const at::Tensor& sum, const HybridContext& context);
+  BlockResult addition(const at::Tensor& x, const HybridContext& context);
+  BlockResult forward_routed(const at::Tensor& x, const HybridContext& context);
+  bool has_second() const { return kind_ == BlockKind::Attention && has_feed(); }
   // What a residual adds, with dropout.
   at::Tensor dropped(const at::Tensor& added, const char* residual) const;
   void register_feed(const HybridOptions& options);
@@ -50,7 +63,7 @@ class HybridBlockImpl : public torch::nn::Module {
   at::Tensor feed(const at::Tensor& in, const HybridContext& context);
 
   double dropout_;
-  std::int64_t number_;
+  std::int64_t number_, window_ = 0;
   BlockKind kind_;
   AnyNorm first_norm_, feed_norm_;
   Attention attention_{nullptr};
@@ -59,6 +72,7 @@ class HybridBlockImpl : public torch::nn::Module {
   // One of them, or none.
   FeedForward feed_{nullptr};
   TreeFeedForward tree_feed_{nullptr};
+  MixtureOfDepths depth_{nullptr};
 };
 TORCH_MODULE(HybridBlock);
 

@@ -26,7 +26,7 @@ struct TensorMember {
   at::Tensor HybridMetadata::*value;
   Expected expected;
 };
-constexpr std::array<TensorMember, 12> kTensors = {{
+constexpr std::array<TensorMember, 14> kTensors = {{
     {"documents", &HybridMetadata::documents, Expected::IntegersPerToken},
     {"structure_kinds", &HybridMetadata::structure_kinds, Expected::IdsPerToken},
     {"dependency_levels", &HybridMetadata::dependency_levels, Expected::IdsPerToken},
@@ -36,6 +36,8 @@ constexpr std::array<TensorMember, 12> kTensors = {{
     {"parents", &HybridMetadata::parents, Expected::IdsPerToken},
     {"platforms", &HybridMetadata::platforms, Expected::IdsPerRowOrToken},
     {"relations", &HybridMetadata::relations, Expected::PairsOfTokens},
+    {"tokens", &HybridMetadata::tokens, Expected::IdsPerToken},
+    {"targets", &HybridMetadata::targets, Expected::IdsPerToken},
     {"row_valid_tokens", &HybridMetadata::row_valid_tokens, Expected::IntegersPerRow},
     {"row_valid_blocks", &HybridMetadata::row_valid_blocks, Expected::IntegersPerRow},
     {"row_valid_slots", &HybridMetadata::row_valid_slots, Expected::IntegersPerRow},

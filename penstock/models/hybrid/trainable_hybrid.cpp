@@ -1,5 +1,12 @@
 #include "penstock/models/hybrid/trainable_hybrid.h"
 
+#include <fmt/format.h>
+
+#include <utility>
+#include <vector>
+
+#include "penstock/base/describe.h"
+#include "penstock/errors.h"
 #include "penstock/hybrid.h"
 #include "penstock/models/blocks/attention_metadata.h"
 
@@ -17,12 +24,27 @@ class TrainableHybrid : public TrainableModel {
     stage->set_auxiliary_scale(auxiliary_scale_);
     return stage;
   }
+  // Mixtures of depths and multi-token prediction are not split over tensor-parallel ranks.
+  void check_tensor_parallel(int ranks) const override {
+    const bool routed = !options_.depth_layers.empty();
+    if (ranks > 1 && (routed || options_.multi_token_depth > 0))
+      throw ConfigError(
+          describe("layout.tp", fmt::format("{}", ranks),
+                   fmt::format("1 for a model with model.{}", routed ? "depth_layers" : "multi_token_depth"),
+                   "use layout.dp, layout.shard or layout.pp instead"));
+    TrainableModel::check_tensor_parallel(ranks);
+  }
   // Only the first stage sees tokens, but every stage needs the documents that they begin.
   StageInputs inputs(const TokenBatch& batch) const override {
     HybridMetadata metadata = HybridMetadata::from_keywords(batch.metadata);
     if (batch.documents.defined()) metadata.documents = batch.documents;
     if (!metadata.documents.defined() && options_.bos_token > 0)
       metadata.documents = documents_from_bos(batch.tokens, options_.bos_token);
+    if (options_.multi_token_depth > 0) {
+      // The last stage predicts further tokens in its forward, where its parameters are gathered.
+      metadata.tokens = batch.tokens;
+      metadata.targets = batch.targets;
+    }
     metadata.check(batch.tokens.size(0), batch.tokens.size(1));
     return {Tree::tuple({batch.tokens}), metadata.keywords(), Tree(batch.targets)};
   }

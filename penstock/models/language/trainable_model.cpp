@@ -23,6 +23,8 @@ void ModelStage::parallelize(const comm::MeshGroups&) {
       "ModelStage::parallelize()");
 }
 
+void ModelStage::after_step(const FinishedStep&) {}
+
 at::Tensor ModelStage::separate_last_use(const std::string&) { return {}; }
 
 std::unique_ptr<StageCache> ModelStage::make_cache(std::int64_t) const { return nullptr; }

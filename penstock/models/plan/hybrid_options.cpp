@@ -58,6 +58,7 @@ ExpertOptions experts_of(const HybridOptions& options) {
           .expert_width = options.expert_width,
           .router_scores = parse_router_scores(options.router_scores),
           .router_normalize = options.router_normalize,
+          .router_bias_rate = options.router_bias_rate,
           .shared_expert_width = options.shared_expert_width,
           .capacity_factor = options.capacity_factor};
 }
@@ -78,6 +79,26 @@ void check_tree_feed(const HybridOptions& options, const BlockPattern& pattern) 
   require_of_hybrid(!options.tree_feed || has_feed, "tree_feed", "true",
                     "false for a pattern without feed-forward parts",
                     "add an F to model.pattern, or set model.attention_feed to true");
+}
+
+BlockKind multi_token_kind_of(const HybridOptions& options, const BlockPattern& pattern) {
+  if (options.multi_token_block.empty()) return pattern.blocks.back();
+  require_of_hybrid(
+      options.multi_token_block.size() == 1 && options.multi_token_block.find_first_of("AMEF") == 0,
+      "multi_token_block", fmt::format("\"{}\"", options.multi_token_block),
+      "one letter, A, M, E or F, or nothing for that of the last block");
+  return parse_pattern(options.multi_token_block).blocks.front();
+}
+
+void check_depth_layers(const std::vector<std::int64_t>& blocks, std::int64_t layers) {
+  for (std::size_t i = 0; i < blocks.size(); ++i) {
+    require_of_hybrid(blocks[i] >= 0 && blocks[i] < layers, "depth_layers", fmt::format("{}", blocks[i]),
+                      fmt::format("a block from 0 to {}", layers - 1),
+                      "they are the letters of model.pattern, counted from 0");
+    require_of_hybrid(std::find(blocks.begin(), blocks.begin() + static_cast<std::ptrdiff_t>(i), blocks[i]) ==
+                          blocks.begin() + static_cast<std::ptrdiff_t>(i),
+                      "depth_layers", fmt::format("{} twice", blocks[i]), "each block once");
+  }
 }
 
 std::vector<ParameterShape> feed_shapes(const HybridOptions& options, const std::string& at) {
@@ -107,17 +128,31 @@ void add_feed(BlockPlan& block, const HybridOptions& options, const HybridParts&
   block.moved_per_token += 3 * static_cast<double>(options.width);
 }
 
+// A block that only some tokens go through; every token is scored, and chosen ones are gathered and added.
+void add_routing(BlockPlan& block, const HybridOptions& options, const HybridParts& parts,
+                 const std::string& at) {
+  const double share =
+      static_cast<double>(parts.depth.chosen(options.context)) / static_cast<double>(options.context);
+  const auto width = static_cast<double>(options.width);
+  for (ParameterShape& shape : parts.depth.shapes(at)) block.parameters.push_back(std::move(shape));
+  block.kind = "routed " + block.kind;
+  block.flops_per_token = block.flops_per_token * share + parts.depth.flops_per_token(options.context);
+  block.moved_per_token = block.moved_per_token * share + 3 * width;
+}
+
 BlockPlan block_plan(const HybridOptions& options, const HybridParts& parts, std::int64_t index) {
   const BlockKind kind = parts.kind(index);
   const std::string at = fmt::format("blocks.{}.", index);
   BlockPlan block{.letter = letter_of(kind), .kind = name_of(kind)};
+  const bool routed = parts.is_routed(index);
+  const std::int64_t length = routed ? parts.depth.chosen(options.context) : options.context;
   const auto width = static_cast<double>(options.width);
   switch (kind) {
     case BlockKind::Attention: {
       add_residual(block, parts, at, "attention", attention_shapes(parts.attention, at + "attention"));
-      block.flops_per_token += attention_flops_per_token(parts.attention, index, options.context);
+      block.flops_per_token += attention_flops_per_token(parts.attention, index, length);
       const std::int64_t window = parts.attention.window_of(index);
-      const std::int64_t seen = window > 0 ? std::min(window, options.context) : options.context;
+      const std::int64_t seen = window > 0 ? std::min(window, length) : length;
       block.moved_per_token += 8 * width + 4 * static_cast<double>(seen * options.heads);
       if (parts.relations) block.moved_per_token += 2 * static_cast<double>(options.context * options.heads);
       if (options.attention_feed) add_feed(block, options, parts, at);
@@ -125,7 +160,7 @@ BlockPlan block_plan(const HybridOptions& options, const HybridParts& parts, std
     }
     case BlockKind::StateSpace:
       add_residual(block, parts, at, "state_space", parameter_shapes(parts.state_space, at + "state_space."));
-      block.flops_per_token += flops_per_token(parts.state_space, options.context);
+      block.flops_per_token += flops_per_token(parts.state_space, length);
       block.moved_per_token += 16 * width * static_cast<double>(options.state_expand);
       break;
     case BlockKind::Experts:
@@ -139,6 +174,7 @@ BlockPlan block_plan(const HybridOptions& options, const HybridParts& parts, std
       add_feed(block, options, parts, at);
       break;
   }
+  if (routed) add_routing(block, options, parts, at + "depth");
   return block;
 }
 
@@ -156,11 +192,52 @@ void add_relations(ModelPlan& plan, const HybridParts& parts) {
     plan.shared.push_back({std::move(shape), users});
 }
 
+// What multi-token prediction adds to the last stage: for each depth a projection, a block and the head.
+void add_multi_token(ModelPlan& plan, const HybridOptions& options, const HybridParts& parts) {
+  const auto append = [&](std::vector<ParameterShape> shapes) {
+    for (ParameterShape& shape : shapes) plan.head.push_back(std::move(shape));
+  };
+  const double head_flops = plan.head_flops_per_token, head_moved = plan.head_moved_per_token;
+  append(parts.multi_token.shapes("multi_token"));
+  plan.head_flops_per_token += parts.multi_token.flops_per_token(options.context);
+  const HybridParts extended = parts.with_multi_token_blocks();
+  const auto layers = static_cast<std::int64_t>(parts.pattern.blocks.size());
+  for (std::int64_t d = 0; d < parts.multi_token.depth; ++d) {
+    BlockPlan block = block_plan(options, extended, layers + d);
+    plan.head_inactive_parameters += block.inactive_parameters;
+    plan.head_flops_per_token += head_flops + block.flops_per_token;
+    plan.head_moved_per_token += head_moved + block.moved_per_token;
+    append(std::move(block.parameters));
+  }
+}
+
 }  // namespace
 
 std::int64_t HybridParts::residuals(const HybridOptions& options) const {
   const auto attention = std::count(pattern.blocks.begin(), pattern.blocks.end(), BlockKind::Attention);
   return static_cast<std::int64_t>(pattern.blocks.size()) + (options.attention_feed ? attention : 0);
+}
+
+bool HybridParts::is_routed(std::int64_t block) const {
+  return std::find(depth_layers.begin(), depth_layers.end(), block) != depth_layers.end();
+}
+
+std::int64_t HybridParts::blocks_with(std::string_view loss) const {
+  if (loss == "depth_router") return static_cast<std::int64_t>(depth_layers.size());
+  if (loss != "balance" && loss != "router_z") return 1;
+  const auto experts = std::count(pattern.blocks.begin(), pattern.blocks.end(), BlockKind::Experts);
+  return experts + (multi_token_kind == BlockKind::Experts ? multi_token.depth : 0);
+}
+
+HybridParts HybridParts::with_multi_token_blocks() const {
+  HybridParts more = *this;
+  more.pattern.blocks.insert(more.pattern.blocks.end(), static_cast<std::size_t>(multi_token.depth),
+                             multi_token_kind);
+  more.attention.layers = static_cast<std::int64_t>(more.pattern.blocks.size());
+  more.attention.windows.clear();
+  more.attention.nope_layers.clear();
+  more.depth_layers.clear();
+  return more;
 }
 
 HybridOptions HybridOptions::resolved() const {
@@ -180,8 +257,7 @@ HybridOptions HybridOptions::resolved() const {
   if (whole.feed_width == 0)
     whole.feed_width = (8 * width / 3 + kFeedRounding - 1) / kFeedRounding * kFeedRounding;
   if (whole.expert_width == 0) whole.expert_width = whole.feed_width;
-  const BlockPattern parsed = parse_pattern(pattern);
-  if (uses(parsed, BlockKind::Attention) && key_value_heads == 0) whole.key_value_heads = heads;
+  if (key_value_heads == 0) whole.key_value_heads = heads;
   hybrid_parts(whole);
   return whole;
 }
@@ -195,15 +271,32 @@ HybridParts hybrid_parts(const HybridOptions& options) {
       .experts = {},
       .weights = {},
       .inputs = hybrid_inputs(options),
-      .relations = {}};
+      .relations = {},
+      .depth = {.width = options.width,
+                .capacity = options.depth_capacity,
+                .kind = depth_kind_from(options.depth_kind),
+                .gamma = options.depth_gamma},
+      .depth_layers = options.depth_layers,
+      .multi_token = {.depth = options.multi_token_depth, .norm = {}}};
   parts.norm.check();
   const auto layers = static_cast<std::int64_t>(parts.pattern.blocks.size());
-  if (uses(parts.pattern, BlockKind::Attention)) parts.attention = attention_of(options, layers).resolved();
-  if (uses(parts.pattern, BlockKind::StateSpace)) {
+  check_depth_layers(parts.depth_layers, layers);
+  if (!parts.depth_layers.empty()) parts.depth.check();
+  require_of_hybrid(options.multi_token_depth >= 0, "multi_token_depth",
+                    fmt::format("{}", options.multi_token_depth), "at least 1, or 0 for none");
+  if (options.multi_token_depth > 0) {
+    parts.multi_token.norm = parts.norm;
+    parts.multi_token_kind = multi_token_kind_of(options, parts.pattern);
+  }
+  const auto used = [&](BlockKind kind) {
+    return uses(parts.pattern, kind) || (options.multi_token_depth > 0 && parts.multi_token_kind == kind);
+  };
+  if (used(BlockKind::Attention)) parts.attention = attention_of(options, layers).resolved();
+  if (used(BlockKind::StateSpace)) {
     parts.state_space = state_space_of(options);
     parts.state_space.check();
   }
-  if (uses(parts.pattern, BlockKind::Experts)) {
+  if (used(BlockKind::Experts)) {
     parts.experts = experts_of(options);
     parts.experts.check();
   }
@@ -211,6 +304,8 @@ HybridParts hybrid_parts(const HybridOptions& options) {
   check_tree_feed(options, parts.pattern);
   parts.weights.set("balance", options.balance_weight);
   parts.weights.set("router_z", options.router_z_weight);
+  parts.weights.set("depth_router", options.depth_weight);
+  parts.weights.set("multi_token", options.multi_token_weight);
   return parts;
 }
 
@@ -224,13 +319,13 @@ ModelPlan HybridOptions::plan() const {
     plan.blocks.push_back(block_plan(whole, parts, static_cast<std::int64_t>(i)));
   add_relations(plan, parts);
   plan.head = parts.norm.shapes("norm");
-  if (whole.tie_head)
-    plan.tied = {"embed.weight"};
-  else
-    plan.head.push_back({"head.weight", {whole.vocabulary, whole.width}});
+  // Multi-token prediction reads the embedding of the true tokens at the last stage.
+  if (whole.tie_head || whole.multi_token_depth > 0) plan.tied = {"embed.weight"};
+  if (!whole.tie_head) plan.head.push_back({"head.weight", {whole.vocabulary, whole.width}});
   plan.head_flops_per_token = 2.0 * static_cast<double>(whole.vocabulary) * static_cast<double>(whole.width);
   plan.head_moved_per_token =
       2.0 * static_cast<double>(whole.vocabulary) + 4.0 * static_cast<double>(whole.width);
+  if (whole.multi_token_depth > 0) add_multi_token(plan, whole, parts);
   return plan;
 }
 

@@ -45,7 +45,7 @@ std::int64_t parameter_count(const ModelPlan& plan) {
 }
 
 std::int64_t active_parameter_count(const ModelPlan& plan) {
-  std::int64_t count = parameter_count(plan) - plan.inactive_embed_parameters;
+  std::int64_t count = parameter_count(plan) - plan.inactive_embed_parameters - plan.head_inactive_parameters;
   for (const BlockPlan& block : plan.blocks) count -= block.inactive_parameters;
   return count;
 }

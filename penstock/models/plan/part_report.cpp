@@ -1,5 +1,6 @@
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <utility>
 
@@ -47,8 +48,12 @@ std::string blocks_text(const StagePart& part, const PartReport& report, const M
                          ? fmt::format("block {}", report.first_block)
                          : fmt::format("blocks {}-{}", report.first_block, report.last_block);
   if (part.has_embed()) what = "embed, " + what;
-  if (part.has_head()) what += !plan.tied.empty() ? ", norm, tied head" : ", norm, head";
-  return what;
+  if (!part.has_head()) return what;
+  if (plan.tied.empty()) return what + ", norm, head";
+  // The last stage may use the embedding besides a head of its own.
+  const bool own_head = std::any_of(plan.head.begin(), plan.head.end(),
+                                    [](const ParameterShape& each) { return each.name == "head.weight"; });
+  return what + (own_head ? ", norm, head, copy of embed" : ", norm, tied head");
 }
 
 std::string size_text(const PartReport& report) {

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <limits>
 #include <string>
+#include <utility>
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
@@ -67,6 +68,7 @@ AttentionMask AttentionMask::without_derived() const {
   mask.keys_ = keys_;
   mask.documents_ = documents_;
   mask.valid_ = valid_;
+  mask.positions_ = positions_;
   mask.added_ = added_;
   return mask;
 }
@@ -87,6 +89,16 @@ AttentionMask AttentionMask::with_valid(const at::Tensor& counts) const {
                               "integers [batch], the number of valid tokens of each row"));
   AttentionMask mask = without_derived();
   mask.valid_ = counts;
+  return mask;
+}
+
+AttentionMask AttentionMask::with_positions(const at::Tensor& positions) const {
+  if (!positions.defined() || positions.dim() != 2 || positions.size(1) != keys_ ||
+      !at::isIntegralType(positions.scalar_type(), false))
+    throw ValueError(describe("attention: positions", shape_text(positions),
+                              fmt::format("integers [batch, {}], one for each key", keys_)));
+  AttentionMask mask = without_derived();
+  mask.positions_ = positions;
   return mask;
 }
 
@@ -118,6 +130,12 @@ at::Tensor AttentionMask::allowed_within(const MaskRange& range, std::int64_t wi
     allowed = allowed.logical_and(documents_.narrow(1, first_query, range.queries)
                                       .unsqueeze(2)
                                       .eq(documents_.narrow(1, range.first_key, range.keys).unsqueeze(1))
+                                      .unsqueeze(1));
+  if (window > 0 && positions_.defined())
+    allowed = allowed.logical_and(positions_.narrow(1, first_query, range.queries)
+                                      .unsqueeze(2)
+                                      .sub(positions_.narrow(1, range.first_key, range.keys).unsqueeze(1))
+                                      .lt(window)
                                       .unsqueeze(1));
   if (valid_.defined())
     allowed = allowed.logical_and(key.lt(valid_.view({-1, 1, 1, 1}))).logical_or(distance.eq(0));
@@ -162,13 +180,22 @@ const at::Tensor& AttentionMask::band_bias(const at::Tensor& like, at::ScalarTyp
   const at::Tensor is_self = distance.eq(0), key_index = start.add(key);  // [blocks, 1, span]
   at::Tensor seen = distance.ge(0).logical_and(distance.lt(window)).logical_and(key_index.ge(0));
   seen = seen.unsqueeze(0);  // [1, blocks, block, span]
+  // Numbers of tokens [batch, keys] as those of the queries, [batch, blocks, block, 1], and of the keys,
+  // [batch, blocks, 1, span]. Rows and columns outside of the sequence get a number; the rest of the mask
+  // excludes their keys.
+  const auto in_blocks = [&](const at::Tensor& numbers) {
+    const at::Tensor padded = at::constant_pad_nd(numbers, {band.back - before, band.rows() - queries_});
+    return std::pair(
+        padded.narrow(1, band.back, band.rows()).view({numbers.size(0), band.blocks, band.block, 1}),
+        padded.unfold(1, band.span(), band.block).unsqueeze(2));
+  };
   if (documents_.defined()) {
-    // Rows and columns outside of the sequence get a number; the rest of the mask excludes their keys.
-    const at::Tensor padded = at::constant_pad_nd(documents_, {band.back - before, band.rows() - queries_});
-    const at::Tensor of_keys = padded.unfold(1, band.span(), band.block);  // [batch, blocks, span]
-    const at::Tensor of_queries =
-        padded.narrow(1, band.back, band.rows()).view({documents_.size(0), band.blocks, band.block});
-    seen = seen.logical_and(of_queries.unsqueeze(3).eq(of_keys.unsqueeze(2)));
+    const auto [of_queries, of_keys] = in_blocks(documents_);
+    seen = seen.logical_and(of_queries.eq(of_keys));
+  }
+  if (positions_.defined()) {
+    const auto [of_queries, of_keys] = in_blocks(positions_);
+    seen = seen.logical_and(of_queries.sub(of_keys).lt(window));
   }
   if (valid_.defined()) seen = seen.logical_and(key_index.lt(valid_.view({-1, 1, 1, 1})));
   const at::Tensor once = minus_infinity_unless(seen.logical_or(is_self), dtype);

@@ -54,6 +54,9 @@ class AttentionMask {
   // counts [batch], integers: tokens at and after the count of their row are padding. No token sees them,
   // and the result of attend() for them is zero.
   AttentionMask with_valid(const at::Tensor& counts) const;
+  // positions [batch, keys], integers that ascend by at least 1 within a row: windows count them instead of
+  // keys, for rows from which tokens were left out. For layers with a window only.
+  AttentionMask with_positions(const at::Tensor& positions) const;
   // bias [batch or 1, heads or 1, queries, keys]: added to the scaled scores. Differentiable.
   AttentionMask with_bias(const at::Tensor& bias) const;
 
@@ -61,13 +64,14 @@ class AttentionMask {
   std::int64_t keys() const { return keys_; }
   const at::Tensor& documents() const { return documents_; }  // undefined: one document
   const at::Tensor& valid() const { return valid_; }          // undefined: no padding
+  const at::Tensor& positions() const { return positions_; }  // undefined: 0, 1, ...
   const at::Tensor& added() const { return added_; }          // the additive bias; undefined: none
   // Nothing but causality.
-  bool is_causal_only() const { return !documents_.defined() && !valid_.defined() && !added_.defined(); }
+  bool is_causal_only() const { return !differs_in_batch() && !added_.defined(); }
   bool is_plain_causal() const { return is_causal_only() && queries_ == keys_ && queries_ > 1; }
   bool sees_everything() const { return is_causal_only() && queries_ == 1; }
   // Whether rows of the batch may have different masks.
-  bool differs_in_batch() const { return documents_.defined() || valid_.defined(); }
+  bool differs_in_batch() const { return documents_.defined() || valid_.defined() || positions_.defined(); }
 
   // The first key that any query sees in a layer with this window (0: no window), the keys from there on.
   std::int64_t first_key(std::int64_t window) const;
@@ -93,7 +97,7 @@ class AttentionMask {
   AttentionMask without_derived() const;
 
   std::int64_t queries_ = 0, keys_ = 0;
-  at::Tensor documents_, valid_, added_;
+  at::Tensor documents_, valid_, positions_, added_;
 
   using FormKey = std::tuple<std::int64_t, at::ScalarType, std::int64_t>;  // window, dtype, repeats
   mutable std::map<std::int64_t, at::Tensor> allowed_;                     // by window

@@ -44,6 +44,7 @@ void check_mask(const at::Tensor& q, const at::Tensor& k, const AttentionMask& m
                  "keys may be fewer only by those before the window of the first query"));
   for (const auto& [name, tensor] :
        {std::pair<const char*, const at::Tensor&>{"documents", mask.documents()},
+        std::pair<const char*, const at::Tensor&>{"positions", mask.positions()},
         std::pair<const char*, const at::Tensor&>{"row-valid counts", mask.valid()}})
     if (tensor.defined() && !is_one_or(tensor.size(0), q.size(0)))
       throw ValueError(describe(fmt::format("attention: {}", name), fmt::format("{} rows", tensor.size(0)),
@@ -150,9 +151,9 @@ at::Tensor attend_windowed(const at::Tensor& q, const at::Tensor& k, const at::T
   return attend_in_band(q, k, v, mask, window);
 }
 
-// A window that reaches all keys is none.
+// A window that reaches all keys is none, unless it counts positions, which may be further apart than keys.
 std::int64_t window_that_matters(const AttentionMask& mask, std::int64_t window) {
-  return window >= mask.keys() ? 0 : window;
+  return window >= mask.keys() && !mask.positions().defined() ? 0 : window;
 }
 
 }  // namespace

@@ -177,7 +177,11 @@ at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& targets
 }
 
 at::Tensor rotate_pairs(const at::Tensor& x, const at::Tensor& turns) {
-  if (fits(x) && x.dim() == 4 && turns.scalar_type() == at::kComplexFloat && turns.device() == x.device())
+  const bool of_row = turns.dim() == 3 && turns.size(0) == x.size(1) && turns.size(1) == 1;
+  const bool of_rows =
+      turns.dim() == 4 && turns.size(0) == x.size(0) && turns.size(1) == x.size(1) && turns.size(2) == 1;
+  if (fits(x) && x.dim() == 4 && (of_row || of_rows) && 2 * turns.size(-1) == x.size(3) &&
+      turns.scalar_type() == at::kComplexFloat && turns.device() == x.device())
     return RotatePairs::apply(x, turns);
   const at::ScalarType dtype = turns.scalar_type() == at::kComplexDouble ? at::kDouble : at::kFloat;
   const at::Tensor wide = x.to(dtype);

@@ -26,7 +26,8 @@ namespace penstock {
 at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& targets, std::int64_t ignored);
 
 // x [batch, length, heads, 2n]: each pair of neighbouring elements is a complex number, multiplied by turns
-// [length, 1, n] (ComplexFloat; ComplexDouble for float64).
+// [length, 1, n], or [batch, length, 1, n] if rows have tokens at different positions (ComplexFloat;
+// ComplexDouble for float64).
 at::Tensor rotate_pairs(const at::Tensor& x, const at::Tensor& turns);
 
 // Rows of a larger tensor, as split() gives them, are not copied.

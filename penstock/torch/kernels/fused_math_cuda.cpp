@@ -82,10 +82,10 @@ extern "C" __global__ void penstock_cross_entropy_backward(const Pack* logits, c
 
 // A pack holds whole complex numbers; PACK is even.
 constexpr const char* kRotatePairs = R"(
-extern "C" __global__ void penstock_rotate_pairs(const Pack* x, const float2* turns, Pack* result, i64 packs, i64 length, i64 heads, i64 packs_of_head, float sign) {
+extern "C" __global__ void penstock_rotate_pairs(const Pack* x, const float2* turns, Pack* result, i64 packs, i64 places, i64 heads, i64 packs_of_head, float sign) {
   for (i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x; i < packs; i += gridDim.x * (i64)blockDim.x) {
-    const i64 within = i % packs_of_head, position = i / packs_of_head / heads % length;
-    const float2* turn = turns + (position * packs_of_head + within) * (PACK / 2);
+    const i64 within = i % packs_of_head, place = i / packs_of_head / heads % places;
+    const float2* turn = turns + (place * packs_of_head + within) * (PACK / 2);
     const Pack pack = x[i];
     Pack turned;
     for (int j = 0; j < PACK / 2; ++j) {
@@ -174,13 +174,15 @@ void launch_rotate_pairs(const at::Tensor& given, const at::Tensor& turns, bool 
                          const at::Tensor& result) {
   const std::int64_t width = given.size(3);
   PENSTOCK_INVARIANT(width % 2 == 0, "a head of odd width has no pairs");
+  // Tokens with turns of their own: those of one row, which all rows share, or those of all rows.
+  const std::int64_t places = turns.numel() / width;
   // A shard that starts in the middle of a pair is copied; new allocations are aligned.
   const at::Tensor x = cuda_pack(width, {given, result}) > 1 ? given : given.clone();
   const std::int64_t pack = cuda_pack(width, {x, result});
   const std::int64_t packs = x.numel() / pack;
   kernel_for("penstock_rotate_pairs", kRotatePairs, x.scalar_type(), pack)
       .launch(x.get_device(), blocks_for(packs, x.get_device()), kThreads, device_in(x), device_in(turns),
-              device_out(result), device_number(packs), device_number(x.size(1)), device_number(x.size(2)),
+              device_out(result), device_number(packs), device_number(places), device_number(x.size(2)),
               device_number(width / pack), back ? -1.0F : 1.0F);
 }
 

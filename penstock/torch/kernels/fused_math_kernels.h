@@ -18,7 +18,8 @@ void launch_cross_entropy(const at::Tensor& logits, const at::Tensor& targets, s
 void launch_cross_entropy_backward(const at::Tensor& logits, const at::Tensor& targets, std::int64_t ignored,
                                    const at::Tensor& log_sums, const at::Tensor& scale,
                                    const at::Tensor& gradient);
-// turns as real numbers: float32 [length, n, 2]. `back` rotates in the opposite direction.
+// turns as real numbers: float32 [length, 1, n, 2] or [batch, length, 1, n, 2]. `back` rotates in the
+// opposite direction.
 void launch_rotate_pairs(const at::Tensor& x, const at::Tensor& turns, bool back, const at::Tensor& result);
 // Rows [n, width], contiguous within a row. The result, and its gradient in backward, are contiguous; both
 // results of backward have the same distance between rows.

@@ -149,6 +149,7 @@ void keep_part(AutogradContext* context, const MaskPart& part) {
                                range.first_key, range.keys, part.window});
   keep(context, "documents", part.mask.documents());
   keep(context, "valid", part.mask.valid());
+  keep(context, "positions", part.mask.positions());
 }
 
 std::optional<MaskPart> kept_part(AutogradContext* context) {
@@ -157,9 +158,11 @@ std::optional<MaskPart> kept_part(AutogradContext* context) {
   const std::vector<std::int64_t> numbers = found->second.toIntVector();
   AttentionMask mask = AttentionMask::causal(numbers[0], numbers[1]);
   const at::Tensor documents = kept_or_undefined(context, "documents"),
-                   valid = kept_or_undefined(context, "valid");
+                   valid = kept_or_undefined(context, "valid"),
+                   positions = kept_or_undefined(context, "positions");
   if (documents.defined()) mask = mask.with_documents(documents);
   if (valid.defined()) mask = mask.with_valid(valid);
+  if (positions.defined()) mask = mask.with_positions(positions);
   return MaskPart{mask, {numbers[2], numbers[3], numbers[4], numbers[5]}, numbers[6]};
 }
 

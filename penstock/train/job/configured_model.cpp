@@ -33,7 +33,8 @@ bool fits_transformer(const ModelConfig& model) {
   return model.attention_feed && model.norm == "rms_norm" && !model.embed_scale && model.windows.empty() &&
          model.nope_layers.empty() && model.bos_token == 0 && model.relations == 0 && !model.tree_feed &&
          model.ngram_orders.empty() && !model.structure_embedding && model.platforms == 0 &&
-         model.embed_norm == "none" && model.pattern.find_first_not_of("A|") == std::string::npos;
+         model.embed_norm == "none" && model.depth_layers.empty() && model.multi_token_depth == 0 &&
+         model.pattern.find_first_not_of("A|") == std::string::npos;
 }
 
 // Models by name. Registered at the start of a program, read by the threads of its ranks.
@@ -132,6 +133,15 @@ models::HybridOptions hybrid_options(const ModelConfig& config) {
   options.capacity_factor = config.capacity_factor;
   options.balance_weight = config.balance_weight;
   options.router_z_weight = config.router_z_weight;
+  options.router_bias_rate = config.router_bias_rate;
+  options.depth_layers = config.depth_layers;
+  options.depth_capacity = config.depth_capacity;
+  options.depth_kind = config.depth_kind;
+  options.depth_gamma = config.depth_gamma;
+  options.depth_weight = config.depth_weight;
+  options.multi_token_depth = config.multi_token_depth;
+  options.multi_token_block = config.multi_token_block;
+  options.multi_token_weight = config.multi_token_weight;
   return options.resolved();
 }
 
@@ -139,11 +149,12 @@ std::shared_ptr<models::TrainableModel> configured_model(const TrainConfig& conf
   std::string type = config.model.type;
   if (type == "auto") type = fits_transformer(config.model) ? "transformer" : "hybrid";
   if (type == "transformer" && !fits_transformer(config.model))
-    throw ConfigError(describe("model.type", "transformer, with settings that it cannot have",
-                               "A blocks with a feed-forward part, rms_norm, and no windows, nope_layers, "
-                               "embed_scale, bos_token, relations, tree_feed, ngram_orders, "
-                               "structure_embedding, platforms or embed_norm",
-                               "set model.type to hybrid or auto"));
+    throw ConfigError(
+        describe("model.type", "transformer, with settings that it cannot have",
+                 "A blocks with a feed-forward part, rms_norm, and no windows, nope_layers, "
+                 "embed_scale, bos_token, relations, tree_feed, ngram_orders, "
+                 "structure_embedding, platforms, embed_norm, depth_layers or multi_token_depth",
+                 "set model.type to hybrid or auto"));
   std::shared_ptr<models::TrainableModel> model = Models::all().find(type)(config);
   if (!model) throw StateError(fmt::format("register_model(\"{}\"): the function returned no model", type));
   return model;

@@ -288,6 +288,7 @@ struct TrainingJob::Impl {
     outcome.times.sync += seconds_since(now);
     now = Clock::now();
     update(outcome, clipped);
+    model.after_step({.updated = !outcome.skipped, .data_parallel = layout.data_parallel_groups()});
     outcome.times.update += seconds_since(now);
     ++steps_done;
     outcome.step = steps_done;
@@ -395,6 +396,8 @@ struct TrainingJob::Impl {
     std::vector<checkpoint::TensorPart> parts;
     for (const optim::NamedParameter& parameter : model.parameters())
       parts.push_back(checkpoint::tensor_part(parameter.name, parameter.tensor));
+    for (const models::StateBuffer& buffer : model.state_buffers())
+      parts.push_back(checkpoint::tensor_part(buffer.name, buffer.tensor));
     return parts;
   }
 

@@ -38,6 +38,13 @@ comm::MeshGroups RankLayout::shard_mesh() const {
   return mesh_.with_mesh(mesh_.mesh()[{"replicas", "shard"}]);
 }
 
+std::vector<comm::Group> RankLayout::data_parallel_groups() const {
+  std::vector<comm::Group> groups;
+  if (size_[1] > 1) groups.push_back(mesh_.group("replicas"));
+  if (size_[2] > 1) groups.push_back(mesh_.group("shard"));
+  return groups;
+}
+
 std::vector<int> RankLayout::pipeline_ranks() const { return mesh_.mesh().rank_list(0); }
 
 }  // namespace penstock::train

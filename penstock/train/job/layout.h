@@ -39,6 +39,9 @@ class RankLayout {
   int shard_size() const { return size_[2]; }
   int tp_size() const { return size_[3]; }
 
+  // Groups for a sum over all data-parallel ranks: one over each in turn. Empty without data parallelism.
+  std::vector<comm::Group> data_parallel_groups() const;
+
   // Global ranks of this rank's pipeline, in pipeline order.
   std::vector<int> pipeline_ranks() const;
 

@@ -52,6 +52,8 @@ LoadedModel load_model(const fs::path& path, at::Device device) {
   std::vector<checkpoint::TensorPart> parts;
   for (const auto& entry : model->named_parameters())
     parts.push_back(checkpoint::tensor_part(entry.key(), entry.value()));
+  for (const models::StateBuffer& buffer : model->state_buffers())
+    parts.push_back(checkpoint::tensor_part(buffer.name, buffer.tensor));
   checkpoint::load_into(alone, opened, checkpoint::Section::Model, parts);
   model->eval();
   return {model, config, opened.path(), opened.step()};

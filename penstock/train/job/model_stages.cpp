@@ -190,6 +190,17 @@ void ModelStages::share_tied() {
   tied_.head.copy_(tied_.embed);
 }
 
+std::vector<models::StateBuffer> ModelStages::state_buffers() const {
+  std::vector<models::StateBuffer> all;
+  for (const auto& module : modules_)
+    for (models::StateBuffer& buffer : module->state_buffers()) all.push_back(std::move(buffer));
+  return all;
+}
+
+void ModelStages::after_step(const models::FinishedStep& step) {
+  for (const auto& module : modules_) module->after_step(step);
+}
+
 at::Tensor ModelStages::loss(const at::Tensor& output, const at::Tensor& targets, double tokens) const {
   for (const auto& module : modules_)
     if (module->part().has_head()) return module->loss(output, targets, tokens);

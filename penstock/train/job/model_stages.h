@@ -62,6 +62,11 @@ class ModelStages {
   // Copies new values of the first leaf to the second, if the second has its own memory. No communication.
   void share_tied();
 
+  // Buffers of this rank's stages that belong to the state of the model.
+  std::vector<models::StateBuffer> state_buffers() const;
+  // [collective over the data-parallel ranks] Ends a step on all stages.
+  void after_step(const models::FinishedStep& step);
+
   // Returns the loss of a microbatch, divided by `tokens`. On the rank of the last stage.
   at::Tensor loss(const at::Tensor& output, const at::Tensor& targets, double tokens) const;
 

@@ -9,9 +9,11 @@
 #include <utility>
 
 #include "penstock/base/describe.h"
+#include "penstock/comm/group/operators.h"
 #include "penstock/dtensor.h"
 #include "penstock/errors.h"
 #include "penstock/models/blocks/expert_parallel.h"
+#include "penstock/models/blocks/local_region.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/torch/experts/expert_choice.h"
 #include "penstock/torch/experts/expert_rows.h"
@@ -84,7 +86,7 @@ ExpertsImpl::Routing ExpertsImpl::route(const at::Tensor& tokens) {
   Routing routing;
   routing.weights = weights;
   routing.order = expert_order(choices, options_.experts, expert_capacity(options_, tokens.size(0)));
-  const at::Tensor shares = routing.order.counts.to(dtype) / static_cast<double>(choices.numel());
+  const at::Tensor shares = shares_of(routing.order.counts, choices.numel(), dtype);
   routing.balance = (shares * scores.mean(0)).sum() * static_cast<double>(options_.experts);
   routing.router_z = at::logsumexp(logits, {-1}).square().mean();
   if (router_load.defined() && is_training()) {
@@ -94,10 +96,20 @@ ExpertsImpl::Routing ExpertsImpl::route(const at::Tensor& tokens) {
   return routing;
 }
 
+// The shares have no gradient, so that the sum of counts is all that ranks exchange: the mean over the ranks
+// of (shares of all) * (mean score of each) is the product of the shares and the mean score of all.
+at::Tensor ExpertsImpl::shares_of(const at::Tensor& counts, std::int64_t choices,
+                                  at::ScalarType dtype) const {
+  const bool alone = !balance_ranks_ || balance_ranks_->size() == 1 || !is_training();
+  const at::Tensor all = alone ? counts
+                               : comm::functional::wait_tensor(comm::functional::all_reduce(
+                                     counts, comm::ReduceOp::Sum, *balance_ranks_));
+  return all.to(dtype) / static_cast<double>(choices * (alone ? 1 : balance_ranks_->size()));
+}
+
 at::Tensor ExpertsImpl::run_experts(const at::Tensor& tokens, const Routing& routing) const {
-  const bool parallel = is_dtensor(gate);
-  const auto weight = [&](const at::Tensor& parameter) {
-    return cast_weight(parallel ? to_local(parameter) : parameter);
+  const auto weight = [](const at::Tensor& parameter) {
+    return cast_weight(is_dtensor(parameter) ? to_local(parameter) : parameter);
   };
   const auto swiglu = [&](const at::Tensor& rows, const at::Tensor& ends) {
     const at::Tensor inner =
@@ -105,8 +117,9 @@ at::Tensor ExpertsImpl::run_experts(const at::Tensor& tokens, const Routing& rou
     return grouped_product(inner, weight(down), ends);
   };
   const at::Tensor rows = gather_rows(tokens, routing.order);  // [T * top_k, width]
-  const at::Tensor results = parallel ? compute_elsewhere(rows, routing.order, mesh_of(gate).group(0), swiglu)
-                                      : swiglu(rows, routing.order.ends);
+  const at::Tensor results = axes_.experts
+                                 ? compute_elsewhere(rows, routing.order, axes_.experts->group(0), swiglu)
+                                 : swiglu(rows, routing.order.ends);
   return combine_rows(results, routing.weights, routing.order);
 }
 
@@ -116,8 +129,17 @@ BlockResult ExpertsImpl::forward(const at::Tensor& x) {
                               fmt::format("{}", fmt::join(x.sizes(), " x ")),
                               fmt::format("batch x length x {}", options_.width)));
   const at::Tensor tokens = x.reshape({x.size(0) * x.size(1), options_.width});
-  const Routing routing = route(tokens);
-  at::Tensor hidden = run_experts(cast_once(tokens), routing).view(x.sizes());
+  Routing routing = route(tokens);
+  at::Tensor hidden;
+  if (axes_.columns) {
+    // The router is outside: every rank has all of it, and gradients that are complete.
+    const LocalRegion region(*axes_.columns);
+    routing.weights = region.enter(routing.weights);
+    hidden = region.leave_sum(run_experts(cast_once(region.enter(tokens)), routing));
+  } else {
+    hidden = run_experts(cast_once(tokens), routing);
+  }
+  hidden = hidden.view(x.sizes());
   if (!shared.is_empty()) hidden = hidden + shared->forward(x);
   return {.hidden = hidden, .losses = {{kBalanceLoss, routing.balance}, {kRouterZLoss, routing.router_z}}};
 }

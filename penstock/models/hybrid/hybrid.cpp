@@ -20,8 +20,11 @@
 #include "penstock/models/blocks/attention_metadata.h"
 #include "penstock/models/blocks/auxiliary_loss.h"
 #include "penstock/models/blocks/block.h"
+#include "penstock/models/blocks/experts.h"
+#include "penstock/models/blocks/local_region.h"
 #include "penstock/models/blocks/rotary.h"
 #include "penstock/models/hybrid/hybrid_block.h"
+#include "penstock/models/hybrid/hybrid_parallel.h"
 #include "penstock/models/plan/hybrid_parts.h"
 #include "penstock/random.h"
 #include "penstock/step_context.h"
@@ -155,7 +158,10 @@ at::Tensor HybridStageImpl::Impl::run(const at::Tensor& input, const HybridConte
   }
   x = with_losses(x, losses);
   if (!part.has_head()) return scope.output(x);
-  return scope.output(at::linear(norm.forward(x), head_weight()));
+  x = norm.forward(x);
+  const LocalRegion region(x, head_weight(), Rows::BatchAndLength);
+  return scope.output(
+      region.leave_split(at::linear(region.enter(x), region.weight(head_weight())), options.vocabulary));
 }
 
 // A loss of the model is the mean over its blocks, wherever they are: each stage adds its own terms. They
@@ -216,6 +222,14 @@ void HybridStageImpl::set_initial_values(std::uint64_t seed) {
   for (HybridBlock& block : impl_->blocks) block->initialize(init);
   if (part().has_head()) impl_->norm.initialize("norm", init);
   if (!impl_->head.is_empty()) fill_normal(impl_->head->weight, "head.weight", seed, kDeviation);
+}
+
+void HybridStageImpl::parallelize(const comm::MeshGroups& mesh) { parallelize_hybrid(*this, mesh); }
+
+void HybridStageImpl::set_replicas(const comm::Group& replicas) {
+  if (impl_->options.balance_scope != "microbatch") return;
+  for (const auto& module : modules(/*include_self=*/false))
+    if (auto* experts = module->as<ExpertsImpl>()) experts->set_balance_ranks(replicas);
 }
 
 at::Tensor HybridStageImpl::forward(at::Tensor x, at::Tensor documents) {

@@ -2,6 +2,7 @@
 
 #include "penstock/hybrid.h"
 #include "penstock/models/blocks/attention_metadata.h"
+#include "penstock/models/hybrid/hybrid_parallel.h"
 
 namespace penstock::models {
 namespace {
@@ -17,6 +18,8 @@ class TrainableHybrid : public TrainableModel {
     stage->set_auxiliary_scale(auxiliary_scale_);
     return stage;
   }
+  void check_tensor_parallel(int ranks) const override { models::check_tensor_parallel(options_, ranks); }
+  void check_expert_parallel(int ranks) const override { models::check_expert_parallel(options_, ranks); }
   // Only the first stage sees tokens, but every stage needs the documents that they begin.
   StageInputs inputs(const TokenBatch& batch) const override {
     TokenBatch whole = batch;

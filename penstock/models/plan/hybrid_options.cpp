@@ -164,6 +164,9 @@ HybridParts hybrid_parts(const HybridOptions& options) {
   if (uses(parts.pattern, BlockKind::Experts)) {
     parts.experts = experts_of(options);
     parts.experts.check();
+    require_of_hybrid(options.balance_scope == "microbatch" || options.balance_scope == "replica",
+                      "balance_scope", fmt::format("\"{}\"", options.balance_scope),
+                      "\"microbatch\" or \"replica\"");
   }
   parts.weights.set("balance", options.balance_weight);
   parts.weights.set("router_z", options.router_z_weight);

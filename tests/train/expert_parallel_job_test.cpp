@@ -1,0 +1,221 @@
+// Experts divided over data-parallel ranks (layout.ep): training equals that with whole experts, in every
+// layout, and continues under another number of ranks.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <chrono>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "penstock/checkpoint/files/reader.h"
+#include "penstock/checkpoint/tensors/world_agreement.h"
+#include "penstock/checkpoint/tensors/writer.h"
+#include "penstock/dtensor.h"
+#include "penstock/errors.h"
+#include "penstock/fully_shard.h"
+#include "penstock/train/job/job.h"
+#include "penstock/world.h"
+#include "tests/has_text.h"
+#include "tests/throws.h"
+#include "tests/train/scratch_folder.h"
+#include "tests/train/small_training.h"
+
+namespace penstock::train {
+namespace expert_parallel_job_test {
+
+using namespace std::chrono_literals;
+using penstock::test::config_of;
+using penstock::test::has_text;
+using penstock::test::Layout;
+using penstock::test::message_of;
+using penstock::test::ScratchFolder;
+using penstock::test::small_data;
+
+// Sums over the rows of several ranks are in another order: float32 rounding.
+constexpr double kLoss = 2e-5, kNorm = 2e-4, kParameter = 2e-4;
+
+// A and E blocks with every part that an E can have, and auxiliary losses that matter.
+const std::vector<std::string> kExperts = {
+    "--pattern",         "AEFE", "--attention_feed",      "false", "--experts",        "4",
+    "--expert_width",    "12",   "--shared_expert_width", "8",     "--balance_weight", "0.5",
+    "--router_z_weight", "0.1"};
+
+struct Experiment {
+  Layout layout;
+  int ep = 1, shard = 1;
+  std::vector<std::string> more = {};
+};
+
+struct Outcome {
+  std::vector<double> losses, norms;
+  double validation = 0;
+  std::map<std::string, at::Tensor> parameters;  // whole, after the last step
+  std::int64_t expert_elements = 0;              // of one parameter of experts, on rank 0
+};
+
+TrainConfig config_of(const Experiment& experiment) {
+  std::vector<std::string> more = kExperts;
+  more.insert(more.end(),
+              {"--ep", std::to_string(experiment.ep), "--shard", std::to_string(experiment.shard)});
+  more.insert(more.end(), experiment.more.begin(), experiment.more.end());
+  return config_of(experiment.layout, more);
+}
+
+// Starts from the last checkpoint in `from`, if any; saves to `to`, if given, after the steps.
+Outcome train(const Experiment& experiment, int steps, const ScratchFolder* from = nullptr,
+              const ScratchFolder* to = nullptr) {
+  const TrainConfig config = config_of(experiment);
+  Outcome run;
+  std::mutex mutex;
+  comm::run_ranks(static_cast<int>(config.layout.ranks), 120s, [&](comm::World& world) {
+    TrainingJob job(world, config, small_data().open(config));
+    if (from != nullptr) {
+      checkpoint::WorldAgreement agreement(world);
+      job.load(checkpoint::open_latest(agreement, from->path())->checkpoint);
+    }
+    for (int step = 0; step < steps; ++step) {
+      const StepOutcome outcome = job.train_step();
+      if (world.rank() != 0) continue;
+      run.losses.push_back(outcome.loss);
+      run.norms.push_back(outcome.grad_norm);
+    }
+    if (to != nullptr) {
+      checkpoint::CheckpointWriter saver(world, to->path());
+      saver.save(job.steps_done(), job.contents());
+      saver.wait();
+    }
+    const double validation = job.validate();
+    if (world.rank() == 0) run.validation = validation;
+    const at::NoGradGuard no_grad;
+    for (const optim::NamedParameter& parameter : job.model().parameters()) {
+      ensure_sharded(parameter.tensor);
+      const bool distributed = is_dtensor(parameter.tensor);
+      const at::Tensor whole =
+          distributed ? full_tensor(parameter.tensor) : parameter.tensor.detach().clone();
+      const std::lock_guard lock(mutex);
+      if (world.rank() == 0 && parameter.name == "blocks.1.experts.gate")
+        run.expert_elements = distributed ? to_local(parameter.tensor).numel() : whole.numel();
+      const auto [place, is_first] = run.parameters.try_emplace(parameter.name, whole);
+      if (is_first) continue;  // else copies must be equal
+      EXPECT_TRUE(torch::equal(place->second, whole)) << parameter.name << " on rank " << world.rank();
+    }
+  });
+  return run;
+}
+
+void expect_near(const Outcome& ours, const Outcome& theirs) {
+  ASSERT_EQ(ours.losses.size(), theirs.losses.size());
+  for (std::size_t i = 0; i < theirs.losses.size(); ++i) {
+    EXPECT_NEAR(ours.losses[i], theirs.losses[i], kLoss * theirs.losses[i]) << "step " << i;
+    EXPECT_NEAR(ours.norms[i], theirs.norms[i], kNorm * theirs.norms[i]) << "step " << i;
+  }
+  EXPECT_NEAR(ours.validation, theirs.validation, kLoss * theirs.validation);
+  ASSERT_EQ(ours.parameters.size(), theirs.parameters.size());
+  for (const auto& [name, value] : theirs.parameters)
+    EXPECT_LT((ours.parameters.at(name) - value).abs().max().item<double>(), kParameter) << name;
+}
+
+// dp replicas with one row each make a microbatch of four.
+Layout replicas(const std::string& name, int dp) {
+  return {.name = name, .dp = dp, .microbatch_size = 4 / dp};
+}
+
+TEST(ExpertParallelJob, EqualsWholeExpertsAndOneProcess) {
+  const Outcome one = train({replicas("one", 1)}, 4);
+  EXPECT_LT(one.losses.back(), one.losses.front());
+  const std::int64_t whole = one.expert_elements;
+  for (const auto& [dp, ep] : {std::pair{2, 1}, {2, 2}, {4, 2}, {4, 4}}) {
+    SCOPED_TRACE("dp " + std::to_string(dp) + ", ep " + std::to_string(ep));
+    const Outcome divided = train({replicas("", dp), ep}, 4);
+    expect_near(divided, one);
+    EXPECT_EQ(divided.expert_elements, whole / ep);
+  }
+}
+
+// The first forward computes the same products from the same values, whoever has the experts.
+TEST(ExpertParallelJob, TheFirstLossHasTheSameBits) {
+  const Outcome whole = train({replicas("dp4", 4)}, 1);
+  EXPECT_EQ(train({replicas("ep2", 4), 2}, 1).losses, whole.losses);
+  EXPECT_EQ(train({replicas("ep4", 4), 4}, 1).losses, whole.losses);
+}
+
+TEST(ExpertParallelJob, PipelinesHaveTheirOwnGroups) {
+  const Outcome one = train({replicas("one", 1)}, 3);
+  expect_near(train({Layout{.name = "pp2 dp2", .pp = 2, .dp = 2}, 2}, 3), one);
+  const Layout split{.name = "ZBV", .pp = 2, .virtual_stages = 2, .dp = 2, .schedule = "ZBVZeroBubble"};
+  expect_near(train({split, 2}, 3), one);
+}
+
+TEST(ExpertParallelJob, ShardedParameters) {
+  const Outcome one = train({replicas("one", 1)}, 3);
+  const std::int64_t whole = one.expert_elements;
+  const auto expect = [&](const Experiment& experiment, std::int64_t parts) {
+    SCOPED_TRACE(experiment.layout.name);
+    const Outcome sharded = train(experiment, 3);
+    expect_near(sharded, one);
+    EXPECT_EQ(sharded.expert_elements, whole / parts);
+  };
+  expect({replicas("dp2, shard 2, ep 2: experts are divided only", 2), 2, 2}, 2);
+  expect({replicas("dp4, shard 4, ep 2: experts are sharded over two pairs", 4), 2, 4}, 4);
+  expect({replicas("dp4, shard 2, ep 2: two replicas", 4), 2, 2}, 2);
+  expect({Layout{.name = "pp2 dp2", .pp = 2, .dp = 2}, 2, 2}, 2);
+}
+
+// Each expert counts once in the norm that clips all gradients.
+TEST(ExpertParallelJob, ClippedByTheNormOfAllExperts) {
+  const std::vector<std::string> clipped{"--clip_norm", "0.05"};
+  const Outcome one = train({replicas("one", 1), 1, 1, clipped}, 3);
+  for (const double norm : one.norms) EXPECT_GT(norm, 0.05);
+  expect_near(train({replicas("ep", 4), 2, 1, clipped}, 3), one);
+  expect_near(train({replicas("ep and shard", 4), 2, 4, clipped}, 3), one);
+  expect_near(train({Layout{.name = "pp2 dp2", .pp = 2, .dp = 2}, 2, 1, clipped}, 3), one);
+}
+
+TEST(ExpertParallelJob, AccumulatedRuns) {
+  const Outcome one = train({Layout{.name = "one", .microbatch_size = 4, .microbatches = 4}}, 2);
+  const Layout runs{.name = "two runs", .dp = 2, .accumulation = 2, .microbatches = 2};
+  Outcome plain = train({runs, 2}, 2), sharded = train({runs, 2, 2}, 2);
+  plain.validation = sharded.validation = one.validation;  // of other batches
+  expect_near(plain, one);
+  expect_near(sharded, one);
+}
+
+TEST(ExpertParallelJob, ContinuesUnderAnotherNumberOfRanks) {
+  const Outcome whole = train({replicas("one", 1)}, 4);
+  const Outcome rest{{whole.losses.begin() + 2, whole.losses.end()},
+                     {whole.norms.begin() + 2, whole.norms.end()},
+                     whole.validation,
+                     whole.parameters,
+                     whole.expert_elements};
+  const ScratchFolder divided, sharded;
+  train({replicas("ep4", 4), 4}, 2, nullptr, &divided);
+  train({replicas("ep2 shard4", 4), 2, 4}, 2, nullptr, &sharded);
+  expect_near(train({replicas("one", 1)}, 2, &divided), rest);
+  expect_near(train({replicas("ep2", 2), 2}, 2, &divided), rest);
+  expect_near(train({replicas("ep2 shard2", 2), 2, 2}, 2, &divided), rest);
+  expect_near(train({replicas("ep4", 4), 4}, 2, &sharded), rest);
+}
+
+// Counting the choices of each replica alone is another loss.
+TEST(ExpertParallelJob, BalanceOfEachReplicaAlone) {
+  const std::vector<std::string> alone{"--balance_scope", "replica"};
+  const Outcome together = train({replicas("one", 1)}, 3),
+                apart = train({replicas("dp2", 2), 1, 1, alone}, 3);
+  EXPECT_GT(std::abs(apart.norms[0] - together.norms[0]), 1e-3 * together.norms[0]);
+  expect_near(train({replicas("dp2 ep2", 2), 2, 1, alone}, 3), apart);
+}
+
+TEST(ExpertParallelJob, WhatDoesNotFitSaysWhy) {
+  const auto error = [](const Experiment& experiment) {
+    return message_of<ConfigError>([&] { config_of(experiment); });
+  };
+  EXPECT_TRUE(has_text(error({replicas("dp2", 2), 4}), "layout.dp = 2"));
+  EXPECT_TRUE(has_text(error({replicas("dp4", 4), 4, 2}), "layout.shard = 2"));
+  EXPECT_TRUE(has_text(error({replicas("dp2", 2), 2, 1, {"--experts", "5"}}), "set model.experts to 6"));
+  EXPECT_TRUE(has_text(error({replicas("dp2", 2), 2, 1, {"--pattern", "AAAF"}}), "no E blocks"));
+}
+
+}  // namespace expert_parallel_job_test
+}  // namespace penstock::train

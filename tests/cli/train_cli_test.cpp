@@ -80,6 +80,8 @@ TEST_F(TrainCli, ParityOfManyLayouts) {
            "--pp 2 --dp 2 --schedule ZBVZeroBubble",
            "--pp 1 --dp 2 --tp 2",
            "--pp 2 --virtual_stages 2 --schedule Interleaved1F1B --tp 2",
+           "--pp 1 --dp 2 --ep 2 --pattern AEFE --experts 4 --balance_weight 0.5",
+           "--pp 1 --dp 2 --shard 2 --ep 2 --tp 2 --pattern AEME --state_size 4 --state_head_width 8",
        }) {
     const Ended ended = penstock("parity " + config() + " --steps 3 " + layout);
     EXPECT_EQ(ended.exit_code, 0) << layout << "\n" << ended.output;

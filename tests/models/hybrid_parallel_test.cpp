@@ -16,6 +16,7 @@
 #include "penstock/errors.h"
 #include "penstock/gradients.h"
 #include "penstock/hybrid.h"
+#include "penstock/models/transformer/trainable_transformer.h"
 #include "penstock/world.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
@@ -215,6 +216,8 @@ TEST(HybridParallel, SizesThatDoNotDivideAreRefused) {
   EXPECT_TRUE(
       has_text(message_of<ConfigError>([] { check_expert_parallel(small("AM"), 2); }), "no E blocks"));
   EXPECT_TRUE(has_text(message_of<ConfigError>([] { check_expert_parallel(small("E"), 3); }), "layout.ep"));
+  const auto transformer = trainable_transformer({});
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { transformer->check_expert_parallel(2); }), "layout.ep"));
 }
 
 }  // namespace hybrid_parallel_test

@@ -216,6 +216,10 @@ TEST(HybridParallel, SizesThatDoNotDivideAreRefused) {
   EXPECT_TRUE(
       has_text(message_of<ConfigError>([] { check_expert_parallel(small("AM"), 2); }), "no E blocks"));
   EXPECT_TRUE(has_text(message_of<ConfigError>([] { check_expert_parallel(small("E"), 3); }), "layout.ep"));
+  options = small("E");
+  options.balance_scope = "world";
+  EXPECT_TRUE(
+      has_text(message_of<ConfigError>([&] { options.check(); }), "model.balance_scope: got \"world\""));
   const auto transformer = trainable_transformer({});
   EXPECT_TRUE(has_text(message_of<ConfigError>([&] { transformer->check_expert_parallel(2); }), "layout.ep"));
 }

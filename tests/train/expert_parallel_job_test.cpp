@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 
 #include <chrono>
+#include <cmath>
 #include <map>
 #include <mutex>
 #include <string>
@@ -36,6 +37,7 @@ using penstock::test::small_data;
 
 // Sums over the rows of several ranks are in another order: float32 rounding.
 constexpr double kLoss = 2e-5, kNorm = 2e-4, kParameter = 2e-4;
+constexpr double kGradient = 1e-4;  // of the largest element; AdamW would hide a wrong factor
 
 // A and E blocks with every part that an E can have, and auxiliary losses that matter.
 const std::vector<std::string> kExperts = {
@@ -52,6 +54,7 @@ struct Experiment {
 struct Outcome {
   std::vector<double> losses, norms;
   double validation = 0;
+  std::map<std::string, at::Tensor> gradients;   // whole, of the first step, before clipping
   std::map<std::string, at::Tensor> parameters;  // whole, after the last step
   std::int64_t expert_elements = 0;              // of one parameter of experts, on rank 0
 };
@@ -76,8 +79,18 @@ Outcome train(const Experiment& experiment, int steps, const ScratchFolder* from
       checkpoint::WorldAgreement agreement(world);
       job.load(checkpoint::open_latest(agreement, from->path())->checkpoint);
     }
+    job.set_gradient_hook([&](const std::vector<optim::NamedParameter>& parameters) {
+      const at::NoGradGuard no_grad;
+      for (const optim::NamedParameter& parameter : parameters) {
+        const at::Tensor gradient = parameter.tensor.grad(),
+                         whole = is_dtensor(gradient) ? full_tensor(gradient) : gradient.clone();
+        const std::lock_guard lock(mutex);
+        run.gradients.emplace(parameter.name, whole);
+      }
+    });
     for (int step = 0; step < steps; ++step) {
       const StepOutcome outcome = job.train_step();
+      job.set_gradient_hook({});
       if (world.rank() != 0) continue;
       run.losses.push_back(outcome.loss);
       run.norms.push_back(outcome.grad_norm);
@@ -106,13 +119,27 @@ Outcome train(const Experiment& experiment, int steps, const ScratchFolder* from
   return run;
 }
 
+// Every element of every parameter, once.
+double norm_of(const std::map<std::string, at::Tensor>& gradients) {
+  double sum = 0;
+  for (const auto& [name, gradient] : gradients)
+    sum += gradient.to(at::kDouble).square().sum().item<double>();
+  return std::sqrt(sum);
+}
+
 void expect_near(const Outcome& ours, const Outcome& theirs) {
+  EXPECT_NEAR(ours.norms.front(), norm_of(ours.gradients), 1e-7 * ours.norms.front());
   ASSERT_EQ(ours.losses.size(), theirs.losses.size());
   for (std::size_t i = 0; i < theirs.losses.size(); ++i) {
     EXPECT_NEAR(ours.losses[i], theirs.losses[i], kLoss * theirs.losses[i]) << "step " << i;
     EXPECT_NEAR(ours.norms[i], theirs.norms[i], kNorm * theirs.norms[i]) << "step " << i;
   }
   EXPECT_NEAR(ours.validation, theirs.validation, kLoss * theirs.validation);
+  ASSERT_EQ(ours.gradients.size(), theirs.gradients.size());
+  for (const auto& [name, value] : theirs.gradients)
+    EXPECT_LT((ours.gradients.at(name) - value).abs().max().item<double>(),
+              kGradient * value.abs().max().item<double>())
+        << name;
   ASSERT_EQ(ours.parameters.size(), theirs.parameters.size());
   for (const auto& [name, value] : theirs.parameters)
     EXPECT_LT((ours.parameters.at(name) - value).abs().max().item<double>(), kParameter) << name;
@@ -186,6 +213,7 @@ TEST(ExpertParallelJob, ContinuesUnderAnotherNumberOfRanks) {
   const ScratchFolder divided, sharded;
   train({replicas("ep4", 4), 4}, 1, nullptr, &divided);
   train({replicas("ep2 shard2", 2), 2, 2}, 1, nullptr, &sharded);
+  rest.gradients = train({replicas("one", 1)}, 1, &divided).gradients;
   expect_near(train({replicas("one", 1)}, kSteps - 1, &divided), rest);
   expect_near(train({replicas("ep4", 4), 4}, kSteps - 1, &sharded), rest);
 }

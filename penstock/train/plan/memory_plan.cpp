@@ -25,7 +25,7 @@ Sizes sizes_of(const models::ParameterShape& parameter, const LayoutConfig& layo
   std::vector<std::int64_t> shape = parameter.shape;
   std::int64_t ranks = layout.shard;
   std::size_t cut = 0;
-  if (parameter.divides_experts && layout.ep > 1) {
+  if (parameter.per_expert && layout.ep > 1) {
     shape.at(0) /= layout.ep;
     ranks = std::max<std::int64_t>(1, layout.shard / layout.ep);
     cut = 1;
@@ -108,7 +108,7 @@ std::vector<RankMemory> plan_memory(const TrainConfig& config, const models::Mod
   const schedule::StageMap& map = schedule.stages();
   const bool sharded = config.layout.shard > 1;
   const auto has_copies = [&](const models::ParameterShape& parameter) {
-    return config.layout.dp > (parameter.divides_experts ? config.layout.ep : 1);
+    return config.layout.dp > (parameter.per_expert ? config.layout.ep : 1);
   };
   const std::int64_t states = config.training.optimizer == "adamw" ? 2 : config.training.momentum > 0 ? 1 : 0;
   std::vector<RankMemory> memory(static_cast<std::size_t>(map.ranks()));

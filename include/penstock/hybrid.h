@@ -100,6 +100,11 @@ class HybridStageImpl : public ModelStage {
   // tokens: parts of the model that need some contribute nothing.
   std::unique_ptr<StageCache> make_cache(std::int64_t capacity) const override;
   at::Tensor forward_cached(const at::Tensor& x, StageCache& cache) override;
+  // Tensor-parallel ranks split heads, feed-forward widths, the columns of experts and the vocabulary;
+  // expert-parallel ranks divide the experts. Logits are then split over the vocabulary; token_loss() accepts
+  // them.
+  void parallelize(const comm::MeshGroups& mesh) override;
+  void set_replicas(const comm::Group& replicas) override;
   at::Tensor separate_last_use(const std::string& tied) override;
   std::vector<StateBuffer> state_buffers() const override;
   void after_step(const FinishedStep& step) override;

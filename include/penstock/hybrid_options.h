@@ -59,8 +59,11 @@ struct HybridOptions {
   std::int64_t shared_expert_width = 0;   // inner width of an expert that serves every token; 0: none
   double capacity_factor = 0;             // 0: no token is dropped; else an expert's limit / its even share
   double balance_weight = 0.01;           // of the loss that balances the experts
-  double router_z_weight = 0.001;         // of the loss that keeps router logits small
-  double router_bias_rate = 0;            // step of a bias that balances the experts; 0: no bias
+  // Whose choices the balance loss counts: those of all data-parallel ranks in a microbatch ("microbatch"),
+  // or of each rank alone ("replica").
+  std::string balance_scope = "microbatch";
+  double router_z_weight = 0.001;  // of the loss that keeps router logits small
+  double router_bias_rate = 0;     // step of a bias that balances the experts; 0: no bias
 
   // ---- mixture of depths: only some tokens go through a block ----
   std::vector<std::int64_t> depth_layers = {};  // layers (letters, from 0) that the other tokens pass by

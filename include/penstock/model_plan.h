@@ -25,6 +25,7 @@ namespace penstock::models {
 struct ParameterShape {
   std::string name;                 // in the whole model, as named_parameters() of a stage reports it
   std::vector<std::int64_t> shape;  // of the whole parameter, however it is sharded
+  bool per_expert = false;          // dim 0 counts experts, which layout.ep divides
 };
 
 // One block of a model.

@@ -72,8 +72,11 @@ struct ModelConfig {
   std::int64_t shared_expert_width = 0;   // E: inner width of an expert that serves every token; 0: none
   double capacity_factor = 0;             // E: limit of an expert / its even share; 0: no token is dropped
   double balance_weight = 0.01;           // E: weight of the loss that balances the experts
-  double router_z_weight = 0.001;         // E: weight of the loss that keeps router logits small
-  double router_bias_rate = 0;            // E: step of a bias that balances the experts; 0: no bias
+  // E: whose choices the balance loss counts: of all data-parallel ranks in a microbatch (microbatch), or of
+  // each rank alone (replica).
+  std::string balance_scope = "microbatch";
+  double router_z_weight = 0.001;  // E: weight of the loss that keeps router logits small
+  double router_bias_rate = 0;     // E: step of a bias that balances the experts; 0: no bias
   // Mixture of depths: blocks, counted from 0, that only some tokens go through.
   std::vector<std::int64_t> depth_layers;
   double depth_capacity = 0.5;       // fraction of the tokens of a row that go through such a block
@@ -116,6 +119,9 @@ struct LayoutConfig {
   // Data-parallel ranks over which parameters, gradients and optimizer state are sharded (fully_shard); 1: no
   // sharding, dp: full sharding, in between: replicated groups of sharded ranks. Divides dp.
   std::int64_t shard = 1;
+  // Expert-parallel ranks: consecutive data-parallel ranks over which the experts of E blocks are divided.
+  // Divides dp, model.experts and, unless it is 1, shard.
+  std::int64_t ep = 1;
   std::int64_t tp = 1;  // tensor-parallel ranks; they split each layer
   // Pipeline schedule (penstock schedule --help lists the kinds), or the path of a CSV file; auto:
   // ZBVZeroBubble if there are enough blocks for two stages per rank, else 1F1B or Interleaved1F1B.

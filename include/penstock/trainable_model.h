@@ -18,6 +18,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -45,8 +46,8 @@ struct StateBuffer {
 // A step of the trainer that has ended.
 struct FinishedStep {
   bool updated = true;  // whether the optimizer changed the parameters; false: skipped, fp16 overflowed
-  // A sum over all data-parallel ranks is a sum over each of these groups, one after the other.
-  std::vector<comm::Group> data_parallel = {};
+  // The ranks that train this stage on other data, this one included; nothing: it is alone.
+  std::optional<comm::Group> data_parallel = {};
 };
 
 // A part of a model: a module with the parameters of one stage of a pipeline. A whole model is one stage.
@@ -83,9 +84,16 @@ class ModelStage : public torch::nn::Module {
   // Returns the units that fully_shard gathers one at a time. The default has none: the stage is one unit.
   virtual std::vector<std::shared_ptr<torch::nn::Module>> blocks() const { return {}; }
 
-  // [collective over the mesh] Splits the parameters over tensor-parallel ranks. The default throws
-  // NotImplemented; see TrainableModel::check_tensor_parallel().
+  // [collective over the mesh] Splits the parameters over ranks. The mesh has an axis "tp", tensor-parallel
+  // ranks that split each layer, an axis "ep", data-parallel ranks that divide the experts, or both, in the
+  // order (ep, tp). Parameters on a mesh with the axis "ep" have gradients that contain the terms of the
+  // tokens of all ranks along it. The default throws NotImplemented; see check_tensor_parallel() and
+  // check_expert_parallel() of TrainableModel.
   virtual void parallelize(const comm::MeshGroups& mesh);
+
+  // Called once with the data-parallel ranks, which have other rows of the same microbatches, before the
+  // first forward in training mode. For losses that are not sums over rows. The default does nothing.
+  virtual void set_replicas(const comm::Group& replicas);
 
   // Makes the last use of a tied parameter (ModelPlan::tied) of a whole model an autograd leaf of its own
   // that shares memory with the first one, registered as a parameter, and returns it. Gradients are then
@@ -139,6 +147,9 @@ class TrainableModel {
   // Throws ConfigError if parallelize() cannot split the model over this many ranks. The default accepts 1
   // only.
   virtual void check_tensor_parallel(int ranks) const;
+  // Throws ConfigError if parallelize() cannot divide experts over this many data-parallel ranks. The default
+  // accepts 1 only.
+  virtual void check_expert_parallel(int ranks) const;
   // Returns the inputs of the stages for a batch. The default passes tokens, targets and, if there are any,
   // documents under the keyword "documents", and metadata under its own keywords. Documents of the batch
   // replace those of the metadata.

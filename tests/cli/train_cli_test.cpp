@@ -73,6 +73,8 @@ TEST_F(TrainCli, ParityOfManyLayouts) {
       "--pp 2 --dp 2 --shard 2 --schedule ZBVZeroBubble --tie_head true",
       "--pp 2 --tp 2 --schedule GPipe",
       "--pp 1 --dp 2 --tp 2",
+      "--pp 1 --dp 2 --ep 2 --pattern AEFE --experts 4 --balance_weight 0.5",
+      "--pp 1 --dp 2 --shard 2 --ep 2 --tp 2 --pattern AEME --state_size 4 --state_head_width 8",
   };
   if (environment("PENSTOCK_ALL_LAYOUTS") == "1")
     for (const char* further : {

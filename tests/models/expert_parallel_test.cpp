@@ -5,6 +5,7 @@
 #include <torch/torch.h>
 
 #include <chrono>
+#include <cmath>
 #include <cstdint>
 #include <map>
 #include <mutex>
@@ -130,6 +131,35 @@ TEST(ExpertParallel, InitialValuesDoNotDependOnTheRanks) {
     const std::lock_guard lock(mutex);
     EXPECT_TRUE(torch::equal(gate, alone->gate));
   });
+}
+
+// The mean over the ranks of a loss with the shares of all of them is the loss of all tokens.
+TEST(ExpertParallel, BalanceOverAllRanks) {
+  const ExpertOptions options{.width = 6, .experts = 8, .top_k = 2, .expert_width = 5};
+  const at::Tensor x = whole_numbers({4, 3, 6}, 61);
+  const auto balance = [](const BlockResult& result) { return result.losses.at(0).value; };
+  Experts alone = made(options);
+  const at::Tensor expected = balance(alone->forward(x));
+  expected.backward();
+  double value = 0, own_shares = 0;
+  at::Tensor gradient = at::zeros_like(alone->router->weight);
+  comm::run_ranks(4, 60s, [&](comm::World& world) {
+    const at::Tensor own = x.narrow(0, world.rank(), 1);
+    Experts experts = made(options);
+    const at::Tensor without = balance(experts->forward(own));
+    experts->set_balance_ranks(world.group());
+    const at::Tensor loss = balance(experts->forward(own));
+    loss.backward();
+    experts->eval();  // sends nothing: a single rank may generate
+    EXPECT_EQ(balance(experts->forward(own)).item<double>(), without.item<double>());
+    const std::lock_guard lock(mutex);
+    value += loss.item<double>() / 4;
+    own_shares += without.item<double>() / 4;
+    gradient += experts->router->weight.grad() / 4;
+  });
+  EXPECT_NEAR(value, expected.item<double>(), kTolerance);
+  EXPECT_GT(std::abs(own_shares - value), 1e-3);
+  EXPECT_LT((gradient - alone->router->weight.grad()).abs().max().item<double>(), kTolerance);
 }
 
 TEST(ExpertParallel, RejectsExpertsThatCannotBeDivided) {

@@ -185,6 +185,40 @@ TEST(ClipGradNorm, CopiesAlongAnAxisCountOnce) {
   });
 }
 
+// Of eight ranks, groups of four split one parameter as one axis, and another (of experts) as two axes; a
+// third one is whole. Each counts once.
+TEST(ClipGradNorm, NestedAxes) {
+  const at::Tensor dense = numbers({8, 3}, 1), experts = numbers({2, 4}, 2), whole = numbers({5}, 3);
+  const double expected = std::sqrt(
+      at::cat({dense.flatten(), experts.flatten(), whole}).to(at::kDouble).square().sum().item<double>());
+  std::mutex mutex;
+  comm::run_ranks(8, 60s, [&](comm::World& world) {
+    const comm::MeshGroups mesh = world.mesh("cpu", {{"copies", 2}, {"shard", 2}, {"ep", 2}});
+    const auto parameter = [&](const char* name, const at::Tensor& gradient, const comm::MeshGroups& over,
+                               const Placements& placements) {
+      at::Tensor p = distribute_tensor(at::zeros_like(gradient), over, placements).set_requires_grad(true);
+      p.mutable_grad() = distribute_tensor(gradient, over, placements);
+      return NamedParameter{name, p};
+    };
+    const comm::MeshGroups flat = mesh.with_mesh(mesh.mesh().flatten({"shard", "ep"}, "flat")),
+                           both = mesh.with_mesh(mesh.mesh().slice({"shard", "ep"}));
+    const NamedParameter one = parameter("dense", dense, flat, {Shard{0}}),
+                         two = parameter("experts", experts, both, {Shard{1}, Shard{0}}),
+                         three = with_gradient("whole", whole);
+    for (const std::vector<NamedParameter>& all :
+         {std::vector{one, two, three}, {two, one, three}, {three, two, one}}) {
+      const double norm = clip_grad_norm(all, kInfinity).value();
+      const std::lock_guard lock(mutex);
+      EXPECT_NEAR(norm, expected, 1e-6 * expected);
+    }
+    // Split over one half of the other's ranks and copied over the rest: who counts is not decided.
+    const NamedParameter half = parameter("half", experts, mesh.with_mesh(mesh.mesh()["ep"]), {Shard{0}});
+    const std::string refused = message_of<NotImplemented>([&] { clip_grad_norm({one, half}, kInfinity); });
+    const std::lock_guard lock(mutex);
+    EXPECT_TRUE(has_text(refused, "share more than this rank"));
+  });
+}
+
 TEST(SettleGradients, AGradientOnOtherRanksIsRefusedWhateverItsPlacements) {
   comm::run_ranks(4, 60s, [](comm::World& world) {
     const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, world.rank(), 4));

@@ -120,6 +120,26 @@ TEST(DryRun, ReplicasTensorParallelRanksAndVirtualStages) {
   EXPECT_EQ(run.tokens_per_step, 2 * 2 * 4 * 2 * 16);
 }
 
+// A rank has a part of the experts, and with sharding a part of that.
+TEST(DryRun, ExpertsAreDividedOverRanks) {
+  const std::vector<std::string> experts{"--pattern", "AEFE", "--attention_feed", "false",
+                                         "--experts", "4",    "--expert_width",   "24"};
+  const auto parameters = [&](const char* ep, const char* shard) {
+    std::vector<std::string> more = experts;
+    more.insert(more.end(), {"--ep", ep, "--shard", shard});
+    const DryRun run = dry_run(with_data({.name = "dp4", .dp = 4}, more));
+    EXPECT_EQ(has_text(to_text(run), "dp 4 (ep 2) x"), std::string(ep) == "2" && std::string(shard) == "1");
+    return run.memory[0].parameters;
+  };
+  const std::int64_t all = 2 * 3 * 4 * 16 * 24 * static_cast<std::int64_t>(sizeof(float));
+  const std::int64_t whole = parameters("1", "1"), others = whole - all;
+  EXPECT_EQ(parameters("2", "1"), others + all / 2);
+  EXPECT_EQ(parameters("4", "1"), others + all / 4);
+  EXPECT_EQ(parameters("2", "4"), parameters("1", "4"));
+  EXPECT_EQ(parameters("2", "2") - parameters("1", "2"), 0);
+  EXPECT_LT(parameters("4", "4"), others);
+}
+
 std::size_t lines_of(const std::string& text) {
   return static_cast<std::size_t>(std::count(text.begin(), text.end(), '\n'));
 }

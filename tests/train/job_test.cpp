@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <mutex>
@@ -28,7 +29,9 @@ namespace job_test {
 
 using namespace std::chrono_literals;
 using penstock::test::config_of;
+using penstock::test::has_text;
 using penstock::test::Layout;
+using penstock::test::message_of;
 using penstock::test::ScratchFolder;
 using penstock::test::small_data;
 
@@ -248,8 +251,36 @@ TEST(HybridJob, RelationsOfSeveralStagesAreRefused) {
   EXPECT_TRUE(penstock::test::has_text(message, "2 stages, of which 2 use relations.weight")) << message;
 }
 
-TEST(HybridJob, TensorParallelRanksAreRefused) {
-  EXPECT_THROW(train({.name = "tp2", .tp = 2}, 1, kHybrid), ConfigError);
+// Sums in another order: differences are float32 rounding only.
+TEST(HybridJob, ReplicasAndTensorParallelRanksAgreeWithOneProcess) {
+  const Seen one = train({.name = "one", .microbatch_size = 4}, 4, kHybrid);
+  for (const Layout& layout :
+       {Layout{.name = "dp2", .dp = 2}, Layout{.name = "tp2", .tp = 2, .microbatch_size = 4},
+        Layout{.name = "pp2 tp2 ZBV",
+        .pp = 2,
+        .virtual_stages = 2,
+        .tp = 2,
+        .schedule = "ZBVZeroBubble",
+        .microbatch_size = 4},
+        Layout{.name = "dp2 tp2", .dp = 2, .tp = 2}}) {
+    SCOPED_TRACE(layout.name);
+    const Seen seen = train(layout, 4, kHybrid);
+    for (std::size_t i = 0; i < one.losses.size(); ++i) {
+      EXPECT_NEAR(seen.losses[i], one.losses[i], 2e-5 * one.losses[i]);
+      EXPECT_NEAR(seen.norms[i], one.norms[i], 2e-4 * one.norms[i]);
+    }
+    EXPECT_NEAR(seen.validation, one.validation, 2e-5 * one.validation);
+  }
+}
+
+TEST(HybridJob, TensorParallelRanksThatDoNotDivideAreRefused) {
+  const auto error = [&](const std::string& key, const std::string& value) {
+    std::vector<std::string> more = kHybrid;
+    *(std::find(more.begin(), more.end(), key) + 1) = value;
+    return message_of<ConfigError>([&] { train({.name = "tp2", .tp = 2}, 1, more); });
+  };
+  EXPECT_TRUE(has_text(error("--expert_width", "15"), "model.expert_width = 15"));
+  EXPECT_TRUE(has_text(error("--state_head_width", "32"), "heads of M blocks"));
 }
 
 // Sums in another order: differences are float32 rounding only.

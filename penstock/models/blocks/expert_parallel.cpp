@@ -6,11 +6,14 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "penstock/base/describe.h"
 #include "penstock/comm/group/operators.h"
 #include "penstock/errors.h"
+#include "penstock/fake.h"
 #include "penstock/tensor_parallel.h"
 #include "penstock/torch/experts/expert_rows.h"
 
@@ -67,16 +70,39 @@ ExpertOrder inverse(const ExpertOrder& order) {
 }  // namespace
 
 void parallelize_experts(ExpertsImpl& experts, const comm::MeshGroups& mesh) {
-  if (mesh.shape().size() != 1)
-    throw ValueError(describe("parallelize_experts: a mesh", mesh.mesh().to_string(), "a mesh with one axis",
-                              "use the slice of the mesh along its expert parallel axis"));
-  experts.options().check_parallel(mesh.shape()[0]);
-  for (const at::Tensor& parameter : {experts.gate, experts.up, experts.down})
-    distribute_parameter(parameter, mesh, {Shard{0}});
+  const std::vector<std::string>& names = mesh.mesh().names();
+  ExpertAxes axes;
+  Placements inner, outer;  // of gate and up, and of down
+  for (const std::string& name : names) {
+    const std::int64_t size = mesh.mesh().size(name);
+    if (name == "ep") {
+      experts.options().check_parallel(size);
+      axes.experts = mesh.with_mesh(mesh.mesh()[name]);
+      inner.push_back(Shard{0});
+      outer.push_back(Shard{0});
+    } else if (name == "tp") {
+      experts.options().check_columns(size);
+      axes.columns = mesh.with_mesh(mesh.mesh()[name]);
+      inner.push_back(Shard{2});
+      outer.push_back(Shard{1});
+    } else {
+      break;
+    }
+  }
+  if (names.empty() || inner.size() != names.size())
+    throw ValueError(describe("parallelize_experts: a mesh", mesh.mesh().to_string(),
+                              "a mesh with the axes ep, tp, or both",
+                              "use the slice of the mesh along these axes"));
+  distribute_parameter(experts.gate, mesh, inner);
+  distribute_parameter(experts.up, mesh, inner);
+  distribute_parameter(experts.down, mesh, outer);
+  experts.set_axes(std::move(axes));
 }
 
 at::Tensor compute_elsewhere(const at::Tensor& rows, const ExpertOrder& order, const comm::Group& group,
                              const ExpertComputation& compute) {
+  // Without values nobody knows how many rows arrive; the result has as many as `rows`.
+  if (is_fake(rows)) return compute(rows, order.ends.narrow(0, 0, order.ends.numel() / group.size()));
   const RowCounts counts = exchange_counts(order, group);
   const auto exchange = [&](const at::Tensor& out, const std::vector<std::int64_t>& from,
                             const std::vector<std::int64_t>& to) {

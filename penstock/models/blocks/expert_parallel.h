@@ -6,9 +6,10 @@
 //   models::BlockResult result = experts->forward(x);      // x: the tokens of this rank
 //
 // gate, up and down become distributed tensors, split along dim 0; router and shared expert stay as they are,
-// equal on all ranks. Per forward, the number of rows for each expert is exchanged once, and this is the only
-// place that waits for the device: the sizes of the exchange must be known, therefore a graph cannot capture
-// it. Then rows are exchanged twice forward and twice backward.
+// equal on all ranks. A mesh with an axis "tp" also splits the columns of each expert, over ranks that have
+// the same tokens: one sum over it forward and one backward. Per forward, the number of rows for each expert
+// is exchanged once, and this is the only place that waits for the device: the sizes of the exchange must be
+// known, therefore a graph cannot capture it. Then rows are exchanged twice forward and twice backward.
 //
 // Within an expert, rows are in the order of the ranks, then of the tokens: as on one rank with the batches
 // of all ranks one after another. An expert computes the same products from the same matrices, so that hidden
@@ -33,8 +34,9 @@
 
 namespace penstock::models {
 
-// [collective] Divides the experts among the ranks of a mesh with one axis. Values are those of its first
-// rank. Throws ConfigError if they cannot be divided evenly, ValueError for a mesh with several axes.
+// [collective] Divides the experts among the ranks along the axis "ep" of a mesh, and the columns of each
+// expert among those along "tp". Values are those of the first rank. Throws ConfigError if they cannot be
+// divided evenly, ValueError for a mesh with other axes.
 void parallelize_experts(ExpertsImpl& experts, const comm::MeshGroups& mesh);
 
 // What a rank computes for its own experts: rows [R, width] sorted by expert and their ends -> [R, width].

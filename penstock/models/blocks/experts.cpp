@@ -10,10 +10,12 @@
 #include <utility>
 
 #include "penstock/base/describe.h"
+#include "penstock/comm/group/operators.h"
 #include "penstock/dtensor.h"
 #include "penstock/errors.h"
 #include "penstock/models/blocks/expert_parallel.h"
 #include "penstock/models/blocks/input_check.h"
+#include "penstock/models/blocks/local_region.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/torch/experts/expert_choice.h"
 #include "penstock/torch/experts/expert_rows.h"
@@ -81,18 +83,13 @@ namespace {
 
 // What the losses of a router are made of.
 struct RouterMeans {
-  at::Tensor shares;       // [experts]: of the choices, without gradient
   at::Tensor mean_scores;  // [experts]
   at::Tensor mean_square;  // of logsumexp(logits)
   at::Tensor counts;       // [experts]: how often each was chosen
 };
 
 RouterMeans means_of_all(const Routed& routed, const ExpertOrder& order) {
-  return {
-      .shares = order.counts.to(routed.weights.scalar_type()) / static_cast<double>(routed.choices.numel()),
-      .mean_scores = routed.mean_scores,
-      .mean_square = routed.mean_square,
-      .counts = order.counts};
+  return {.mean_scores = routed.mean_scores, .mean_square = routed.mean_square, .counts = order.counts};
 }
 
 // The same over tokens that are not padding. `valid`: Bool [T].
@@ -104,8 +101,7 @@ RouterMeans means_of_valid(const at::Tensor& logits, const Routed& routed, const
   const at::Tensor ones = valid.unsqueeze(1).expand_as(routed.choices).reshape({-1}).to(at::kInt);
   const at::Tensor counts =
       at::zeros({options.experts}, ones.options()).index_add(0, routed.choices.reshape({-1}), ones);
-  return {.shares = counts.to(logits.scalar_type()) / counts.sum().clamp_min(1),
-          .mean_scores = (scores * weights.unsqueeze(1)).sum(0),
+  return {.mean_scores = (scores * weights.unsqueeze(1)).sum(0),
           .mean_square = (at::logsumexp(logits, {-1}).square() * weights).sum(),
           .counts = counts};
 }
@@ -127,7 +123,9 @@ ExpertsImpl::Routing ExpertsImpl::route(const at::Tensor& tokens, const at::Tens
   routing.order = expert_order(routed.choices, options_.experts, expert_capacity(options_, tokens.size(0)));
   const RouterMeans means =
       valid.defined() ? means_of_valid(logits, routed, valid, options_) : means_of_all(routed, routing.order);
-  routing.balance = (means.mean_scores * means.shares).sum() * static_cast<double>(options_.experts);
+  const at::Tensor shares =
+      shares_of(means.counts, valid.defined() ? 0 : routed.choices.numel(), logits.scalar_type());
+  routing.balance = (means.mean_scores * shares).sum() * static_cast<double>(options_.experts);
   routing.router_z = means.mean_square;
   if (router_load.defined() && is_training()) {
     const c10::AutoGradMode no_grad(false);
@@ -136,9 +134,22 @@ ExpertsImpl::Routing ExpertsImpl::route(const at::Tensor& tokens, const at::Tens
   return routing;
 }
 
+// The shares have no gradient, so that the sum of counts is all that ranks exchange: the mean over the ranks
+// of (shares of all) * (mean score of each) is the product of the shares and the mean score of all.
+at::Tensor ExpertsImpl::shares_of(const at::Tensor& counts, std::int64_t choices,
+                                  at::ScalarType dtype) const {
+  const bool alone = !balance_ranks_ || balance_ranks_->size() == 1 || !is_training();
+  const at::Tensor all = alone ? counts
+                               : comm::functional::wait_tensor(comm::functional::all_reduce(
+                                     counts, comm::ReduceOp::Sum, *balance_ranks_));
+  if (choices == 0) return all.to(dtype) / all.sum().clamp_min(1);
+  return all.to(dtype) / static_cast<double>(choices * (alone ? 1 : balance_ranks_->size()));
+}
+
 at::Tensor ExpertsImpl::run_experts(const at::Tensor& tokens, const Routing& routing) const {
-  const bool parallel = is_dtensor(gate);
-  const auto own = [&](const at::Tensor& parameter) { return parallel ? to_local(parameter) : parameter; };
+  const auto own = [](const at::Tensor& parameter) {
+    return is_dtensor(parameter) ? to_local(parameter) : parameter;
+  };
   const auto weight = [&](const at::Tensor& parameter) { return cast_weight(own(parameter)); };
   // On a GPU gate and up are one product, whose weights are joined in the pass that casts them. Elsewhere,
   // and for few rows, copying all experts would cost more than it saves.
@@ -154,8 +165,9 @@ at::Tensor ExpertsImpl::run_experts(const at::Tensor& tokens, const Routing& rou
     return grouped_product(inner, last.scalar_type() == dtype ? last : join_columns(last, {}, dtype), ends);
   };
   const at::Tensor rows = gather_rows(tokens, routing.order);  // [T * top_k, width]
-  const at::Tensor results = parallel ? compute_elsewhere(rows, routing.order, mesh_of(gate).group(0), swiglu)
-                                      : swiglu(rows, routing.order.ends);
+  const at::Tensor results = axes_.experts
+                                 ? compute_elsewhere(rows, routing.order, axes_.experts->group(0), swiglu)
+                                 : swiglu(rows, routing.order.ends);
   return combine_rows(results, routing.weights, routing.order);
 }
 
@@ -177,8 +189,16 @@ BlockResult ExpertsImpl::forward(const at::Tensor& x, const at::Tensor& valid) {
     tokens = tokens.index_select(0, order);
     counted = counted.index_select(0, order);
   }
-  const Routing routing = route(tokens, counted);
-  at::Tensor hidden = run_experts(tokens, routing);
+  Routing routing = route(tokens, counted);
+  at::Tensor hidden;
+  if (axes_.columns) {
+    // The router is outside: every rank has all of it, and gradients that are complete.
+    const LocalRegion region(*axes_.columns);
+    routing.weights = region.enter(routing.weights);
+    hidden = region.leave_sum(run_experts(region.enter(tokens), routing));
+  } else {
+    hidden = run_experts(tokens, routing);
+  }
   if (order.defined()) hidden = at::zeros_like(hidden).index_copy(0, order, hidden);
   hidden = hidden.view(x.sizes());
   if (!shared.is_empty()) hidden = hidden + shared->forward(x);

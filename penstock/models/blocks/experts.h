@@ -17,7 +17,8 @@
 // device: graphs can capture it.
 //
 // Losses: "balance", experts * sum over experts of (share of the choices) * (mean score), where shares have
-// no gradient: 1 for softmax if all are equal; and "router_z", the mean of logsumexp(logits)^2.
+// no gradient: 1 for softmax if all are equal; and "router_z", the mean of logsumexp(logits)^2. With
+// set_balance_ranks() the shares are those of several ranks.
 //
 // Balancing by a bias (router_bias_rate > 0): router_bias is added to the scores for the choice only. In
 // training mode each forward adds the number of tokens of each expert to router_load; update_router_bias()
@@ -37,14 +38,25 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/pimpl.h>
 
+#include <cstdint>
+#include <optional>
 #include <string>
+#include <utility>
 
+#include "penstock/group.h"
 #include "penstock/models/blocks/block_result.h"
 #include "penstock/models/blocks/feed_forward.h"
 #include "penstock/models/blocks/initial_values.h"
 #include "penstock/models/plan/expert_options.h"
+#include "penstock/world.h"
 
 namespace penstock::models {
+
+// The ranks among which a layer is divided, each a mesh with one axis (expert_parallel.h).
+struct ExpertAxes {
+  std::optional<comm::MeshGroups> experts;  // each rank has some experts, and its own tokens
+  std::optional<comm::MeshGroups> columns;  // each rank has some columns of every expert, and the same tokens
+};
 
 class ExpertsImpl : public torch::nn::Cloneable<ExpertsImpl> {
  public:
@@ -61,6 +73,12 @@ class ExpertsImpl : public torch::nn::Cloneable<ExpertsImpl> {
   // See above. Does nothing without a bias.
   void update_router_bias();
 
+  // The loss "balance" uses the shares of the choices of all these ranks, which have other tokens of the same
+  // microbatch, in training mode: its mean over them is then that of one rank with all of the tokens.
+  void set_balance_ranks(const comm::Group& ranks) { balance_ranks_ = ranks; }
+  // Set by parallelize_experts().
+  void set_axes(ExpertAxes axes) { axes_ = std::move(axes); }
+
   const ExpertOptions& options() const { return options_; }
   const std::string& layer() const { return layer_; }
 
@@ -74,10 +92,14 @@ class ExpertsImpl : public torch::nn::Cloneable<ExpertsImpl> {
   struct Routing;
   // `valid`: undefined, or Bool [T].
   Routing route(const at::Tensor& tokens, const at::Tensor& valid);
+  // [experts], how often each was chosen, divided by the number of choices of a rank; 0: by their sum.
+  at::Tensor shares_of(const at::Tensor& counts, std::int64_t choices, at::ScalarType dtype) const;
   at::Tensor run_experts(const at::Tensor& tokens, const Routing& routing) const;
 
   ExpertOptions options_;
   std::string layer_;
+  ExpertAxes axes_;
+  std::optional<comm::Group> balance_ranks_;
 };
 TORCH_MODULE(Experts);
 

@@ -6,6 +6,7 @@
 #include <cstddef>
 
 #include "penstock/base/describe.h"
+#include "penstock/comm/group/operators.h"
 #include "penstock/dtensor.h"
 #include "penstock/errors.h"
 
@@ -45,6 +46,13 @@ LocalRegion::LocalRegion(const at::Tensor& x, const at::Tensor& weight, Rows row
   }
 }
 
+LocalRegion::LocalRegion(const comm::MeshGroups& mesh)
+    : mesh_(mesh), split_(mesh.shape().size(), true), inside_(mesh.shape().size()) {
+  if (split_.size() != 1)
+    throw TypeError(describe("a part of a model that is split over ranks", mesh.mesh().to_string(),
+                             "a mesh with one axis", "use the slice of the mesh along that axis"));
+}
+
 at::Tensor LocalRegion::enter(const at::Tensor& x) const {
   if (!mesh_) return x;
   const bool whole = std::none_of(split_.begin(), split_.end(), [](bool split) { return split; });
@@ -82,6 +90,23 @@ at::Tensor LocalRegion::weight(const at::Tensor& parameter) const {
   return to_local(parameter, {.grad_placements = gradients});
 }
 
+at::Tensor LocalRegion::shared_weight(const at::Tensor& parameter) const {
+  if (!mesh_) return weight(parameter);
+  if (!is_dtensor(parameter) || !(mesh_of(parameter) == *mesh_))
+    throw ValueError(
+        describe("a parameter of a tensor parallel model",
+                 is_dtensor(parameter) ? describe_dtensor(parameter) : "a plain tensor",
+                 fmt::format("distributed over {}, like its neighbours", mesh_->mesh().to_string())));
+  Placements gradients = placements_of(parameter);
+  for (std::size_t axis = 0; axis < gradients.size(); ++axis) {
+    if (gradients[axis].splits())
+      throw ValueError(describe("a parameter that all ranks of a region use", describe_dtensor(parameter),
+                                "a replicated one"));
+    if (split_[axis] || inside_[axis].splits()) gradients[axis] = Partial{};
+  }
+  return to_local(parameter, {.grad_placements = gradients});
+}
+
 at::Tensor LocalRegion::leave_sum(const at::Tensor& local) const {
   if (!mesh_) return local;
   const bool whole = std::none_of(split_.begin(), split_.end(), [](bool split) { return split; });
@@ -89,9 +114,27 @@ at::Tensor LocalRegion::leave_sum(const at::Tensor& local) const {
   Placements terms = inside_;
   for (std::size_t axis = 0; axis < split_.size(); ++axis)
     if (split_[axis]) terms[axis] = Partial{};
-  at::Tensor sum = from_local(local, *mesh_, terms, {.shape = shape_, .check = false});
+  FromLocalOptions options{.check = false};
+  if (!shape_.empty()) options.shape = shape_;
+  at::Tensor sum = from_local(local, *mesh_, terms, options);
   if (!whole) sum = redistribute(sum, inside_);
   return plain_input_ ? to_local(sum) : sum;
+}
+
+bool LocalRegion::is_split() const {
+  for (std::size_t axis = 0; axis < split_.size(); ++axis)
+    if (split_[axis] && mesh_->shape()[axis] > 1) return true;
+  return false;
+}
+
+at::Tensor LocalRegion::sum_over_ranks(const at::Tensor& local) const {
+  namespace functional = comm::functional;
+  at::Tensor sum = local;
+  for (std::size_t axis = 0; axis < split_.size(); ++axis)
+    if (split_[axis])
+      sum = functional::wait_tensor(
+          functional::all_reduce(sum, comm::ReduceOp::Sum, mesh_->group(static_cast<int>(axis))));
+  return sum;
 }
 
 at::Tensor LocalRegion::leave_split(const at::Tensor& local, std::int64_t columns) const {

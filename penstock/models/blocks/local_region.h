@@ -34,25 +34,36 @@ class LocalRegion {
   // `weight` is the first parameter; it determines along which axes the region is split. Throws TypeError for
   // an activation that does not match it.
   LocalRegion(const at::Tensor& x, const at::Tensor& weight, Rows rows);
+  // For plain activations, equal on all ranks of a mesh with one axis, which splits the parameters.
+  explicit LocalRegion(const comm::MeshGroups& mesh);
 
   // Returns the local rows, in full width.
   at::Tensor enter(const at::Tensor& x) const;
   // Returns the local part. Throws ValueError for a parameter that is split along other axes than the first
-  // one, unless it is replicated.
+  // one.
   at::Tensor weight(const at::Tensor& parameter) const;
+  // Returns a parameter that every rank of the axes that split the region holds whole and uses for its own
+  // columns: its gradients are terms of a sum over them. Throws ValueError for one that is split along them.
+  at::Tensor shared_weight(const at::Tensor& parameter) const;
   // Takes local results that are terms of a sum over the axes that split the region; the result is shaped
   // like `x`.
   at::Tensor leave_sum(const at::Tensor& local) const;
+  // [collective] Returns the sum of local values over the axes that split the region, for computations within
+  // it that need all columns. Gradients are summed in the same way.
+  at::Tensor sum_over_ranks(const at::Tensor& local) const;
   // Takes local results that are columns; returns a distributed tensor split along the last dim, with
   // `columns` in total. Like leave_sum if nothing is split.
   at::Tensor leave_split(const at::Tensor& local, std::int64_t columns) const;
+
+  // Whether an axis with several ranks splits the region.
+  bool is_split() const;
 
  private:
   std::optional<comm::MeshGroups> mesh_;
   std::vector<bool> split_;  // axes that split the first parameter
   Placements inside_;        // of the activation within the region
   bool plain_input_ = true;
-  std::vector<std::int64_t> shape_;  // of the whole activation
+  std::vector<std::int64_t> shape_;  // of the whole activation; empty: that of the local one
 };
 
 }  // namespace penstock::models

@@ -11,6 +11,9 @@
 //
 // A token depends on itself and on the tokens before it in its document (torch/scan/document_starts.h).
 // Projections are computed in the dtype of autocast; steps, decays and states in float32.
+//
+// Tensor parallel (parallelize_state_space): a rank has some of the heads, and the keys and queries of their
+// groups. Squares are summed over the ranks in the norm, and the results of the output projection.
 #pragma once
 
 #include <torch/nn/cloneable.h>
@@ -24,8 +27,11 @@
 #include "penstock/models/blocks/norm.h"
 #include "penstock/models/blocks/state_space_cache.h"
 #include "penstock/models/plan/state_space_options.h"
+#include "penstock/world.h"
 
 namespace penstock::models {
+
+class LocalRegion;
 
 // Weights of one depth-wise convolution: [channels, taps] and [channels].
 class ChannelTapsImpl : public torch::nn::Cloneable<ChannelTapsImpl> {
@@ -61,16 +67,26 @@ class StateSpaceImpl : public torch::nn::Cloneable<StateSpaceImpl> {
   RmsNorm norm{nullptr};
   at::Tensor step_bias, decay_log, skip;  // [heads]
 
+  const StateSpaceOptions& options() const { return options_; }
+
  private:
+  struct Weights;
   struct Projected;
-  Projected project(const at::Tensor& x) const;
-  at::Tensor mix(const Projected& in, const at::Tensor& documents) const;
-  at::Tensor mix_after(const Projected& in, const at::Tensor& documents, StateSpaceMemory& memory,
-                       const at::Tensor& counted) const;
+  Weights weights(const LocalRegion& region) const;
+  Projected project(const at::Tensor& x, const Weights& own) const;
+  at::Tensor mix(const Projected& in, const Weights& own, const at::Tensor& documents) const;
+  at::Tensor mix_after(const Projected& in, const Weights& own, const at::Tensor& documents,
+                       StateSpaceMemory& memory, const at::Tensor& counted) const;
+  at::Tensor normalized(const at::Tensor& x, const Weights& own, const LocalRegion& region) const;
 
   StateSpaceOptions options_;
   std::int64_t block_;
 };
 TORCH_MODULE(StateSpace);
+
+// [collective] Splits the heads of a block over the ranks of a mesh with one axis. Keys and queries are split
+// if there are at least as many groups as ranks, otherwise every rank has all of them. Throws ConfigError if
+// heads or groups cannot be divided.
+void parallelize_state_space(StateSpaceImpl& block, const comm::MeshGroups& mesh);
 
 }  // namespace penstock::models

@@ -20,10 +20,13 @@
 #include "penstock/models/blocks/attention_metadata.h"
 #include "penstock/models/blocks/auxiliary_loss.h"
 #include "penstock/models/blocks/block.h"
+#include "penstock/models/blocks/experts.h"
+#include "penstock/models/blocks/local_region.h"
 #include "penstock/models/blocks/multi_token_prediction.h"
 #include "penstock/models/blocks/relation_bias_table.h"
 #include "penstock/models/blocks/rotary.h"
 #include "penstock/models/hybrid/hybrid_block.h"
+#include "penstock/models/hybrid/hybrid_parallel.h"
 #include "penstock/models/hybrid/input_embeddings.h"
 #include "penstock/models/hybrid/routed_context.h"
 #include "penstock/models/plan/hybrid_parts.h"
@@ -126,9 +129,7 @@ struct HybridStageImpl::Impl {
   at::Tensor with_losses(const at::Tensor& hidden, const std::vector<NamedLoss>& losses);
   // Of tokens [batch, length], with the weight of the first or of the last stage.
   at::Tensor embedded(const at::Tensor& weight, const at::Tensor& tokens) const;
-  at::Tensor logits_of(const at::Tensor& hidden) const {
-    return at::linear(norm.forward(hidden), options.tie_head ? last_embed() : head->weight);
-  }
+  at::Tensor logits_of(const at::Tensor& hidden) const;
   // Whether the last stage uses the weight of the embedding, and whether this stage predicts further tokens.
   bool ties_embed() const { return options.tie_head || parts.multi_token.depth > 0; }
   bool predicts_more() const { return part.has_head() && parts.multi_token.depth > 0; }
@@ -292,6 +293,14 @@ at::Tensor HybridStageImpl::Impl::run(const at::Tensor& input, HybridContext con
   return scope.output(logits_of(x));
 }
 
+// A weight that is split over ranks gives logits that are, by vocabulary.
+at::Tensor HybridStageImpl::Impl::logits_of(const at::Tensor& hidden) const {
+  const at::Tensor& weight = options.tie_head ? last_embed() : head->weight;
+  const at::Tensor x = norm.forward(hidden);
+  const LocalRegion region(x, weight, Rows::BatchAndLength);
+  return region.leave_split(at::linear(region.enter(x), region.weight(weight)), options.vocabulary);
+}
+
 // Divided like the loss of the model: by the tokens of the microbatch, whether their targets count or not.
 std::vector<NamedLoss> HybridStageImpl::Impl::multi_token_losses(const at::Tensor& hidden,
                                                                  const HybridContext& context,
@@ -376,6 +385,14 @@ void HybridStageImpl::set_initial_values(std::uint64_t seed) {
   for (HybridBlock& block : impl_->multi_token_blocks) block->initialize(init);
 }
 
+void HybridStageImpl::parallelize(const comm::MeshGroups& mesh) { parallelize_hybrid(*this, mesh); }
+
+void HybridStageImpl::set_replicas(const comm::Group& replicas) {
+  if (impl_->options.balance_scope != "microbatch") return;
+  for (const auto& module : modules(/*include_self=*/false))
+    if (auto* experts = module->as<ExpertsImpl>()) experts->set_balance_ranks(replicas);
+}
+
 at::Tensor HybridStageImpl::forward(at::Tensor x, at::Tensor documents) {
   return forward_with(std::move(x), HybridMetadata{.documents = std::move(documents)});
 }
@@ -433,9 +450,9 @@ void HybridStageImpl::after_step(const FinishedStep& step) {
   // A skipped step leaves the bias as it is.
   if (!step.updated)
     sums.zero_();
-  else
-    for (const comm::Group& group : step.data_parallel)
-      group.all_reduce(sums, comm::ReduceOp::Sum, {.label = "loads of experts", .timeout = {}}).wait();
+  else if (step.data_parallel)
+    step.data_parallel->all_reduce(sums, comm::ReduceOp::Sum, {.label = "loads of experts", .timeout = {}})
+        .wait();
   for (std::size_t i = 0; i < all.size(); ++i) {
     all[i]->router_load.copy_(sums[static_cast<std::int64_t>(i)]);
     all[i].ptr()->update_router_bias();

@@ -9,6 +9,7 @@
 #include "penstock/errors.h"
 #include "penstock/hybrid.h"
 #include "penstock/models/blocks/attention_metadata.h"
+#include "penstock/models/hybrid/hybrid_parallel.h"
 
 namespace penstock::models {
 namespace {
@@ -24,16 +25,8 @@ class TrainableHybrid : public TrainableModel {
     stage->set_auxiliary_scale(auxiliary_scale_);
     return stage;
   }
-  // Mixtures of depths and multi-token prediction are not split over tensor-parallel ranks.
-  void check_tensor_parallel(int ranks) const override {
-    const bool routed = !options_.depth_layers.empty();
-    if (ranks > 1 && (routed || options_.multi_token_depth > 0))
-      throw ConfigError(
-          describe("layout.tp", fmt::format("{}", ranks),
-                   fmt::format("1 for a model with model.{}", routed ? "depth_layers" : "multi_token_depth"),
-                   "use layout.dp, layout.shard or layout.pp instead"));
-    TrainableModel::check_tensor_parallel(ranks);
-  }
+  void check_tensor_parallel(int ranks) const override { models::check_tensor_parallel(options_, ranks); }
+  void check_expert_parallel(int ranks) const override { models::check_expert_parallel(options_, ranks); }
   // Only the first stage sees tokens, but every stage needs the documents that they begin.
   StageInputs inputs(const TokenBatch& batch) const override {
     HybridMetadata metadata = HybridMetadata::from_keywords(batch.metadata);

@@ -19,11 +19,12 @@ at::Tensor ModelStage::loss(const at::Tensor& output, const at::Tensor& targets,
 
 void ModelStage::parallelize(const comm::MeshGroups&) {
   throw NotImplemented(
-      "this model cannot be split over tensor-parallel ranks; set layout.tp to 1, or override "
+      "this model cannot be split over ranks; set layout.tp and layout.ep to 1, or override "
       "ModelStage::parallelize()");
 }
 
 void ModelStage::after_step(const FinishedStep&) {}
+void ModelStage::set_replicas(const comm::Group&) {}
 
 at::Tensor ModelStage::separate_last_use(const std::string&) { return {}; }
 
@@ -74,6 +75,13 @@ void TrainableModel::check_tensor_parallel(int ranks) const {
     throw ConfigError(describe("layout.tp", fmt::format("{}", ranks),
                                "1, because this model cannot be split over tensor-parallel ranks",
                                "use layout.dp or layout.pp instead"));
+}
+
+void TrainableModel::check_expert_parallel(int ranks) const {
+  if (ranks > 1)
+    throw ConfigError(describe("layout.ep", fmt::format("{}", ranks),
+                               "1, because this model has no experts that could be divided",
+                               "use layout.dp or layout.shard alone"));
 }
 
 StageInputs TrainableModel::inputs(const TokenBatch& batch) const {

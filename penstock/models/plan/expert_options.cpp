@@ -65,6 +65,16 @@ void ExpertOptions::check_parallel(std::int64_t ranks) const {
                                "use another number of expert parallel ranks or of experts"));
 }
 
+void ExpertOptions::check_columns(std::int64_t ranks) const {
+  const auto divides = [&](const char* field, std::int64_t columns) {
+    require_of_experts(ranks >= 1 && columns % ranks == 0, field, fmt::format("{}", columns),
+                       fmt::format("a multiple of layout.tp, {}", ranks),
+                       "use another width or another number of tensor-parallel ranks");
+  };
+  divides("expert_width", expert_width);
+  divides("shared_expert_width", shared_expert_width);
+}
+
 std::int64_t expert_capacity(const ExpertOptions& options, std::int64_t tokens) {
   if (options.capacity_factor == 0) return 0;
   const double share = static_cast<double>(tokens * options.top_k) / static_cast<double>(options.experts);
@@ -76,9 +86,9 @@ std::vector<ParameterShape> parameter_shapes(const ExpertOptions& options, const
   const std::string at = prefix.empty() ? "" : prefix + ".";
   const std::int64_t width = options.width, experts = options.experts, inner = options.expert_width,
                      shared = options.shared_expert_width;
-  std::vector<ParameterShape> all{{at + "gate", {experts, width, inner}},
-                                  {at + "up", {experts, width, inner}},
-                                  {at + "down", {experts, inner, width}},
+  std::vector<ParameterShape> all{{at + "gate", {experts, width, inner}, true},
+                                  {at + "up", {experts, width, inner}, true},
+                                  {at + "down", {experts, inner, width}, true},
                                   {at + "router.weight", {experts, width}}};
   if (shared > 0) {
     all.push_back({at + "shared.gate.weight", {shared, width}});

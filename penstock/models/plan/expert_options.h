@@ -47,6 +47,8 @@ struct ExpertOptions {
   void check() const;
   // Throws ConfigError that names layout.ep if the experts cannot be divided evenly among `ranks`.
   void check_parallel(std::int64_t ranks) const;
+  // Throws ConfigError that names layout.tp if the columns of an expert cannot be divided evenly.
+  void check_columns(std::int64_t ranks) const;
 };
 
 // Returns the largest number of choices that an expert takes from a batch of `tokens`: capacity_factor times

@@ -299,6 +299,9 @@ HybridParts hybrid_parts(const HybridOptions& options) {
   if (used(BlockKind::Experts)) {
     parts.experts = experts_of(options);
     parts.experts.check();
+    require_of_hybrid(options.balance_scope == "microbatch" || options.balance_scope == "replica",
+                      "balance_scope", fmt::format("\"{}\"", options.balance_scope),
+                      "\"microbatch\" or \"replica\"");
   }
   parts.relations = relations_of(options, parts.pattern);
   check_tree_feed(options, parts.pattern);

@@ -40,6 +40,18 @@ void StateSpaceOptions::check() const {
                       "a small positive number; 1e-5 is usual");
 }
 
+void StateSpaceOptions::check_tensor_parallel(std::int64_t ranks) const {
+  const auto refuse = [&](const std::string& expected) {
+    throw ConfigError(describe("layout.tp", fmt::format("{}", ranks), expected,
+                               "change layout.tp, model.state_head_width or model.state_groups"));
+  };
+  if (ranks < 1 || heads() % ranks != 0)
+    refuse(fmt::format("a divisor of the heads of M blocks, state_expand * width / state_head_width = {}",
+                       heads()));
+  if (state_groups % ranks != 0 && ranks % state_groups != 0)
+    refuse(fmt::format("a divisor or a multiple of model.state_groups, {}", state_groups));
+}
+
 std::vector<ParameterShape> parameter_shapes(const StateSpaceOptions& options, const std::string& prefix) {
   options.check();
   const std::int64_t width = options.width, inner = options.inner(), keys = options.key_width(),

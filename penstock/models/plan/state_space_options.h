@@ -31,6 +31,9 @@ struct StateSpaceOptions {
 
   // Throws ConfigError that names the invalid field and the remedy.
   void check() const;
+  // Throws ConfigError that names layout.tp unless each of `ranks` gets whole heads of whole groups, or heads
+  // of one group.
+  void check_tensor_parallel(std::int64_t ranks) const;
 
   std::int64_t inner() const { return state_expand * width; }
   std::int64_t heads() const { return inner() / state_head_width; }

@@ -30,6 +30,25 @@ bool has(const std::vector<comm::Group>& groups, const comm::Group& group) {
                      [&](const comm::Group& other) { return other.ranks() == group.ranks(); });
 }
 
+[[noreturn]] void refuse_overlap(const comm::Group& one, const comm::Group& other) {
+  throw NotImplemented(
+      fmt::format("parameters split over ranks [{}] and others over ranks [{}], which share more than this "
+                  "rank; split them along axes of one mesh",
+                  fmt::join(one.ranks(), ", "), fmt::join(other.ranks(), ", ")));
+}
+
+// Whether this rank counts a parameter that is split over the groups `split`, as far as `axis` is concerned:
+// every rank along the axis has a part of its own, or all have copies and the first one counts.
+bool counts_along(const comm::Group& axis, const std::vector<comm::Group>& split) {
+  int parts = 1;
+  for (const comm::Group& group : split) {
+    if (within(axis, group)) return true;
+    if (within(group, axis)) parts *= group.size();
+  }
+  if (parts > 1 && parts != axis.size()) refuse_overlap(axis, split.front());
+  return parts > 1 || axis.axis_rank() == 0;
+}
+
 // The mesh axes along which some parameter of the list is split.
 struct MeshUse {
   comm::MeshGroups mesh;
@@ -71,14 +90,18 @@ RankReduction::RankReduction(const std::vector<NamedParameter>& parameters,
                                        [&](const comm::Group& other) { return within(group, other); });
       if ((!use.split[axis] && !covered) || has(axes_, group)) continue;
       for (const comm::Group& other : axes_)
-        if (shared_ranks(group, other) > 1)
-          throw NotImplemented(
-              fmt::format("parameters split over ranks [{}] and others over ranks [{}], which share more "
-                          "than this rank; split them along axes of one mesh",
-                          fmt::join(group.ranks(), ", "), fmt::join(other.ranks(), ", ")));
+        if (shared_ranks(group, other) > 1 && !within(group, other) && !within(other, group))
+          refuse_overlap(group, other);
       axes_.push_back(group);
       if (!covered) groups_.push_back(group);
     }
+  // A group within another one is summed with it.
+  const std::vector<comm::Group> own = groups_;
+  std::erase_if(groups_, [&](const comm::Group& group) {
+    return std::any_of(own.begin(), own.end(), [&](const comm::Group& other) {
+      return other.size() > group.size() && within(group, other);
+    });
+  });
   groups_.insert(groups_.end(), given.begin(), given.end());
 }
 
@@ -91,7 +114,7 @@ bool RankReduction::counts_here(const at::Tensor& parameter) const {
         split.push_back(mesh_of(parameter).group(static_cast<int>(axis)));
   }
   return std::all_of(axes_.begin(), axes_.end(),
-                     [&](const comm::Group& axis) { return axis.axis_rank() == 0 || has(split, axis); });
+                     [&](const comm::Group& axis) { return counts_along(axis, split); });
 }
 
 void RankReduction::all_reduce(const at::Tensor& values, comm::ReduceOp op) const {

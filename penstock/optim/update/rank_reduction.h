@@ -4,7 +4,8 @@
 // Each rank counts its part of a parameter that is split along a mesh axis. A parameter that is not split is
 // counted by the first rank along the axis. The sum over the ranks therefore contains everything once, and
 // the result has the same bits everywhere even if copies should differ. A plain parameter beside distributed
-// ones is a copy along all their axes.
+// ones is a copy along all their axes. Axes may be nested: one parameter may be split over a group of ranks,
+// another over two axes that divide this group (experts).
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -125,6 +125,7 @@ class Completion {
                       setting_text("layout.dp"), setting_text("layout.shard"),
                       (layout.dp / layout.shard + 1) * layout.shard,
                       layout.dp == 1 ? std::string("1") : fmt::format("1 or {}", layout.dp)));
+    expert_parallel();
     const std::int64_t product = layout.pp * layout.dp * layout.tp;
     if (product > 65536)
       return problem(fmt::format("{}, {}, {} make {} ranks; at most 65536 are supported",
@@ -140,6 +141,35 @@ class Completion {
                     layout.ranks % rest == 0
                         ? fmt::format("set layout.dp to {}, or leave layout.ranks out", layout.ranks / rest)
                         : fmt::format("set layout.ranks to {} or leave it out", product)));
+  }
+
+  void expert_parallel() {
+    const LayoutConfig& layout = config_.layout;
+    if (layout.ep == 1) return;
+    if (layout.dp % layout.ep != 0)
+      problem(fmt::format(
+          "{} is not a multiple of {}; experts are divided over groups of layout.ep data-parallel ranks: set "
+          "layout.dp to {}, or layout.ep to a divisor of {}",
+          setting_text("layout.dp"), setting_text("layout.ep"), (layout.dp / layout.ep + 1) * layout.ep,
+          layout.dp));
+    if (layout.shard > 1 && layout.shard % layout.ep != 0)
+      problem(fmt::format(
+          "{} is not a multiple of {}; the ranks that share the experts must be among those that shard the "
+          "other parameters: set layout.shard to 1 or {}",
+          setting_text("layout.shard"), setting_text("layout.ep"),
+          (layout.shard / layout.ep + 1) * layout.ep));
+    // A registered model checks this itself.
+    const ModelConfig& model = config_.model;
+    if (model.type != "auto" && model.type != "hybrid" && model.type != "transformer") return;
+    if (model.pattern.find('E') == std::string::npos)
+      problem(fmt::format("{} divides experts, but {} has no E blocks; set layout.ep to 1",
+                          setting_text("layout.ep"), setting_text("model.pattern")));
+    else if (model.experts % layout.ep != 0)
+      problem(fmt::format(
+          "{} is not a multiple of {}; each expert-parallel rank holds the same number of experts: "
+          "set model.experts to {}, or layout.ep to a divisor of {}",
+          setting_text("model.experts"), setting_text("layout.ep"),
+          (model.experts / layout.ep + 1) * layout.ep, model.experts));
   }
 
   void schedule() {
@@ -266,9 +296,18 @@ class Completion {
             "{} is not a multiple of {}: heads and layers must divide evenly over the tensor-parallel ranks",
             setting_text(name), setting_text("layout.tp")));
     };
-    divides("model.heads", config_.model.heads);
-    divides("model.key_value_heads", config_.model.key_value_heads);
-    divides("model.feed_width", config_.model.feed_width);
+    const ModelConfig& model = config_.model;
+    const auto has = [&](char letter) { return model.pattern.find(letter) != std::string::npos; };
+    const bool attention = model.pattern.empty() || has('A');
+    if (attention) {
+      divides("model.heads", model.heads);
+      divides("model.key_value_heads", model.key_value_heads);
+    }
+    if ((attention && model.attention_feed) || has('F')) divides("model.feed_width", model.feed_width);
+    if (!has('E')) return;
+    if (model.expert_width == 0) divides("model.feed_width", model.feed_width);
+    divides("model.expert_width", model.expert_width);
+    divides("model.shared_expert_width", model.shared_expert_width);
   }
 
   void batch() {

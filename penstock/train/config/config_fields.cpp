@@ -122,6 +122,16 @@ std::vector<ConfigField> make_fields() {
        at(&T::model, &M::capacity_factor), 0, 1e6},
       {"model", "balance_weight", "E: weight of the loss that balances the experts",
        at(&T::model, &M::balance_weight), 0, 1e3},
+      {"model",
+       "balance_scope",
+       "E: whose choices the balance loss counts: of all data-parallel ranks in a microbatch, or of each "
+       "rank "
+       "alone",
+       at(&T::model, &M::balance_scope),
+       0,
+       0,
+       false,
+       {"microbatch", "replica"}},
       {"model", "router_z_weight", "E: weight of the loss that keeps router logits small",
        at(&T::model, &M::router_z_weight), 0, 1e3},
       {"model", "router_bias_rate",
@@ -204,6 +214,11 @@ std::vector<ConfigField> make_fields() {
        "Data-parallel ranks over which parameters, gradients and optimizer state are sharded (fully_shard); "
        "1: no sharding, dp: full sharding, in between: replicated groups of sharded ranks",
        at(&T::layout, &L::shard), 1, 65536},
+      {"layout", "ep",
+       "Expert-parallel ranks: data-parallel ranks over which the experts of E blocks are divided; divides "
+       "dp, "
+       "model.experts and, unless it is 1, shard",
+       at(&T::layout, &L::ep), 1, 65536},
       {"layout", "tp", "Tensor-parallel ranks; they split each layer", at(&T::layout, &L::tp), 1, 65536},
       {"layout", "schedule",
        "Pipeline schedule (penstock schedule --help lists the kinds), or the path of a CSV file; auto: "

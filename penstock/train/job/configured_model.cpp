@@ -132,6 +132,7 @@ models::HybridOptions hybrid_options(const ModelConfig& config) {
   options.shared_expert_width = config.shared_expert_width;
   options.capacity_factor = config.capacity_factor;
   options.balance_weight = config.balance_weight;
+  options.balance_scope = config.balance_scope;
   options.router_z_weight = config.router_z_weight;
   options.router_bias_rate = config.router_bias_rate;
   options.depth_layers = config.depth_layers;

@@ -288,7 +288,9 @@ struct TrainingJob::Impl {
     outcome.times.sync += seconds_since(now);
     now = Clock::now();
     update(outcome, clipped);
-    model.after_step({.updated = !outcome.skipped, .data_parallel = layout.data_parallel_groups()});
+    models::FinishedStep finished{.updated = !outcome.skipped};
+    if (layout.dp_size() > 1) finished.data_parallel = layout.copies();
+    model.after_step(finished);
     outcome.times.update += seconds_since(now);
     ++steps_done;
     outcome.step = steps_done;

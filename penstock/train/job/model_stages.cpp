@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "penstock/base/describe.h"
+#include "penstock/dtensor.h"
 #include "penstock/errors.h"
 #include "penstock/fully_shard.h"
 #include "penstock/generators.h"
@@ -65,6 +66,30 @@ StageModule stage_module(const std::shared_ptr<models::ModelStage>& stage, at::D
       {stage});
 }
 
+// The first dim that no axis splits: experts may be divided into single ones, and their columns over
+// tensor-parallel ranks.
+Shard whole_dim(const at::Tensor& parameter) {
+  for (std::int64_t dim = 0; dim < parameter.dim(); ++dim)
+    if (std::none_of(placements_of(parameter).begin(), placements_of(parameter).end(),
+                     [&](const Placement& placement) { return placement.splits(dim); }))
+      return Shard{dim};
+  return Shard{0};
+}
+
+// Divided experts are sharded over fewer ranks. Their gradients already have the terms of all ranks that send
+// them rows: sums over the others are divided by the number of all data-parallel ranks, too.
+void shard(models::ModelStage& stage, const RankLayout& layout) {
+  ShardOptions options;
+  if (layout.ep_size() > 1)
+    options.shard_placement = [layout](const std::string&, const at::Tensor& parameter) {
+      return is_divided_expert(parameter) ? ShardChoice(whole_dim(parameter), layout.expert_shard_mesh())
+                                          : ShardChoice();
+    };
+  for (const auto& block : stage.blocks()) fully_shard(*block, layout.shard_mesh(), options);
+  const std::shared_ptr<ShardState> state = fully_shard(stage, layout.shard_mesh(), options);
+  if (layout.ep_size() > 1) state->set_gradient_divide_factor(layout.dp_size());
+}
+
 }  // namespace
 
 schedule::Schedule configured_schedule(const LayoutConfig& config) {
@@ -92,6 +117,7 @@ void check_stages(const TrainConfig& config, const models::TrainableModel& model
         describe("layout.schedule", config.layout.schedule, "a schedule with one copy of the model",
                  "a bidirectional schedule needs two copies; choose DualPipeV, which needs one"));
   if (config.layout.tp > 1) model.check_tensor_parallel(static_cast<int>(config.layout.tp));
+  if (config.layout.ep > 1) model.check_expert_parallel(static_cast<int>(config.layout.ep));
   if (model.plan().tied.size() > 1)
     throw NotImplemented(
         fmt::format("the model ties {} parameters between its first and last stage; the trainer supports one",
@@ -117,16 +143,14 @@ ModelStages::ModelStages(const RankLayout& layout, const TrainConfig& config,
   for (const int index : map.stages_of(layout.pp())) {
     std::shared_ptr<models::ModelStage> module = model_->make_stage(parts_[static_cast<std::size_t>(index)]);
     module->to(device);
-    if (layout.tp_size() > 1) module->parallelize(layout.tensor_mesh());
+    if (const auto mesh = layout.split_mesh()) module->parallelize(*mesh);
+    if (layout.dp_size() > 1) module->set_replicas(layout.copies());
     module->set_initial_values(static_cast<std::uint64_t>(config.training.seed));
     modules_.push_back(std::move(module));
   }
   if (!plan().tied.empty()) tie(layout, map);
-  if (layout.shard_size() > 1)
-    for (const auto& module : modules_) {
-      for (const auto& block : module->blocks()) fully_shard(*block, layout.shard_mesh());
-      fully_shard(*module, layout.shard_mesh());
-    }
+  if (layout.is_sharded())
+    for (const auto& module : modules_) shard(*module, layout);
   for (std::size_t i = 0; i < modules_.size(); ++i) {
     stages_.emplace_back(stage_module(modules_[i], device, autocast_dtype(config.training.precision)),
                          parts_[static_cast<std::size_t>(map.stages_of(layout.pp())[i])].index, map.stages(),
@@ -148,7 +172,7 @@ void ModelStages::tie(const RankLayout& layout, const schedule::StageMap& map) {
   }
   if (first) tied_.embed = first->named_parameters()[name];
   if (first && last) {
-    const bool sharded = layout.shard_size() > 1;
+    const bool sharded = layout.is_sharded();
     if (first == last) {
       if (sharded) return;  // one sharded parameter for both uses: autograd adds the gradients
       tied_.head = last->separate_last_use(name);

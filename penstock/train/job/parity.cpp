@@ -58,7 +58,8 @@ bool keeps_order(const schedule::Schedule& schedule) {
 std::string copy_text(const TrainingJob& job, const optim::NamedParameter& parameter) {
   std::string text;
   if (!job.model().counts(parameter)) text += " (at the head)";
-  if (job.layout().replica() > 0) text += fmt::format(" (replica {})", job.layout().replica());
+  if (const int copy = job.layout().copy_of(parameter.tensor); copy > 0)
+    text += fmt::format(" (replica {})", copy);
   return text;
 }
 
@@ -171,7 +172,7 @@ const char* kind_text(ParityRow::Kind kind) {
 
 TrainConfig one_process(const TrainConfig& config) {
   TrainConfig one = config;
-  one.layout.ranks = one.layout.pp = one.layout.dp = one.layout.shard = one.layout.tp =
+  one.layout.ranks = one.layout.pp = one.layout.dp = one.layout.shard = one.layout.ep = one.layout.tp =
       one.layout.virtual_stages = 1;
   one.layout.schedule = "1F1B";
   one.layout.microbatch_size = config.layout.microbatch_size * config.layout.dp;

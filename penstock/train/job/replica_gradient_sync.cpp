@@ -34,26 +34,38 @@ void add_over(const comm::Group& pair, const at::Tensor& weight) {
   if (!present && mark.item<double>() == 0) gradient.reset();
 }
 
+// One part per stage, in the order of stages.stages(), and the tied weight.
+std::vector<ReplicaGradients::Part> parts_of(const ModelStages& stages, bool experts) {
+  std::vector<ReplicaGradients::Part> parts;
+  for (const PipelineStage& stage : stages.stages()) {
+    ReplicaGradients::Part& part = parts.emplace_back();
+    part.name = fmt::format("stage {}", stage.index());
+    for (const optim::NamedParameter& parameter : stages.parameters_of(stage.index()))
+      if (!stages.is_tied(parameter.tensor) && is_divided_expert(parameter.tensor) == experts)
+        part.parameters.push_back(parameter);
+  }
+  if (experts) return parts;
+  // Complete only after both uses, which is after the last stage.
+  ReplicaGradients::Part& tied = parts.emplace_back();
+  tied.name = "tied weight";
+  for (const optim::NamedParameter& parameter : stages.parameters())
+    if (stages.is_tied(parameter.tensor)) tied.parameters.push_back(parameter);
+  return parts;
+}
+
 }  // namespace
 
 ReplicaGradientSync::ReplicaGradientSync(const RankLayout& layout, const ModelStages& stages, bool overlap)
     : stages_(stages), overlap_(overlap) {
-  const bool sharded = layout.shard_size() > 1;
-  if (!sharded && layout.dp_size() > 1) {
-    std::vector<ReplicaGradients::Part> parts;
+  if (!layout.is_sharded() && layout.dp_size() > 1) {
+    copies_.emplace(layout.copies(), parts_of(stages, /*experts=*/false));
+    // The gradient of a divided expert already has the terms of the ranks that send it rows.
+    if (layout.ep_size() > 1)
+      experts_.emplace(layout.expert_copies(), parts_of(stages, /*experts=*/true), layout.dp_size());
     for (const PipelineStage& stage : stages.stages()) {
-      part_of_[stage.index()] = parts.size();
-      ReplicaGradients::Part& part = parts.emplace_back();
-      part.name = fmt::format("stage {}", stage.index());
-      for (const optim::NamedParameter& parameter : stages.parameters_of(stage.index()))
-        if (!stages.is_tied(parameter.tensor)) part.parameters.push_back(parameter);
+      const std::size_t part = part_of_.size();
+      part_of_[stage.index()] = part;
     }
-    // Complete only after both uses, which is after the last stage.
-    ReplicaGradients::Part& tied = parts.emplace_back();
-    tied.name = "tied weight";
-    for (const optim::NamedParameter& parameter : stages.parameters())
-      if (stages.is_tied(parameter.tensor)) tied.parameters.push_back(parameter);
-    replicas_.emplace(layout.mesh().group("replicas"), std::move(parts));
   }
   if (const int peer = stages.tied().peer; peer >= 0) {
     std::vector<int> pair = {layout.world().rank(), layout.pipeline_ranks()[static_cast<std::size_t>(peer)]};
@@ -69,7 +81,9 @@ ReplicaGradientSync::ReplicaGradientSync(const RankLayout& layout, const ModelSt
 }
 
 void ReplicaGradientSync::stage_done(int stage) {
-  if (overlap_ && replicas_) replicas_->begin(part_of_.at(stage));
+  if (!overlap_) return;
+  if (copies_) copies_->begin(part_of_.at(stage));
+  if (experts_) experts_->begin(part_of_.at(stage));
 }
 
 void ReplicaGradientSync::add_tied() {
@@ -89,12 +103,15 @@ void ReplicaGradientSync::add_tied() {
   }
 }
 
-std::int64_t ReplicaGradientSync::buffer_bytes() const { return replicas_ ? replicas_->buffer_bytes() : 0; }
+std::int64_t ReplicaGradientSync::buffer_bytes() const {
+  return (copies_ ? copies_->buffer_bytes() : 0) + (experts_ ? experts_->buffer_bytes() : 0);
+}
 
 void ReplicaGradientSync::finish() {
   const at::NoGradGuard no_grad;
   add_tied();
-  if (replicas_) replicas_->finish();
+  if (copies_) copies_->finish();
+  if (experts_) experts_->finish();
 }
 
 }  // namespace penstock::train

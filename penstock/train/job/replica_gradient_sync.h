@@ -8,8 +8,10 @@
 // Sharded parameters are reduced by their modules, when the schedule says so (pipeline/sharded_modules.h).
 // The sum over replicas of a stage starts when its last backward has run, and overlaps with the computation
 // of other stages. Gradients are divided by the number of replicas, because losses are means over a rank's
-// samples. A gradient that is missing on some ranks counts as zeros there; one that is missing on all ranks
-// stays undefined (replica_gradients.h). The same holds for the two uses of a tied weight.
+// samples; gradients of experts that are divided over expert-parallel ranks contain the terms of these ranks,
+// are summed over the others and divided by the same number. A gradient that is missing on some ranks counts
+// as zeros there; one that is missing on all ranks stays undefined (replica_gradients.h). The same holds for
+// the two uses of a tied weight.
 // Thread safety: one thread. [collective] over the replicas and the two ranks of a tied weight, in the same
 // order on all ranks.
 #pragma once
@@ -43,8 +45,9 @@ class ReplicaGradientSync {
 
   const ModelStages& stages_;
   bool overlap_;
-  std::optional<ReplicaGradients> replicas_;  // std::nullopt without replicas
-  std::map<int, std::size_t> part_of_;        // by stage
+  std::optional<ReplicaGradients> copies_;   // std::nullopt without replicas
+  std::optional<ReplicaGradients> experts_;  // of divided experts, which fewer ranks have
+  std::map<int, std::size_t> part_of_;       // by stage
   std::optional<comm::Group> tied_group_;
 };
 

@@ -23,7 +23,8 @@ at::Tensor local(const at::Tensor& tensor) { return local_if_distributed(tensor,
 
 }  // namespace
 
-ReplicaGradients::ReplicaGradients(comm::Group group, std::vector<Part> parts) : group_(std::move(group)) {
+ReplicaGradients::ReplicaGradients(comm::Group group, std::vector<Part> parts, std::optional<int> divisor)
+    : group_(std::move(group)), divisor_(divisor.value_or(group_.size())) {
   std::vector<std::string> lines;
   for (Part& part : parts) {
     State state{std::move(part), {}, {}, false};
@@ -72,7 +73,8 @@ void ReplicaGradients::begin(std::size_t part) {
   }
   const at::NoGradGuard no_grad;
   optim::settle_gradients(state.part.parameters);
-  for (Bucket& bucket : state.buckets) start(bucket);
+  if (group_.size() > 1)
+    for (Bucket& bucket : state.buckets) start(bucket);
   state.begun = true;
 }
 
@@ -97,8 +99,13 @@ void ReplicaGradients::start(Bucket& bucket) const {
 }
 
 void ReplicaGradients::write(Bucket& bucket) const {
+  if (group_.size() == 1) {
+    for (const at::Tensor& parameter : bucket.parameters)
+      if (parameter.grad().defined()) local(parameter.grad()).div_(divisor_);
+    return;
+  }
   bucket.work.wait();
-  const at::Tensor values = bucket.flat.narrow(0, 0, bucket.elements).div_(group_.size());
+  const at::Tensor values = bucket.flat.narrow(0, 0, bucket.elements).div_(divisor_);
   // Only a rank without a gradient reads the marks, for which it waits for the device.
   at::Tensor marks;
   if (std::find(bucket.present.begin(), bucket.present.end(), false) != bucket.present.end())

@@ -23,6 +23,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -39,8 +40,9 @@ class ReplicaGradients {
   };
 
   // [collective over the group] Throws ValueError, on every rank, that names the first parameter whose name,
-  // dtype, shape, placements or requires_grad differ between the ranks.
-  ReplicaGradients(comm::Group group, std::vector<Part> parts);
+  // dtype, shape, placements or requires_grad differ between the ranks. `divisor`: what the sums are divided
+  // by; default: the number of replicas.
+  ReplicaGradients(comm::Group group, std::vector<Part> parts, std::optional<int> divisor = std::nullopt);
 
   // [collective, asynchronous] Starts the sums of one part. Throws StateError if they are already in flight,
   // for a parameter whose requires_grad has changed since construction, and for a gradient on a frozen
@@ -69,6 +71,7 @@ class ReplicaGradients {
   void write(Bucket& bucket) const;
 
   comm::Group group_;
+  int divisor_;
   std::vector<State> parts_;
 };
 

@@ -16,6 +16,7 @@
 #include "penstock/comm/launch/launcher.h"
 #include "penstock/draw.h"
 #include "penstock/errors.h"
+#include "penstock/train/config/layout_text.h"
 #include "penstock/train/job/configured_model.h"
 #include "penstock/train/job/host_check.h"
 #include "penstock/train/job/job.h"
@@ -124,9 +125,8 @@ std::string kept_text(const DryRun& run) {
 
 std::string mesh_text(const DryRun& run) {
   const LayoutConfig& layout = run.config.layout;
-  return fmt::format("mesh: {} = pp {} x dp {}{} x tp {}, on {}{}", count_of(layout.ranks, "rank"), layout.pp,
-                     layout.dp, layout.shard > 1 ? fmt::format(" (shard {})", layout.shard) : std::string(),
-                     layout.tp, run.device,
+  return fmt::format("mesh: {} = pp {} x dp {} x tp {}, on {}{}", count_of(layout.ranks, "rank"), layout.pp,
+                     dp_text(layout), layout.tp, run.device,
                      run.device == "cpu" ? fmt::format(" ({}, {} per rank)", count_of(run.cores, "core"),
                                                        count_of(run.measured.threads, "thread"))
                                          : std::string());

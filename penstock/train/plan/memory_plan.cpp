@@ -15,21 +15,31 @@ namespace {
 constexpr std::int64_t kAlignment = 64;  // of parameters in gathered memory
 
 struct Sizes {
-  std::int64_t whole = 0;  // of this rank's tensor-parallel part
+  std::int64_t whole = 0;  // of this rank's experts and tensor-parallel part
   std::int64_t shard = 0;  // with padding: all ranks have as much as the first rank
 };
 
+// Experts are divided over layout.ep ranks, and only the others of layout.shard share what is left, along the
+// next dim.
 Sizes sizes_of(const models::ParameterShape& parameter, const LayoutConfig& layout) {
-  std::int64_t rest = 1;
-  for (std::size_t d = 1; d < parameter.shape.size(); ++d) rest *= parameter.shape[d];
-  const auto bytes = [&](std::int64_t first) {
-    std::int64_t elements = first * rest;
-    if (parameter.shape.size() > 1)
+  std::vector<std::int64_t> shape = parameter.shape;
+  std::int64_t ranks = layout.shard;
+  std::size_t cut = 0;
+  if (parameter.per_expert && layout.ep > 1) {
+    shape.at(0) /= layout.ep;
+    ranks = std::max<std::int64_t>(1, layout.shard / layout.ep);
+    cut = 1;
+  }
+  const auto bytes = [&] {
+    std::int64_t elements = 1;
+    for (const std::int64_t size : shape) elements *= size;
+    if (shape.size() > 1)
       elements = (elements + layout.tp - 1) / layout.tp;  // all parameters except norms are split
     return elements * static_cast<std::int64_t>(sizeof(float));
   };
-  const std::int64_t first = parameter.shape.at(0);
-  return {bytes(first), bytes((first + layout.shard - 1) / layout.shard)};
+  const std::int64_t whole = bytes();
+  shape.at(cut) = (shape.at(cut) + ranks - 1) / ranks;
+  return {whole, bytes()};
 }
 
 // A group that is gathered at once: a block, or everything outside the blocks.
@@ -97,6 +107,9 @@ std::vector<RankMemory> plan_memory(const TrainConfig& config, const models::Mod
                                     const plan::Simulation& simulation) {
   const schedule::StageMap& map = schedule.stages();
   const bool sharded = config.layout.shard > 1;
+  const auto has_copies = [&](const models::ParameterShape& parameter) {
+    return config.layout.dp > (parameter.per_expert ? config.layout.ep : 1);
+  };
   const std::int64_t states = config.training.optimizer == "adamw" ? 2 : config.training.momentum > 0 ? 1 : 0;
   std::vector<RankMemory> memory(static_cast<std::size_t>(map.ranks()));
   GatheredPeaks gathered;
@@ -121,7 +134,7 @@ std::vector<RankMemory> plan_memory(const TrainConfig& config, const models::Mod
       // those of a further run of the schedule.
       rank.gradients += size.whole;
       if (sharded && config.training.accumulation > 1) rank.gradients += size.shard;
-      if (!sharded && config.layout.dp > 1) rank.gradients += second ? -size.whole : size.whole;
+      if (!sharded && has_copies(parameter)) rank.gradients += second ? -size.whole : size.whole;
       if (!second || sharded) rank.parameters += size.shard;  // two stages can share memory, but not shards
       if (second) continue;
       rank.optimizer += size.shard * states;

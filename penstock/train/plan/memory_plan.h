@@ -6,7 +6,8 @@
 // Included: parameters, gradients, optimizer state (float32, even if the computation is not), gathered
 // parameters in the order in which the schedule gathers and frees stages, and what microbatches keep for
 // their backward. Not included: LibTorch itself, temporary memory of kernels, reduction buffers, batches.
-// Tensor-parallel ranks split every tensor except norms; activations are not divided by them.
+// Expert-parallel ranks divide the experts, tensor-parallel ranks split every tensor except norms;
+// activations are not divided by them.
 #pragma once
 
 #include <cstdint>

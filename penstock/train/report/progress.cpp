@@ -20,6 +20,7 @@
 #include "penstock/base/number.h"
 #include "penstock/base/text.h"
 #include "penstock/errors.h"
+#include "penstock/train/config/layout_text.h"
 #include "penstock/train/report/metrics.h"
 
 namespace penstock::train {
@@ -211,11 +212,10 @@ void Progress::on_start(const RunDescription& run) {
   shown_ = -1;
   begin_ = next_ = options_.clock();
   const LayoutConfig& layout = run.config.layout;
-  event(fmt::format("{:.2f} M parameters on {} rank{} ({}): pp {}, dp {}{}, tp {}, {}, {} microbatches of {}",
+  event(fmt::format("{:.2f} M parameters on {} rank{} ({}): pp {}, dp {}, tp {}, {}, {} microbatches of {}",
                     static_cast<double>(run.parameters) / 1e6, run.ranks, run.ranks == 1 ? "" : "s",
-                    run.device, layout.pp, layout.dp,
-                    layout.shard > 1 ? fmt::format(" (shard {})", layout.shard) : std::string(), layout.tp,
-                    layout.schedule, layout.microbatches, layout.microbatch_size));
+                    run.device, layout.pp, dp_text(layout), layout.tp, layout.schedule, layout.microbatches,
+                    layout.microbatch_size));
   event(fmt::format("run folder {}", run.folder.string()));
   if (!run.resumed_from.empty())
     event(fmt::format("continues after step {} from {}", run.first_step, run.resumed_from));

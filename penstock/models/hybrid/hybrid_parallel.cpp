@@ -1,0 +1,113 @@
+#include "penstock/models/hybrid/hybrid_parallel.h"
+
+#include <fmt/format.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "penstock/base/describe.h"
+#include "penstock/errors.h"
+#include "penstock/models/blocks/attention.h"
+#include "penstock/models/blocks/expert_parallel.h"
+#include "penstock/models/blocks/experts.h"
+#include "penstock/models/blocks/feed_forward.h"
+#include "penstock/models/blocks/state_space.h"
+#include "penstock/models/plan/hybrid_parts.h"
+#include "penstock/tensor_parallel.h"
+
+namespace penstock::models {
+namespace {
+
+bool has_block(const HybridParts& parts, BlockKind kind) {
+  return std::find(parts.pattern.blocks.begin(), parts.pattern.blocks.end(), kind) !=
+         parts.pattern.blocks.end();
+}
+
+void split_rows(const torch::nn::Linear& part, const comm::MeshGroups& tensor) {
+  distribute_parameter(part->weight, tensor, {Shard{0}});
+}
+
+void split_columns(const torch::nn::Linear& part, const comm::MeshGroups& tensor) {
+  distribute_parameter(part->weight, tensor, {Shard{1}});
+}
+
+// By the kind of module, wherever it is in the stage.
+void parallelize_tensors(torch::nn::Module& stage, const comm::MeshGroups& tensor) {
+  for (const auto& module : stage.modules(/*include_self=*/false)) {
+    if (const auto* attention = module->as<AttentionImpl>()) {
+      for (const torch::nn::Linear& part : {attention->query, attention->key, attention->value})
+        split_rows(part, tensor);
+      split_columns(attention->output, tensor);
+    } else if (const auto* feed = module->as<FeedForwardImpl>()) {
+      split_rows(feed->gate, tensor);
+      split_rows(feed->up, tensor);
+      split_columns(feed->down, tensor);
+    } else if (auto* states = module->as<StateSpaceImpl>()) {
+      parallelize_state_space(*states, tensor);
+    }
+  }
+  for (const auto& child : stage.named_children()) {
+    if (child.key() == "embed") parallelize_module(stage, tensor, {{"embed", rowwise_parallel()}});
+    if (child.key() == "head")
+      distribute_parameter(child.value()->as<torch::nn::LinearImpl>()->weight, tensor, {Shard{0}});
+  }
+}
+
+// The option in use that has no tensor-parallel form; null: none.
+const char* unsplit_option(const HybridOptions& options) {
+  if (!options.depth_layers.empty()) return "depth_layers";
+  if (options.multi_token_depth > 0) return "multi_token_depth";
+  if (!options.ngram_orders.empty()) return "ngram_orders";
+  if (options.structure_embedding) return "structure_embedding";
+  if (options.platforms > 0) return "platforms";
+  if (options.embed_norm != "none") return "embed_norm";
+  if (options.relations > 0) return "relations";
+  return options.tree_feed ? "tree_feed" : nullptr;
+}
+
+}  // namespace
+
+void check_tensor_parallel(const HybridOptions& options, int ranks) {
+  const HybridOptions whole = options.resolved();
+  if (const char* const option = unsplit_option(whole); ranks > 1 && option != nullptr)
+    throw ConfigError(describe("layout.tp", fmt::format("{}", ranks),
+                               fmt::format("1 for a model with model.{}", option),
+                               "use layout.dp, layout.shard, layout.ep or layout.pp instead"));
+  const HybridParts parts = hybrid_parts(whole);
+  const auto divides = [&](const char* field, std::int64_t size, const char* remedy) {
+    if (size % ranks != 0)
+      throw ConfigError(describe(fmt::format("layout.tp = {}: model.{}", ranks, field),
+                                 fmt::format("{}", size), fmt::format("a multiple of {}", ranks), remedy));
+  };
+  if (has_block(parts, BlockKind::Attention)) {
+    const char* const heads = "each rank gets whole heads: change the number of heads or layout.tp";
+    divides("heads", whole.heads, heads);
+    divides("key_value_heads", whole.key_value_heads, heads);
+  }
+  if (has_block(parts, BlockKind::Experts)) parts.experts.check_columns(ranks);
+  if (has_block(parts, BlockKind::StateSpace)) parts.state_space.check_tensor_parallel(ranks);
+}
+
+void check_expert_parallel(const HybridOptions& options, int ranks) {
+  const HybridParts parts = hybrid_parts(options.resolved());
+  if (ranks > 1 && !has_block(parts, BlockKind::Experts))
+    throw ConfigError(describe("layout.ep", fmt::format("{}", ranks),
+                               fmt::format("1, because model.pattern = {} has no E blocks", options.pattern),
+                               "use layout.dp or layout.shard alone"));
+  if (has_block(parts, BlockKind::Experts)) parts.experts.check_parallel(ranks);
+}
+
+void parallelize_hybrid(torch::nn::Module& stage, const comm::MeshGroups& mesh) {
+  const std::vector<std::string>& names = mesh.mesh().names();
+  const bool tensor = std::find(names.begin(), names.end(), "tp") != names.end();
+  for (const auto& module : stage.modules(/*include_self=*/false))
+    if (auto* experts = module->as<ExpertsImpl>()) parallelize_experts(*experts, mesh);
+  if (tensor) parallelize_tensors(stage, mesh.with_mesh(mesh.mesh()["tp"]));
+}
+
+}  // namespace penstock::models

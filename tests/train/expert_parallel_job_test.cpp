@@ -171,6 +171,19 @@ TEST(ExpertParallelJob, EqualsWholeExpertsAndOneProcess) {
   EXPECT_EQ((first_loss[{4, 2}]), (first_loss[{4, 4}]));
 }
 
+// Whatever is around the blocks: routed experts, a bias of the router, experts at the last stage that predict
+// further tokens, n-grams.
+TEST(ExpertParallelJob, WithEveryOtherPart) {
+  const std::vector<std::string> more{"--depth_layers",      "1,2", "--router_bias_rate",  "0.002",
+                                      "--multi_token_depth", "1",   "--multi_token_block", "E",
+                                      "--ngram_orders",      "2,3", "--ngram_buckets",     "32"};
+  const Outcome whole = train({replicas("dp2", 2), 1, 1, more}, kSteps);
+  expect_near(train({replicas("dp2 ep2", 2), 2, 1, more}, kSteps), whole);
+  expect_near(train({replicas("dp2 shard2 ep2", 2), 2, 2, more}, kSteps), whole);
+  const Layout pipeline{.name = "pp2 dp2 ep2", .pp = 2, .dp = 2, .microbatches = 2};
+  expect_near(train({pipeline, 2, 1, more}, kSteps), whole);
+}
+
 TEST(ExpertParallelJob, PipelinesHaveTheirOwnGroups) {
   expect_near(train({Layout{.name = "pp2 dp2", .pp = 2, .dp = 2, .microbatches = 2}, 2}, kSteps),
               one_process());

@@ -11,8 +11,10 @@
 #include <vector>
 
 #include "penstock/errors.h"
+#include "penstock/models/hybrid/trainable_hybrid.h"
 #include "penstock/train/data/token_shard_writer.h"
 #include "penstock/train/job/configured_model.h"
+#include "penstock/train/plan/part_costs.h"
 #include "penstock/transformer_options.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
@@ -187,6 +189,26 @@ TEST(DryRun, ManyLayersTakeLittleTime) {
   EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
   const models::TransformerOptions options = transformer_options(run.config.model);
   EXPECT_EQ(run.memory[0].parameters, 4 * models::parameter_count(options));
+}
+
+// A row that would take seconds is not measured whole; the bytes that it keeps are still those of a whole
+// one.
+TEST(DryRun, LongRowsAreExtrapolated) {
+  const auto measured = [](const std::string& context) {
+    const TrainConfig config =
+        small_config({"--pattern", "FM", "--attention_feed", "false", "--model.width", "256", "--feed_width",
+                      "2048", "--context", context, "--state_size", "16", "--state_head_width", "32",
+                      "--state_chunk", "16", "--microbatch_size", "1"});
+    return measure_parts(config, *models::trainable_hybrid(hybrid_options(config.model)), at::kCPU);
+  };
+  const PartMeasurements small = measured("256"), large = measured("32768");
+  EXPECT_EQ(small.measured_tokens, 256);
+  EXPECT_TRUE(large.measured_tokens == 32 || large.measured_tokens == 32768);  // the latter if it is fast
+  for (const auto& [kind, block] : large.blocks) {
+    const double ratio = static_cast<double>(block.kept) / static_cast<double>(small.blocks.at(kind).kept);
+    EXPECT_NEAR(ratio, 128, 3) << kind;
+    EXPECT_GT(block.forward, small.blocks.at(kind).forward) << kind;
+  }
 }
 
 TEST(DryRun, ReportsItsProgress) {

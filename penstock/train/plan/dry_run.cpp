@@ -215,6 +215,13 @@ void shorten(Lines& lines, std::size_t room, const std::string& what) {
   lines.insert(lines.end() - 1, between);
 }
 
+// What was measured, if not whole microbatches.
+std::string extrapolation_text(const DryRun& run) {
+  if (run.measured.measured_tokens < run.config.model.context)
+    return fmt::format(", extrapolated from rows of {} tokens", run.measured.measured_tokens);
+  return run.measured.measured_rows < run.config.layout.microbatch_size ? ", extrapolated from one row" : "";
+}
+
 void write_time(std::string& text, const DryRun& run) {
   const auto out = std::back_inserter(text);
   const auto part = [](const PartMeasurement& each) {
@@ -228,7 +235,7 @@ void write_time(std::string& text, const DryRun& run) {
                  "measured on this machine, forward + backward per microbatch: {}, embedding {}, head "
                  "with loss {}{}\n",
                  fmt::join(blocks, ", "), part(run.measured.embed), part(run.measured.head),
-                 run.measured.measured_rows < layout.microbatch_size ? ", extrapolated from one row" : "");
+                 extrapolation_text(run));
   std::vector<std::string> assumed;
   if (layout.tp > 1)
     assumed.push_back(fmt::format("each of {} tensor-parallel ranks does an equal share", layout.tp));

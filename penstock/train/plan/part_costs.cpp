@@ -28,7 +28,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int kRepeats = 3;
-constexpr double kBudget = 0.3;  // seconds per part
+constexpr double kBudget = 0.3;      // seconds per part
+constexpr double kRowBudget = 2;     // seconds for one row of a part; longer ones are extrapolated
+constexpr std::int64_t kProbe = 16;  // tokens of the shortest of the rows from which they are
 
 // Memory allocated by operators that is still referenced.
 class LiveMemory final : public Mode {
@@ -70,11 +72,10 @@ class LiveMemory final : public Mode {
 class Trial {
  public:
   Trial(const TrainConfig& config, const models::TrainableModel& model, const models::StagePart& part,
-        at::Device device, std::int64_t rows)
+        at::Device device, std::int64_t rows, std::int64_t length)
       : config_(config), device_(device), stage_(model.make_stage(part)) {
     stage_->to(device);
     stage_->set_initial_values(static_cast<std::uint64_t>(config.training.seed));
-    const std::int64_t length = config.model.context;
     const at::TensorOptions numbers = at::TensorOptions().dtype(at::kLong).device(device);
     targets_ = at::randint(config.model.vocabulary, {rows, length}, numbers);
     inputs_ = model.inputs(
@@ -152,6 +153,19 @@ class Trial {
   at::Tensor targets_, input_;
 };
 
+// Values at n and 2n tokens, and a line through them.
+double on_a_line(double one, double two, double n, double length) {
+  return two + std::max(0.0, two - one) * (length / n - 2);
+}
+// Values at n, 2n and 3n tokens, and a parabola through them: bytes that do not depend on the tokens, that
+// are proportional to them, and to their pairs.
+std::int64_t on_a_parabola(std::int64_t one, std::int64_t two, std::int64_t three, double n, double length) {
+  const double x = length / n, bend = static_cast<double>(three - 2 * two + one) / 2,
+               slope = static_cast<double>(two - one) - 3 * bend,
+               start = static_cast<double>(one) - slope - bend;
+  return static_cast<std::int64_t>(start + slope * x + bend * x * x);
+}
+
 }  // namespace
 
 PartMeasurements measure_parts(const TrainConfig& config, const models::TrainableModel& model,
@@ -163,19 +177,55 @@ PartMeasurements measure_parts(const TrainConfig& config, const models::Trainabl
   result.border = rows * config.model.context * config.model.width * static_cast<std::int64_t>(sizeof(float));
   const ThreadCountScope threads(result.threads);
 
+  const std::int64_t length = config.model.context;
+  result.measured_tokens = length;
+  const auto trial = [&](const models::StagePart& part, std::int64_t of_rows, std::int64_t tokens) {
+    return Trial(config, model, part, device, of_rows, tokens);
+  };
+  // Whether one row would take too long, by a short one.
+  const auto is_slow = [&](const models::StagePart& part) {
+    if (length < 4 * kProbe) return false;
+    const auto row_time = [&](std::int64_t tokens) {
+      const PartMeasurement measured = trial(part, 1, tokens).time(1);
+      return (measured.forward + measured.backward) * static_cast<double>(length / tokens);
+    };
+    // What takes long for few tokens as well may be the weights: look at more of them, unless it is clear.
+    const double first = row_time(kProbe);
+    return first > 20 * kRowBudget || (first > kRowBudget && row_time(4 * kProbe) > kRowBudget);
+  };
+  const auto extrapolated_bytes = [&](const models::StagePart& part) {
+    return on_a_parabola(trial(part, 1, kProbe).kept(), trial(part, 1, 2 * kProbe).kept(),
+                         trial(part, 1, 3 * kProbe).kept(), kProbe, static_cast<double>(length));
+  };
   const auto measure = [&](const models::StagePart& part) {
-    Trial one(config, model, part, device, 1);
-    one.time(1);  // loads kernels and allocates memory
-    PartMeasurement measured = one.time(1);
+    PartMeasurement measured;
+    if (is_slow(part)) {
+      const PartMeasurement small = trial(part, 1, kProbe).time(1),
+                            large = trial(part, 1, 2 * kProbe).time(1);
+      const auto row = [&](double one, double two) {
+        return on_a_line(one, two, kProbe, static_cast<double>(length));
+      };
+      measured = {.forward = row(small.forward, large.forward),
+                  .backward = row(small.backward, large.backward),
+                  .kept = extrapolated_bytes(part)};
+      result.measured_tokens = 2 * kProbe;
+    } else {
+      Trial one = trial(part, 1, length);
+      one.time(1);  // loads kernels and allocates memory
+      measured = one.time(1);
+      measured.kept = one.kept();
+    }
     const double all_rows = (measured.forward + measured.backward) * static_cast<double>(rows);
     if (rows == 1 || all_rows * kRepeats > kBudget) {
       result.measured_rows = 1;
       measured.forward *= static_cast<double>(rows);
       measured.backward *= static_cast<double>(rows);
     } else {
-      measured = Trial(config, model, part, device, rows).time(kRepeats);
+      const PartMeasurement all = trial(part, rows, length).time(kRepeats);
+      measured.forward = all.forward;
+      measured.backward = all.backward;
     }
-    measured.kept = one.kept() * rows;
+    measured.kept *= rows;
     return measured;
   };
   // Of three stages: only the embedding, only one block, only the head.
@@ -188,9 +238,9 @@ PartMeasurements measure_parts(const TrainConfig& config, const models::Trainabl
   result.head = measure({.index = 2, .count = 3, .first_block = layers, .end_block = layers});
   // Two blocks show what blocks share.
   if (layers > 1) {
+    const models::StagePart both{.index = 1, .count = 3, .first_block = 0, .end_block = 2};
     const std::int64_t two =
-        Trial(config, model, {.index = 1, .count = 3, .first_block = 0, .end_block = 2}, device, 1).kept() *
-        rows;
+        (is_slow(both) ? extrapolated_bytes(both) : trial(both, 1, length).kept()) * rows;
     result.kept_by_stage = std::max<std::int64_t>(
         0, result.blocks.at(blocks[0].kind).kept + result.blocks.at(blocks[1].kind).kept - two);
     for (auto& [kind, measured] : result.blocks) measured.kept -= result.kept_by_stage;

@@ -6,7 +6,9 @@
 //   measured.blocks.at("attention").kept      // bytes that one microbatch keeps until its backward
 //
 // Runs real forwards and backwards of one block each, on the device, with the threads of a rank. Takes about
-// a second: if all rows of a microbatch would take longer, one row is measured and the result multiplied.
+// a second: if all rows of a microbatch would take longer, one row is measured and the result multiplied; if
+// one row would take seconds, as in models for GPUs on a CPU, short rows are measured: times are extrapolated
+// on a line, bytes exactly, as a + b * tokens + c * tokens^2.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -29,9 +31,10 @@ struct PartMeasurements {
   PartMeasurement embed;
   std::map<std::string, PartMeasurement> blocks;  // by kind (BlockPlan)
   PartMeasurement head;                           // with the last norm and the loss
-  std::int64_t kept_by_stage = 0;  // bytes per stage besides its parts: masks, rotary embedding
-  std::int64_t border = 0;         // bytes of the activation between two stages
-  std::int64_t measured_rows = 0;  // if fewer than in a microbatch, times are extrapolated
+  std::int64_t kept_by_stage = 0;    // bytes per stage besides its parts: masks, rotary embedding
+  std::int64_t border = 0;           // bytes of the activation between two stages
+  std::int64_t measured_rows = 0;    // if fewer than in a microbatch, times are extrapolated
+  std::int64_t measured_tokens = 0;  // of a row; if fewer than the context, of some parts, the same
   int threads = 1;
 };
 

@@ -30,7 +30,9 @@ using Clock = std::chrono::steady_clock;
 constexpr int kRepeats = 3;
 constexpr double kBudget = 0.3;      // seconds per part
 constexpr double kRowBudget = 2;     // seconds for one row of a part; longer ones are extrapolated
-constexpr std::int64_t kProbe = 16;  // tokens of the shortest of the rows from which they are
+constexpr std::int64_t kProbe = 16;  // tokens of the shorter of the rows from which times are extrapolated
+// The same for bytes: blocks may compute a few tokens differently.
+constexpr std::int64_t kByteProbe = 64;
 
 // Memory allocated by operators that is still referenced.
 class LiveMemory final : public Mode {
@@ -184,7 +186,7 @@ PartMeasurements measure_parts(const TrainConfig& config, const models::Trainabl
   };
   // Whether one row would take too long, by a short one.
   const auto is_slow = [&](const models::StagePart& part) {
-    if (length < 4 * kProbe) return false;
+    if (length <= 3 * kByteProbe) return false;
     const auto row_time = [&](std::int64_t tokens) {
       const PartMeasurement measured = trial(part, 1, tokens).time(1);
       return (measured.forward + measured.backward) * static_cast<double>(length / tokens);
@@ -194,8 +196,9 @@ PartMeasurements measure_parts(const TrainConfig& config, const models::Trainabl
     return first > 20 * kRowBudget || (first > kRowBudget && row_time(4 * kProbe) > kRowBudget);
   };
   const auto extrapolated_bytes = [&](const models::StagePart& part) {
-    return on_a_parabola(trial(part, 1, kProbe).kept(), trial(part, 1, 2 * kProbe).kept(),
-                         trial(part, 1, 3 * kProbe).kept(), kProbe, static_cast<double>(length));
+    const auto at = [&](std::int64_t tokens) { return trial(part, 1, tokens).kept(); };
+    return on_a_parabola(at(kByteProbe), at(2 * kByteProbe), at(3 * kByteProbe), kByteProbe,
+                         static_cast<double>(length));
   };
   const auto measure = [&](const models::StagePart& part) {
     PartMeasurement measured;

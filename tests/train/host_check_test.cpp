@@ -38,6 +38,23 @@ TEST(HostCheck, NeedsAreLowerBoundsOfWhatIsPredicted) {
   EXPECT_LT(minimum_memory_of_capture(small).bytes(), 0.2 * kGibibyte);
 }
 
+// Blocks of other kinds than attention, and experts over ranks.
+TEST(HostCheck, HybridModels) {
+  const auto need = [](std::vector<std::string> arguments, std::int64_t ranks) {
+    arguments.insert(arguments.end(), {"--pp", "1", "--microbatch_size", "1", "--schedule", "1F1B"});
+    return minimum_memory(config_of(arguments), ranks).bytes() / kGibibyte;
+  };
+  // Parameters, gradients and two states of AdamW: 16 bytes for each of 2,811 million.
+  EXPECT_NEAR(need({"--preset", "hybrid-52"}, 1), 41.9, 1.5);
+  EXPECT_NEAR(need({"--preset", "hybrid-52", "--dp", "4"}, 4), 4 * 41.9, 4);
+  EXPECT_LT(need({"--preset", "hybrid-52", "--dp", "4", "--ep", "4"}, 4), 60);
+  // A state-space model has no pairs of tokens.
+  EXPECT_LT(need({"--pattern", "MMMM", "--attention_feed", "false", "--context", "1048576"}, 1), 8);
+  EXPECT_LT(
+      need({"--pattern", "MAMA", "--windows", "512", "--attention_feed", "false", "--context", "1048576"}, 1),
+      8);
+}
+
 TEST(HostCheck, TooLittleMemoryNamesTheLargestNeed) {
   const TrainConfig config = config_of({"--pp", "1", "--context", "16777216"});
   EXPECT_NO_THROW(require_memory(minimum_memory(config_of({}), 2), machine_memory_bytes()));

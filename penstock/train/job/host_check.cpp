@@ -21,11 +21,54 @@ namespace {
 
 constexpr double kFloat = 4;
 
-// In double, because the product of the largest valid sizes overflows 64 bits.
-double block_parameters(const ModelConfig& model) {
-  const double width = static_cast<double>(model.width), feed = static_cast<double>(model.feed_width);
-  const double keys = width / static_cast<double>(model.heads) * static_cast<double>(model.key_value_heads);
-  return 2 * width * width + 2 * keys * width + 3 * feed * width + 2 * width;
+// In double, because the product of the largest valid sizes overflows 64 bits. Matrices only.
+double letter_parameters(char letter, const ModelConfig& model) {
+  const auto width = static_cast<double>(model.width), feed = static_cast<double>(model.feed_width);
+  switch (letter) {
+    case 'A': {
+      const double keys =
+          width / static_cast<double>(model.heads) * static_cast<double>(model.key_value_heads);
+      return 2 * width * width + 2 * keys * width + (model.attention_feed ? 3 * feed * width : 0);
+    }
+    case 'M': {
+      const double inner = width * static_cast<double>(model.state_expand);
+      return 3 * width * inner +
+             2 * width * static_cast<double>(model.state_groups) * static_cast<double>(model.state_size);
+    }
+    case 'E':
+      return 3 * width * (model.expert_width > 0 ? static_cast<double>(model.expert_width) : feed) *
+             static_cast<double>(model.experts);
+    case 'F':
+      return 3 * feed * width;
+    default:
+      return 0;  // where a stage ends
+  }
+}
+
+// Of all blocks, and of the largest.
+struct BlockParameters {
+  double all = 0, largest = 0;
+};
+// `expert_parts`: ranks over which the experts are divided.
+BlockParameters block_parameters(const ModelConfig& model, std::int64_t expert_parts = 1) {
+  if (model.pattern.empty()) {
+    const double each = letter_parameters('A', model);
+    return {.all = each * static_cast<double>(model.layers), .largest = each};
+  }
+  BlockParameters sum;
+  for (const char letter : model.pattern) {
+    const double each = letter_parameters(letter, model);
+    sum.all += letter == 'E' ? each / static_cast<double>(expert_parts) : each;
+    sum.largest = std::max(sum.largest, each);
+  }
+  return sum;
+}
+
+// Whether a block computes with all pairs of tokens: attention without a window.
+bool has_all_pairs(const ModelConfig& model) {
+  const bool attends = model.pattern.empty() || model.pattern.find('A') != std::string::npos;
+  return attends && (model.windows.empty() ||
+                     std::find(model.windows.begin(), model.windows.end(), 0) != model.windows.end());
 }
 
 double embedding_parameters(const ModelConfig& model) {
@@ -47,13 +90,13 @@ void add_activations(MinimumMemory& need, const TrainConfig& config, double rows
       {fmt::format("hidden states of {:.0f} tokens, {}", positions, key_text("width", model.width)),
        "lower model.width, model.context or layout.microbatch_size",
        kFloat * positions * static_cast<double>(model.width)});
-  if (attention_materializes_scores())
+  if (attention_materializes_scores() && has_all_pairs(model))
     need.parts.push_back({fmt::format("the attention scores of {}", key_text("context", model.context)),
                           "lower model.context or layout.microbatch_size",
                           kFloat * rows * static_cast<double>(model.heads) /
                               static_cast<double>(config.layout.tp) * square(model.context)});
   // One byte for each pair of tokens, computed from their document numbers.
-  if (config.data.document_mask)
+  if (config.data.document_mask && has_all_pairs(model))
     need.parts.push_back({fmt::format("the attention mask of {}", key_text("context", model.context)),
                           "lower model.context, or set data.document_mask to false",
                           rows * square(model.context)});
@@ -80,7 +123,7 @@ MinimumMemory minimum_memory(const TrainConfig& config, std::int64_t ranks) {
   need.parts.push_back({fmt::format("blocks with gradients and optimizer, {} of {}",
                                     key_text("layers", model.layers), key_text("width", model.width)),
                         "lower model.layers, model.width or model.feed_width",
-                        each * static_cast<double>(model.layers) * block_parameters(model)});
+                        each * block_parameters(model, layout.shard == 1 ? layout.ep : 1).all});
   need.parts.push_back({fmt::format("the embedding with gradients and optimizer, {}",
                                     key_text("vocabulary", model.vocabulary)),
                         "lower model.vocabulary or model.width",
@@ -94,7 +137,8 @@ MinimumMemory minimum_memory_of_parts(const TrainConfig& config) {
   const ModelConfig& model = config.model;
   MinimumMemory need;
   need.parts.push_back({fmt::format("a block with its gradients, {}", key_text("width", model.width)),
-                        "lower model.width or model.feed_width", kFloat * 2 * block_parameters(model)});
+                        "lower model.width or model.feed_width",
+                        kFloat * 2 * block_parameters(model).largest});
   need.parts.push_back(
       {fmt::format("the embedding with its gradients, {}", key_text("vocabulary", model.vocabulary)),
        "lower model.vocabulary or model.width", kFloat * 2 * embedding_parameters(model)});
@@ -110,7 +154,7 @@ MinimumMemory minimum_memory_of_capture(const TrainConfig& config) {
   MinimumMemory need;
   need.parts.push_back({fmt::format("{} blocks of {}", model.layers, key_text("width", model.width)),
                         "lower model.layers, model.width or model.feed_width",
-                        kFloat * static_cast<double>(model.layers) * block_parameters(model)});
+                        kFloat * block_parameters(model).all});
   need.parts.push_back({fmt::format("the embedding, {}", key_text("vocabulary", model.vocabulary)),
                         "lower model.vocabulary or model.width",
                         kFloat * (model.tie_head ? 1 : 2) * embedding_parameters(model)});

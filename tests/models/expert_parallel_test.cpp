@@ -26,6 +26,13 @@ using penstock::test::message_of;
 
 // Sums over the tokens of several ranks are in another order.
 constexpr double kTolerance = 1e-12;
+// Everything else has the same terms in the same order. On some processors LibTorch computes the last
+// elements of a tensor without vectors, and exponentials of both kinds differ in their last bit.
+constexpr double kLastBits = 1e-14;
+
+double off(const at::Tensor& value, const at::Tensor& wanted) {
+  return (value - wanted).abs().max().item<double>() / (1 + wanted.abs().max().item<double>());
+}
 
 // Logits are sums of few products of small integers and multiples of 1/8: exact, whatever the order of the
 // sum, so that every rank's router computes the bits of one rank's.
@@ -67,10 +74,10 @@ void expect_one_rank(const ExpertOptions& options, const at::Tensor& x, const st
     const at::Tensor gate = full_tensor(experts->gate.grad()), up = full_tensor(experts->up.grad()),
                      down = full_tensor(experts->down.grad());
     const std::lock_guard lock(mutex);
-    EXPECT_TRUE(torch::equal(hidden, expected.narrow(0, world.rank(), 1))) << what << world.rank();
-    EXPECT_TRUE(torch::equal(gate, alone->gate.grad())) << what << world.rank();
-    EXPECT_TRUE(torch::equal(up, alone->up.grad())) << what << world.rank();
-    EXPECT_TRUE(torch::equal(down, alone->down.grad())) << what << world.rank();
+    EXPECT_LE(off(hidden, expected.narrow(0, world.rank(), 1)), kLastBits) << what << world.rank();
+    EXPECT_LE(off(gate, alone->gate.grad()), kLastBits) << what << world.rank();
+    EXPECT_LE(off(up, alone->up.grad()), kLastBits) << what << world.rank();
+    EXPECT_LE(off(down, alone->down.grad()), kLastBits) << what << world.rank();
     EXPECT_LT((own.grad() - all.grad().narrow(0, world.rank(), 1)).abs().max().item<double>(), kTolerance)
         << what << world.rank();
     for (const auto& item : experts->named_parameters()) {

@@ -202,14 +202,11 @@ TEST(DryRun, LongRowsAreExtrapolated) {
     return measure_parts(config, *models::trainable_hybrid(hybrid_options(config.model)), at::kCPU);
   };
   const PartMeasurements small = measured("256"), twice = measured("512"), large = measured("32768");
-  EXPECT_EQ(small.measured_tokens, 256);
-  EXPECT_TRUE(large.measured_tokens == 32 || large.measured_tokens == 32768);  // the latter if it is fast
   for (const auto& [kind, block] : large.blocks) {
     // These kinds keep a number of bytes per token, and weights that they join or cast.
     const auto one = static_cast<double>(small.blocks.at(kind).kept),
                two = static_cast<double>(twice.blocks.at(kind).kept);
     EXPECT_NEAR(static_cast<double>(block.kept) / (one + (two - one) * 127), 1, 0.001) << kind;
-    EXPECT_GT(block.forward, small.blocks.at(kind).forward) << kind;
   }
 }
 

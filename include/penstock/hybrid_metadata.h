@@ -40,12 +40,13 @@ struct HybridMetadata {
   at::Tensor relations = {};  // for relations: Bool or numbers [batch, relations, length, length], how query
                               // i (dim 2) is related to key j (dim 3)
 
-  // ---- for multi_token_depth, in training: both or neither, Long or Int [batch, length] ----
-  at::Tensor tokens = {};   // what the model reads, also for the last stage
-  at::Tensor targets = {};  // the token after each one; negative: not counted
+  // ---- for multi_token_depth, in training: both or neither, [batch, length] ----
+  at::Tensor tokens = {};   // Long or Int: what the model reads, also for the last stage
+  at::Tensor targets = {};  // Long: the token after each one; kIgnoredTarget does not count
 
   // ---- padding at the ends of rows: no other token depends on it. The smallest of the counts that are given
-  // applies. Hidden states of padding have no meaning: its targets should be negative ----
+  // applies. Hidden states of padding have no meaning: its targets should be kIgnoredTarget
+  // (language_model.h) ----
   at::Tensor row_valid_tokens = {};    // integers [batch]: tokens of a row before its padding
   at::Tensor row_valid_blocks = {};    // integers [batch]: the same in blocks of base_block_tokens
   at::Tensor row_valid_slots = {};     // integers [batch]: the same in slots of row_block_tokens

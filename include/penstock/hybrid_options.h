@@ -40,7 +40,7 @@ struct HybridOptions {
   std::vector<std::int64_t> windows = {};      // tokens that a token sees, itself included; 0: all. Empty: 0;
                                                // one: for every layer; several: repeated over the layers
   std::vector<std::int64_t> nope_layers = {};  // layers (letters, from 0) without rotary positions
-  std::int64_t bos_token = 0;                  // documents begin at this token if none are given; 0: no
+  std::int64_t bos_token = 0;  // documents begin at this token if none are given, except in generation; 0: no
 
   // ---- state space (M) ----
   std::int64_t state_size = 128;       // elements of the state for each element of a head

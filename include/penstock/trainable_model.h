@@ -111,7 +111,7 @@ class ModelStage : public torch::nn::Module {
 // Text as tensors [batch, length], Long, and what is known about it.
 struct TokenBatch {
   at::Tensor tokens = {};     // what the model reads
-  at::Tensor targets = {};    // the token after each one; negative: not counted
+  at::Tensor targets = {};    // the token after each one; kIgnoredTarget (language_model.h) does not count
   at::Tensor documents = {};  // the document of each token; undefined: attention is not masked
   // What else is known about the tokens, for models that use it: a dict of keyword arguments for every stage,
   // or None. Dim 0 of its tensors is the batch. Penstock's data sets have none.

@@ -492,5 +492,27 @@ TEST(HybridDepths, ParentsThatAreNotChosenAreNone) {
   }
 }
 
+// In evaluation the block sees all tokens, but those that are not active take no place of a limited expert.
+TEST(HybridDepths, InactiveTokensTakeNoPlaceOfAnExpert) {
+  HybridOptions options = routed("E", {0});
+  options.capacity_factor = 0.5;
+  HybridStage model = built(options);
+  model->eval();
+  const auto parameters = model->named_parameters();
+  const at::Tensor logits = at::linear(parameters["embed.weight"], parameters["blocks.0.depth.router.weight"],
+                                       parameters["blocks.0.depth.router.bias"])
+                                .squeeze(-1);
+  const at::Tensor active = logits.gt(0).nonzero().squeeze(-1), others = logits.le(0).nonzero().squeeze(-1);
+  ASSERT_GE(active.numel(), 3);
+  ASSERT_GE(others.numel(), 3);
+  const auto row = [](const at::Tensor& of, std::int64_t seed) {
+    return of.index_select(0, random_ids(of.numel(), {12}, static_cast<std::uint64_t>(seed)));
+  };
+  const at::Tensor second = row(active, 5);
+  const at::Tensor one = model->forward(at::stack({row(others, 1), second})),
+                   other = model->forward(at::stack({row(others, 2), second}));
+  EXPECT_LT((one[1] - other[1]).abs().max().item<double>(), 1e-12);
+}
+
 }  // namespace hybrid_depths_test
 }  // namespace penstock::models

@@ -16,6 +16,7 @@
 #include "penstock/models/blocks/expert_parallel.h"
 #include "penstock/models/blocks/input_check.h"
 #include "penstock/models/blocks/local_region.h"
+#include "penstock/step_context.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/torch/experts/expert_choice.h"
 #include "penstock/torch/experts/expert_rows.h"
@@ -127,7 +128,8 @@ ExpertsImpl::Routing ExpertsImpl::route(const at::Tensor& tokens, const at::Tens
       shares_of(means.counts, valid.defined() ? 0 : routed.choices.numel(), logits.scalar_type());
   routing.balance = (means.mean_scores * shares).sum() * static_cast<double>(options_.experts);
   routing.router_z = means.mean_square;
-  if (router_load.defined() && is_training()) {
+  const auto step = StepContext::current();
+  if (router_load.defined() && is_training() && !step->recompute && !step->trial) {
     const c10::AutoGradMode no_grad(false);
     router_load.add_(means.counts);
   }

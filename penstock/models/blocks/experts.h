@@ -24,8 +24,7 @@
 // training mode each forward adds the number of tokens of each expert to router_load; update_router_bias()
 // then changes the bias of each expert by the rate, up if it had fewer tokens than the mean, and clears the
 // load. Call it once per optimizer step, after router_load has been summed over the data parallel ranks.
-// Recomputing a forward counts its tokens again, which does not change the signs if all forwards are
-// recomputed. Both buffers stay outside of autograd.
+// Trial runs and recomputed forwards do not count. Both buffers stay outside of autograd.
 //
 // A token whose scores are all NaN: on the CPU ValueError that names the layer; on a GPU NaN flows into the
 // hidden states and the losses, without waiting for the device, and the trainer's search for the first
@@ -74,7 +73,8 @@ class ExpertsImpl : public torch::nn::Cloneable<ExpertsImpl> {
   void update_router_bias();
 
   // The loss "balance" uses the shares of the choices of all these ranks, which have other tokens of the same
-  // microbatch, in training mode: its mean over them is then that of one rank with all of the tokens.
+  // microbatch, in training mode: its mean over them is then that of one rank with all of the tokens, if
+  // all ranks have equally many that are not padding.
   void set_balance_ranks(const comm::Group& ranks) { balance_ranks_ = ranks; }
   // Set by parallelize_experts().
   void set_axes(ExpertAxes axes) { axes_ = std::move(axes); }

@@ -19,7 +19,14 @@ namespace penstock::models {
 namespace {
 
 // What a tensor must be.
-enum class Expected { IntegersPerToken, IdsPerToken, IdsPerRowOrToken, IntegersPerRow, PairsOfTokens };
+enum class Expected {
+  IntegersPerToken,
+  IdsPerToken,
+  LongPerToken,
+  IdsPerRowOrToken,
+  IntegersPerRow,
+  PairsOfTokens
+};
 
 struct TensorMember {
   const char* name;  // of the keyword
@@ -37,7 +44,7 @@ constexpr std::array<TensorMember, 14> kTensors = {{
     {"platforms", &HybridMetadata::platforms, Expected::IdsPerRowOrToken},
     {"relations", &HybridMetadata::relations, Expected::PairsOfTokens},
     {"tokens", &HybridMetadata::tokens, Expected::IdsPerToken},
-    {"targets", &HybridMetadata::targets, Expected::IdsPerToken},
+    {"targets", &HybridMetadata::targets, Expected::LongPerToken},
     {"row_valid_tokens", &HybridMetadata::row_valid_tokens, Expected::IntegersPerRow},
     {"row_valid_blocks", &HybridMetadata::row_valid_blocks, Expected::IntegersPerRow},
     {"row_valid_slots", &HybridMetadata::row_valid_slots, Expected::IntegersPerRow},
@@ -105,6 +112,10 @@ void check_member(const TensorMember& member, const at::Tensor& tensor, std::int
     case Expected::IdsPerToken:
       good = has_ids(tensor) && tensor.sizes() == token;
       expected = fmt::format("Long or Int [{}, {}], one for each token", batch, length);
+      break;
+    case Expected::LongPerToken:
+      good = tensor.scalar_type() == at::kLong && tensor.sizes() == token;
+      expected = fmt::format("Long [{}, {}], one for each token", batch, length);
       break;
     case Expected::IdsPerRowOrToken:
       good = has_ids(tensor) && (tensor.sizes() == row || tensor.sizes() == token);

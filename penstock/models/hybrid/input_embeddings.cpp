@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include "penstock/torch/dispatch/autocast_scope.h"
+
 namespace penstock::models {
 namespace {
 
@@ -31,7 +33,9 @@ at::Tensor InputEmbeddings::forward(at::Tensor x, const at::Tensor& tokens, cons
   if (options_.ngrams) x = ngrams_->forward(x, tokens, metadata.documents);
   if (options_.structure) x = structure_->forward(x, structure_ids(metadata));
   if (options_.platform && metadata.platforms.defined()) x = platform_->forward(x, metadata.platforms);
-  return options_.norm ? norm_.forward(x) : x;
+  if (!options_.norm) return x;
+  const NoAutocastScope exact;  // hidden states keep their dtype; only the products of blocks are in 16 bits
+  return norm_.forward(x);
 }
 
 void InputEmbeddings::initialize(const BlockInit& init) {

@@ -41,8 +41,10 @@ HybridContext routed_context(const HybridContext& whole, const ChosenTokens& cho
   own.parents = chosen_parents(whole.parents, chosen);
   own.valid = chosen.of_tokens(whole.valid);
   if (chosen.active().defined()) {
-    // The active ones come first. A cache, which only they change, is that of a state space.
+    // The active ones come first. A cache, which only they change, is that of a state space. The others take
+    // no place of a limited expert.
     own.counted = chosen.active().sum(1);
+    own.valid = own.valid.defined() ? own.valid.logical_and(chosen.active()) : chosen.active();
     return own;
   }
   own.attention.mask = chosen_mask(whole.attention.mask, chosen, window);

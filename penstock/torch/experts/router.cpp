@@ -120,6 +120,12 @@ void check_logits(const at::Tensor& logits) {
                               "float32 or float64 [tokens, experts], at least one token"));
 }
 
+void check_bias(const MaybeTensor& bias, std::int64_t experts) {
+  if (bias && bias->defined() && (bias->dim() != 1 || bias->size(0) != experts))
+    throw ValueError(describe("route_tokens: bias", fmt::format("{} elements", bias->numel()),
+                              fmt::format("one for each of {} experts", experts)));
+}
+
 at::Tensor scores_of(const at::Tensor& logits, bool sigmoid) {
   return sigmoid ? at::sigmoid(logits) : at::softmax(logits, -1);
 }
@@ -138,6 +144,7 @@ ThreeTensors route_tokens_meta(const at::Tensor& logits, const MaybeTensor&, std
 ThreeTensors route_tokens_cpu(const at::Tensor& logits, const MaybeTensor& bias, std::int64_t count,
                               bool sigmoid, bool normalize, std::string layer) {
   check_logits(logits);
+  check_bias(bias, logits.size(1));
   const at::Tensor scores = scores_of(logits, sigmoid);
   const bool biased = bias.has_value() && bias->defined();
   const at::Tensor choices =
@@ -151,6 +158,7 @@ ThreeTensors route_tokens_cpu(const at::Tensor& logits, const MaybeTensor& bias,
 ThreeTensors route_tokens_cuda(const at::Tensor& given, const MaybeTensor& bias, std::int64_t count,
                                bool sigmoid, bool normalize, std::string layer) {
   check_logits(given);
+  check_bias(bias, given.size(1));
   if (count < 1 || count > given.size(1))
     throw ValueError(describe("route_tokens: choices", fmt::format("{}", count),
                               fmt::format("from 1 to the number of experts, {}", given.size(1))));

@@ -66,8 +66,8 @@ struct RmsNormFunction : torch::autograd::Function<RmsNormFunction> {
 
 bool has_norm_kernel(const at::Tensor& x, const at::Tensor& weight) {
   const auto plain = [](const at::Tensor& tensor) { return !is_wrapper(tensor) || is_fake(tensor); };
-  return x.is_cuda() && x.numel() > 0 && weight.device() == x.device() && plain(x) && plain(weight) &&
-         detail::has_norm_kernels(x, weight);
+  return x.is_cuda() && x.numel() > 0 && weight.dim() == 1 && weight.size(0) == x.size(-1) &&
+         weight.device() == x.device() && plain(x) && plain(weight) && detail::has_norm_kernels(x, weight);
 }
 
 }  // namespace

@@ -129,14 +129,14 @@ class CpuScan {
   void fill_gram(const Span& span, std::int64_t g, Real* gram) const;
   void weigh(const Real* gram, const Real* factor, std::int64_t tokens, Real* weights, Real* running) const;
   void weigh_backward(const Real* gram, const Real* factor, std::int64_t tokens, Real* products,
-                      Real* to_gram, Real* row_sums, Real* running) const;
+                      Real* to_gram, Real* row_sums, Real* own_weights, Real* running) const;
   void pass_states(Real* states, const Real* initial, Real* last) const;
   void pass_gradients(Real* states, const Real* last, Real* initial) const;
   void chunk_backward(const Span& span, const Real* gradient, const Real* states, const Real* state_gradients,
                       const ScanGradients& out, Real* to_decay, Real* to_skip);
   void finish_backward(const Span& span, const Decays& decays, const Real* gradient, const Real* read,
-                       const Real* passed, const Real* row_sums, const Real* ends, const Real* inputs,
-                       const ScanGradients& out, Real* to_decay, Real* to_skip) const;
+                       const Real* passed, const Real* row_sums, const Real* own_weights, const Real* ends,
+                       const Real* inputs, const ScanGradients& out, Real* to_decay, Real* to_skip) const;
 
   const ScanShape s_;
   const Real* const values_;
@@ -227,27 +227,32 @@ void CpuScan<Real>::weigh(const Real* gram, const Real* factor, std::int64_t tok
 }
 
 // `products` [tokens, tokens], gradient of token t times input s, becomes the weights. Adds decay * products
-// to to_gram; row_sums[t] (stride: heads) = sum over s of weights * products.
+// to to_gram; row_sums[t] (stride: heads) = sum over s of weights * products. The weight of a token's own
+// input is not decayed: it is in own_weights (like row_sums) instead, so that a difference of sums over rows
+// and columns is not the rounding of its largest terms.
 template <class Real>
 void CpuScan<Real>::weigh_backward(const Real* gram, const Real* factor, std::int64_t tokens, Real* products,
-                                   Real* to_gram, Real* row_sums, Real* __restrict running) const {
+                                   Real* to_gram, Real* row_sums, Real* own_weights,
+                                   Real* __restrict running) const {
   for (std::int64_t t = 0; t < tokens; ++t) {
     const Real by = factor[t * s_.heads];
     const Real* __restrict const in = gram + t * tokens;
     Real* __restrict const inout = products + t * tokens;
     Real* __restrict const sums = to_gram + t * tokens;
-    running[t] = 1;
     Real total = 0;
-    for (std::int64_t i = 0; i <= t; ++i) {
-      const Real decay = i < t ? running[i] * by : Real(1);
+    for (std::int64_t i = 0; i < t; ++i) {
+      const Real decay = running[i] * by;
       const Real product = inout[i], weight = decay * in[i];
       running[i] = decay;
       sums[i] += decay * product;
       total += weight * product;
       inout[i] = weight;
     }
+    running[t] = 1;
+    sums[t] += inout[t];
     row_sums[t * s_.heads] = total;
-    for (std::int64_t i = t + 1; i < std::min(tokens, (t / kTile + 1) * kTile); ++i) inout[i] = 0;
+    own_weights[t * s_.heads] = in[t];
+    for (std::int64_t i = t; i < std::min(tokens, (t / kTile + 1) * kTile); ++i) inout[i] = 0;
   }
 }
 
@@ -414,7 +419,8 @@ void CpuScan<Real>::chunk_backward(const Span& span, const Real* gradients, cons
                     read = room_for<Real>(n * inner), passed = room_for<Real>(n * inner),
                     gram = room_for<Real>(n * n), products = room_for<Real>(n * n),
                     to_gram = room_for<Real>(n * n), running = room_for<Real>(n),
-                    row_sums = room_for<Real>(n * s.heads), ends = room_for<Real>(s.heads);
+                    row_sums = room_for<Real>(n * s.heads), own_weights = room_for<Real>(n * s.heads),
+                    ends = room_for<Real>(s.heads);
   // Through the states: y = until * queries * state, state' = sum of after * inputs * keys + ...
   for (std::int64_t g = 0; g < s.groups; ++g) {
     const Matrix<const Real> before = state_of(states, span, g), after = state_of(state_gradients, span, g);
@@ -462,7 +468,7 @@ void CpuScan<Real>::chunk_backward(const Span& span, const Real* gradients, cons
                      {products.data() + from * n, n});
     });
     weigh_backward(gram.data(), decays.factor.data() + h, n, products.data(), to_gram.data(),
-                   row_sums.data() + h, running.data());
+                   row_sums.data() + h, own_weights.data() + h, running.data());
     tiles([&](std::int64_t from, std::int64_t rows) {
       multiply<Real>(from + rows, s.head_width, rows, {products.data() + from * n, n, true},
                      from_row(of_head, from), to_input, from + rows == n ? Real(0) : Real(1));
@@ -475,18 +481,19 @@ void CpuScan<Real>::chunk_backward(const Span& span, const Real* gradients, cons
                      {grouped(out.keys.data_ptr<Real>(), span, g), row()}, Real(1));
     }
   }
-  finish_backward(span, decays, gradient, read.data(), passed.data(), row_sums.data(), ends.data(),
-                  scaled.data(), out, to_decay, to_skip);
+  finish_backward(span, decays, gradient, read.data(), passed.data(), row_sums.data(), own_weights.data(),
+                  ends.data(), scaled.data(), out, to_decay, to_skip);
 }
 
-// Joins the paths. `to_inputs` [tokens, inner]: the gradient of values * steps within the chunk. A decay acts
+// Joins the paths. `to_inputs` [tokens, inner]: the gradient of values * steps that later tokens of the chunk
+// give; its own output is added here. A decay acts
 // on the pairs of tokens around it (rows minus columns, summed from the end), on the inputs before it that
 // reach the next chunk (summed from the beginning), and on the state that passes through the chunk (`ends`).
 template <class Real>
 void CpuScan<Real>::finish_backward(const Span& span, const Decays& decays, const Real* gradient,
                                     const Real* read, const Real* passed, const Real* row_sums,
-                                    const Real* ends, const Real* to_inputs, const ScanGradients& out,
-                                    Real* to_decay, Real* to_skip) const {
+                                    const Real* own_weights, const Real* ends, const Real* to_inputs,
+                                    const ScanGradients& out, Real* to_decay, Real* to_skip) const {
   const ScanShape& s = s_;
   const std::int64_t n = span.tokens, heads = s.heads, width = s.head_width;
   std::vector<Real> pairs = room_for<Real>(heads), reaching = room_for<Real>(n * heads);
@@ -499,27 +506,27 @@ void CpuScan<Real>::finish_backward(const Span& span, const Decays& decays, cons
     for (std::int64_t h = 0; h < heads; ++h) {
       const std::int64_t i = t * heads + h;
       const Real step = steps_[token(span) * heads + i], skip = skip_[h],
-                 after = decays.after[static_cast<std::size_t>(i)];
+                 after = decays.after[static_cast<std::size_t>(i)], own = own_weights[i];
       const Real* __restrict const value = values_ + token(span) * s.inner() + i * width;
       const Real* __restrict const given = gradient + i * width;
       const Real* __restrict const inside = to_inputs + i * width;
       const Real* __restrict const from_state = passed + i * width;
       const Real* __restrict const of_state = read + i * width;
       Real* __restrict const to_value = to_values + i * width;
-      Real inside_sum = 0, passed_sum = 0, read_sum = 0, skip_sum = 0;
+      Real inside_sum = 0, passed_sum = 0, read_sum = 0, skip_sum = 0;  // inside_sum: of later tokens
       for (std::int64_t p = 0; p < width; ++p) {
         const Real later = after * from_state[p];
         inside_sum += value[p] * inside[p];
         passed_sum += value[p] * later;
         read_sum += given[p] * of_state[p];
         skip_sum += given[p] * value[p];
-        to_value[p] = step * (inside[p] + later) + skip * given[p];
+        to_value[p] = step * (inside[p] + own * given[p] + later) + skip * given[p];
       }
       Real& sum = pairs[static_cast<std::size_t>(h)];
       sum += row_sums[i] + decays.until[static_cast<std::size_t>(i)] * read_sum - step * inside_sum;
       if (begins) sum = 0;  // no pair reaches across, whatever the rounding
       reaching[static_cast<std::size_t>(i)] = step * passed_sum;
-      to_steps[i] = decay_[h] * sum + (inside_sum + passed_sum);
+      to_steps[i] = decay_[h] * sum + (inside_sum + own * skip_sum + passed_sum);
       to_decay[h] += step * sum;
       to_skip[h] += skip_sum;
     }

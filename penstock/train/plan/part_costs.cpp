@@ -28,11 +28,14 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int kRepeats = 3;
-constexpr double kBudget = 0.3;      // seconds per part
-constexpr double kRowBudget = 2;     // seconds for one row of a part; longer ones are extrapolated
-constexpr std::int64_t kProbe = 16;  // tokens of the shorter of the rows from which times are extrapolated
-// The same for bytes: blocks may compute a few tokens differently.
-constexpr std::int64_t kByteProbe = 64;
+constexpr double kBudget = 0.3;   // seconds per part
+constexpr double kRowBudget = 2;  // seconds for one row of a part; longer ones are extrapolated
+
+// Tokens of the rows from which times are extrapolated.
+constexpr std::int64_t kFewTokens = 16, kMoreTokens = 64;
+// The same for bytes: up to so many keys attention computes all pairs at once, beyond in blocks, which keep
+// none.
+constexpr std::int64_t kPairsAtOnce = 1024;
 
 // Memory allocated by operators that is still referenced.
 class LiveMemory final : public Mode {
@@ -155,18 +158,19 @@ class Trial {
   at::Tensor targets_, input_;
 };
 
-// Values at n and 2n tokens, and a line through them.
-double on_a_line(double one, double two, double n, double length) {
-  return two + std::max(0.0, two - one) * (length / n - 2);
+// The value at `length` of a line through two points.
+double on_a_line(double one, double at_one, double two, double at_two, double length) {
+  return at_two + std::max(0.0, at_two - at_one) * (length - two) / (two - one);
 }
 // Values at n, 2n and 3n tokens, and a parabola through them: bytes that do not depend on the tokens, that
 // are proportional to them, and to their pairs.
-std::int64_t on_a_parabola(std::int64_t one, std::int64_t two, std::int64_t three, double n, double length) {
-  const double x = length / n, bend = static_cast<double>(three - 2 * two + one) / 2,
-               slope = static_cast<double>(two - one) - 3 * bend,
-               start = static_cast<double>(one) - slope - bend;
-  return static_cast<std::int64_t>(start + slope * x + bend * x * x);
+double on_a_parabola(double one, double two, double three, double n, double length) {
+  const double x = length / n, bend = (three - 2 * two + one) / 2, slope = two - one - 3 * bend,
+               start = one - slope - bend;
+  return start + slope * x + bend * x * x;
 }
+
+std::int64_t rounded_up(std::int64_t value, std::int64_t unit) { return (value + unit - 1) / unit * unit; }
 
 }  // namespace
 
@@ -184,34 +188,55 @@ PartMeasurements measure_parts(const TrainConfig& config, const models::Trainabl
   const auto trial = [&](const models::StagePart& part, std::int64_t of_rows, std::int64_t tokens) {
     return Trial(config, model, part, device, of_rows, tokens);
   };
-  // Whether one row would take too long, by a short one.
+  // The shorter of two runs, of which the first loads kernels and allocates memory, unless it takes long.
+  const auto time_of = [&](const models::StagePart& part, std::int64_t tokens) {
+    Trial one = trial(part, 1, tokens);
+    const PartMeasurement first = one.time(1);
+    if (first.forward + first.backward > kRowBudget / 2) return first;
+    return one.time(1);
+  };
+  // Whether one row would take too long, by short ones.
   const auto is_slow = [&](const models::StagePart& part) {
-    if (length <= 3 * kByteProbe) return false;
+    if (length <= 4 * kMoreTokens) return false;
     const auto row_time = [&](std::int64_t tokens) {
-      const PartMeasurement measured = trial(part, 1, tokens).time(1);
+      const PartMeasurement measured = time_of(part, tokens);
       return (measured.forward + measured.backward) * static_cast<double>(length / tokens);
     };
     // What takes long for few tokens as well may be the weights: look at more of them, unless it is clear.
-    const double first = row_time(kProbe);
-    return first > 20 * kRowBudget || (first > kRowBudget && row_time(4 * kProbe) > kRowBudget);
+    const double first = row_time(kFewTokens);
+    return first > 20 * kRowBudget || (first > kRowBudget && row_time(kMoreTokens) > kRowBudget);
   };
+  const std::vector<models::BlockPlan>& blocks = model.plan().blocks;
+  // Bytes kept by one row that would take too long.
   const auto extrapolated_bytes = [&](const models::StagePart& part) {
-    const auto at = [&](std::int64_t tokens) { return trial(part, 1, tokens).kept(); };
-    return on_a_parabola(at(kByteProbe), at(2 * kByteProbe), at(3 * kByteProbe), kByteProbe,
-                         static_cast<double>(length));
+    // Chunks of state-space blocks must be whole.
+    std::int64_t unit = kMoreTokens;
+    for (std::int64_t i = part.first_block; i < part.end_block; ++i)
+      if (blocks[static_cast<std::size_t>(i)].kind.find("state space") != std::string::npos)
+        unit = rounded_up(unit, config.model.state_chunk);
+    const bool in_blocks = length > kPairsAtOnce;
+    const std::int64_t n = in_blocks ? rounded_up(kPairsAtOnce + 1, unit) : unit;
+    if (length <= (in_blocks ? 2 : 3) * n) return trial(part, 1, length).kept();
+    const auto at = [&](std::int64_t tokens) { return static_cast<double>(trial(part, 1, tokens).kept()); };
+    const auto to = static_cast<double>(length), from = static_cast<double>(n);
+    return static_cast<std::int64_t>(in_blocks ? on_a_line(from, at(n), 2 * from, at(2 * n), to)
+                                               : on_a_parabola(at(n), at(2 * n), at(3 * n), from, to));
+  };
+  const auto extrapolated_row = [&](const models::StagePart& part) {
+    const PartMeasurement few = time_of(part, kFewTokens), more = time_of(part, kMoreTokens);
+    const auto row = [&](double one, double two) {
+      return on_a_line(kFewTokens, one, kMoreTokens, two, static_cast<double>(length));
+    };
+    return PartMeasurement{.forward = row(few.forward, more.forward),
+                           .backward = row(few.backward, more.backward),
+                           .kept = extrapolated_bytes(part)};
   };
   const auto measure = [&](const models::StagePart& part) {
     PartMeasurement measured;
-    if (is_slow(part)) {
-      const PartMeasurement small = trial(part, 1, kProbe).time(1),
-                            large = trial(part, 1, 2 * kProbe).time(1);
-      const auto row = [&](double one, double two) {
-        return on_a_line(one, two, kProbe, static_cast<double>(length));
-      };
-      measured = {.forward = row(small.forward, large.forward),
-                  .backward = row(small.backward, large.backward),
-                  .kept = extrapolated_bytes(part)};
-      result.measured_tokens = 2 * kProbe;
+    const bool slow = is_slow(part);
+    if (slow) {
+      measured = extrapolated_row(part);
+      result.measured_tokens = kMoreTokens;
     } else {
       Trial one = trial(part, 1, length);
       one.time(1);  // loads kernels and allocates memory
@@ -219,7 +244,7 @@ PartMeasurements measure_parts(const TrainConfig& config, const models::Trainabl
       measured.kept = one.kept();
     }
     const double all_rows = (measured.forward + measured.backward) * static_cast<double>(rows);
-    if (rows == 1 || all_rows * kRepeats > kBudget) {
+    if (slow || rows == 1 || all_rows * kRepeats > kBudget) {
       result.measured_rows = 1;
       measured.forward *= static_cast<double>(rows);
       measured.backward *= static_cast<double>(rows);
@@ -232,7 +257,6 @@ PartMeasurements measure_parts(const TrainConfig& config, const models::Trainabl
     return measured;
   };
   // Of three stages: only the embedding, only one block, only the head.
-  const std::vector<models::BlockPlan>& blocks = model.plan().blocks;
   const auto layers = static_cast<std::int64_t>(blocks.size());
   result.embed = measure({.index = 0, .count = 3, .first_block = 0, .end_block = 0});
   for (std::int64_t i = 0; i < layers; ++i)

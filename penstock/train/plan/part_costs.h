@@ -7,8 +7,9 @@
 //
 // Runs real forwards and backwards of one block each, on the device, with the threads of a rank. Takes about
 // a second: if all rows of a microbatch would take longer, one row is measured and the result multiplied; if
-// one row would take seconds, as in models for GPUs on a CPU, short rows are measured: times are extrapolated
-// on a line, bytes exactly, as a + b * tokens + c * tokens^2.
+// one row would take seconds, as in models for GPUs on a CPU, shorter rows are measured: times are
+// extrapolated on a line, without the square of attention; bytes as a + b * tokens + c * tokens^2, beyond
+// 1,024 tokens, where attention keeps no pairs, without the last term.
 #pragma once
 
 #include <c10/core/Device.h>

@@ -20,6 +20,7 @@
 #include "penstock/models/hybrid/hybrid_block.h"
 #include "tests/has_text.h"
 #include "tests/models/block_checks.h"
+#include "tests/models/small_hybrid.h"
 #include "tests/models/small_model.h"
 #include "tests/throws.h"
 
@@ -34,17 +35,8 @@ constexpr std::int64_t kWidth = 16;
 
 HybridOptions routed(const std::string& pattern, std::vector<std::int64_t> layers,
                      const char* kind = "plain") {
-  HybridOptions options{.pattern = pattern, .vocabulary = 19, .width = kWidth, .context = 24};
-  options.heads = 4;
-  options.key_value_heads = 2;
-  options.feed_width = 24;
-  options.state_size = 4;
-  options.state_head_width = 8;
+  HybridOptions options = small_hybrid(pattern);
   options.state_chunk = 3;
-  options.experts = 4;
-  options.expert_width = 12;
-  options.balance_weight = 0.3;
-  options.router_z_weight = 0.1;
   options.depth_layers = std::move(layers);
   options.depth_capacity = 0.6;
   options.depth_kind = kind;
@@ -53,15 +45,8 @@ HybridOptions routed(const std::string& pattern, std::vector<std::int64_t> layer
   return options;
 }
 
-// Larger values than in training, so that every part has an effect.
 HybridStage built(const HybridOptions& options, const StagePart& part, at::ScalarType dtype = at::kDouble) {
-  HybridStage stage(options, part);
-  stage->to(dtype);
-  stage->set_initial_values(7);
-  const torch::NoGradGuard no_grad;
-  for (auto& item : stage->named_parameters())
-    if (item.value().dim() > 1) item.value().mul_(12);
-  return stage;
+  return enlarged_stage(options, part, dtype);
 }
 HybridStage built(const HybridOptions& options, at::ScalarType dtype = at::kDouble) {
   return built(options, whole_model(options), dtype);

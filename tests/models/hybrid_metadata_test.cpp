@@ -33,6 +33,7 @@
 #include "penstock/world.h"
 #include "tests/has_text.h"
 #include "tests/models/block_checks.h"
+#include "tests/models/small_hybrid.h"
 #include "tests/models/small_model.h"
 #include "tests/throws.h"
 
@@ -46,26 +47,9 @@ using penstock::test::message_of;
 
 constexpr std::int64_t kVocabulary = 19, kRelations = 3;
 
-// Without what needs metadata and without n-grams.
-HybridOptions plain_options(const std::string& pattern) {
-  HybridOptions options{.pattern = pattern, .vocabulary = kVocabulary, .width = 16, .context = 24};
-  options.heads = 4;
-  options.key_value_heads = 2;
-  options.feed_width = 24;
-  options.state_size = 4;
-  options.state_head_width = 8;
-  options.state_chunk = 5;
-  options.experts = 4;
-  options.top_k = 2;
-  options.expert_width = 12;
-  options.balance_weight = 0.3;
-  options.router_z_weight = 0.1;
-  return options;
-}
-
 // With everything.
 HybridOptions full_options(const std::string& pattern) {
-  HybridOptions options = plain_options(pattern);
+  HybridOptions options = small_hybrid(pattern);
   options.embed_scale = true;
   options.ngram_orders = {2, 3};
   options.ngram_buckets = 31;
@@ -85,15 +69,11 @@ HybridOptions full_options(const std::string& pattern) {
 // Values that are larger than in training, and not zero where a model begins with zeros, so that every part
 // has an effect. The same for every stage.
 HybridStage made(const HybridOptions& options, const StagePart& part, at::ScalarType dtype = at::kDouble) {
-  HybridStage stage(options, part);
-  stage->to(dtype);
-  stage->set_initial_values(7);
+  HybridStage stage = enlarged_stage(options, part, dtype);
   const torch::NoGradGuard no_grad;
-  for (auto& item : stage->named_parameters()) {
-    if (item.value().dim() > 1) item.value().mul_(12);
+  for (auto& item : stage->named_parameters())
     if (item.key() == "relations.weight" || item.key().ends_with(".mix"))
       item.value().copy_(random_tensor(item.value().sizes(), 91));
-  }
   return stage;
 }
 HybridStage made(const HybridOptions& options, at::ScalarType dtype = at::kDouble) {
@@ -206,7 +186,7 @@ TEST(HybridMetadata, EveryPartIsThatOfItsModule) {
 }
 
 TEST(HybridMetadata, WithoutMetadataOnlyNgramsAndTheNormAdd) {
-  HybridOptions options = full_options("AFM"), plain = plain_options("AFM");
+  HybridOptions options = full_options("AFM"), plain = small_hybrid("AFM");
   options.ngram_orders.clear();
   options.embed_norm = "none";
   options.embed_scale = false;
@@ -261,7 +241,7 @@ TEST(HybridMetadata, ParametersAreThoseOfThePlan) {
 }
 
 TEST(HybridMetadata, ATokenUsesOneRowOfEachTable) {
-  const HybridOptions options = full_options("AF"), plain = plain_options("AF");
+  const HybridOptions options = full_options("AF"), plain = small_hybrid("AF");
   // Two tables of n-grams, five of structure, platforms, the norm (alpha, weight, bias), relations, mix.
   EXPECT_EQ(active_parameter_count(options) - active_parameter_count(plain),
             16 * (2 + 5 + 1) + (1 + 2 * 16) + kRelations * 4 + 16);
@@ -374,7 +354,7 @@ TEST(HybridMetadata, StagesStartWithTheValuesOfTheWhole) {
 }
 
 TEST(HybridMetadata, InputsOfATrainableModelHaveTheMetadataOfTheBatch) {
-  HybridOptions options = plain_options("A");
+  HybridOptions options = small_hybrid("A");
   options.bos_token = 5;
   const auto model = trainable_hybrid(options);
   const at::Tensor tokens = tokens_of(2, 6), ones = at::ones({2, 6}, at::kLong), zeros = ones * 0;
@@ -524,7 +504,7 @@ TEST(HybridMetadata, PaddedRowsAreAsIfCut) {
 }
 
 TEST(HybridMetadata, PaddingTakesNoPlaceOfALimitedExpert) {
-  HybridOptions options = plain_options("E");
+  HybridOptions options = small_hybrid("E");
   options.capacity_factor = 0.6;
   HybridStage model = made(options);
   const HybridMetadata metadata{.row_valid_tokens = torch::tensor({2, 8, 1}, at::kLong)};

@@ -13,6 +13,7 @@
 #include "penstock/models/hybrid/trainable_hybrid.h"
 #include "tests/has_text.h"
 #include "tests/models/block_checks.h"
+#include "tests/models/small_hybrid.h"
 #include "tests/models/small_model.h"
 #include "tests/throws.h"
 
@@ -45,13 +46,7 @@ HybridOptions predicting(const std::string& pattern, std::int64_t depth, const s
 }
 
 HybridStage built(const HybridOptions& options, const StagePart& part, at::ScalarType dtype = at::kDouble) {
-  HybridStage stage(options, part);
-  stage->to(dtype);
-  stage->set_initial_values(9);
-  const torch::NoGradGuard no_grad;
-  for (auto& item : stage->named_parameters())
-    if (item.value().dim() > 1) item.value().mul_(12);
-  return stage;
+  return enlarged_stage(options, part, dtype, 9);
 }
 HybridStage built(const HybridOptions& options, at::ScalarType dtype = at::kDouble) {
   return built(options, whole_model(options), dtype);

@@ -15,6 +15,7 @@
 #include "penstock/step_context.h"
 #include "penstock/transformer.h"
 #include "tests/has_text.h"
+#include "tests/models/small_hybrid.h"
 #include "tests/models/small_model.h"
 #include "tests/throws.h"
 
@@ -25,37 +26,13 @@ using penstock::test::has_text;
 using penstock::test::message_of;
 using test::collect;
 using test::difference;
+using test::enlarge;
+using test::enlarged_stage;
 using test::Gradients;
-
-HybridOptions hybrid(const std::string& pattern) {
-  HybridOptions options{.pattern = pattern, .vocabulary = 19, .width = 16, .context = 24};
-  options.heads = 4;
-  options.key_value_heads = 2;
-  options.feed_width = 24;
-  options.state_size = 4;
-  options.state_head_width = 8;
-  options.state_chunk = 5;
-  options.experts = 4;
-  options.top_k = 2;
-  options.expert_width = 12;
-  options.balance_weight = 0.3;
-  options.router_z_weight = 0.1;
-  return options;
-}
-
-// Larger values than in training, so that every part has an effect.
-void enlarge(torch::nn::Module& module) {
-  const torch::NoGradGuard no_grad;
-  for (auto& item : module.named_parameters())
-    if (item.value().dim() > 1) item.value().mul_(12);
-}
+using test::small_hybrid;
 
 HybridStage made(const HybridOptions& options, const StagePart& part, at::ScalarType dtype = at::kDouble) {
-  HybridStage stage(options, part);
-  stage->to(dtype);
-  stage->set_initial_values(7);
-  enlarge(*stage);
-  return stage;
+  return enlarged_stage(options, part, dtype);
 }
 HybridStage made(const HybridOptions& options, at::ScalarType dtype = at::kDouble) {
   return made(options, whole_model(options), dtype);
@@ -73,7 +50,7 @@ TEST(Hybrid, ParametersAreThoseOfThePlan) {
     for (const bool tie : {false, true})
       for (const bool attention_feed : {false, true}) {
         SCOPED_TRACE(pattern);
-        HybridOptions options = hybrid(pattern);
+        HybridOptions options = small_hybrid(pattern);
         options.tie_head = tie;
         options.attention_feed = attention_feed;
         HybridStage model(options);
@@ -85,7 +62,7 @@ TEST(Hybrid, ParametersAreThoseOfThePlan) {
 }
 
 TEST(Hybrid, AttentionWithFeedForwardIsTheTransformer) {
-  HybridOptions options = hybrid("AAA");
+  HybridOptions options = small_hybrid("AAA");
   options.attention_feed = true;
   const TransformerOptions same{.vocabulary = 19,
                                 .width = 16,
@@ -117,7 +94,7 @@ Gradients gradients_of_whole(const HybridOptions& options, const at::Tensor& tok
 TEST(Hybrid, StagesOneAfterTheOtherHaveTheGradientsOfTheWhole) {
   for (const std::string& pattern : kPatterns) {
     SCOPED_TRACE(pattern);
-    const HybridOptions options = hybrid(pattern);
+    const HybridOptions options = small_hybrid(pattern);
     const at::Tensor tokens = tokens_of(2, 13);
     at::Tensor expected;
     const Gradients whole = gradients_of_whole(options, tokens, &expected);
@@ -160,7 +137,7 @@ double total_loss(HybridStage& model, const at::Tensor& tokens) {
 }
 
 TEST(Hybrid, GradientsContainTheAuxiliaryLosses) {
-  const HybridOptions options = hybrid("AEME");
+  const HybridOptions options = small_hybrid("AEME");
   HybridStage model = made(options);
   const at::Tensor tokens = tokens_of(2, 9);
   token_loss(model->forward(tokens), tokens, double(tokens.numel())).backward();
@@ -185,7 +162,7 @@ TEST(Hybrid, GradientsContainTheAuxiliaryLosses) {
 }
 
 TEST(Hybrid, AuxiliaryLossesAreScaledLikeTheLoss) {
-  const HybridOptions options = hybrid("EA");
+  const HybridOptions options = small_hybrid("EA");
   const at::Tensor tokens = tokens_of(2, 6);
   const auto router_gradient = [&](double loss_scale, double auxiliary_scale) {
     HybridStage model = made(options);
@@ -207,7 +184,7 @@ TEST(Hybrid, CachedLogitsAreThoseOfTheWholeRow) {
   for (const std::string pattern : {"A", "M", "E", "AEME", "MAFE"})
     for (const std::vector<std::int64_t>& windows : {std::vector<std::int64_t>{}, {3, 0}}) {
       SCOPED_TRACE(pattern);
-      HybridOptions options = hybrid(pattern);
+      HybridOptions options = small_hybrid(pattern);
       if (pattern.size() > 1) options.windows = windows;
       if (pattern == "AEME") options.nope_layers = {0};
       HybridStage model = made(options);
@@ -233,7 +210,7 @@ TEST(Hybrid, CachedLogitsAreThoseOfTheWholeRow) {
 TEST(Hybrid, ADocumentIsComputedAsIfAlone) {
   for (const std::string pattern : {"A", "M", "AEME"}) {
     SCOPED_TRACE(pattern);
-    HybridStage model = made(hybrid(pattern));
+    HybridStage model = made(small_hybrid(pattern));
     model->eval();
     const at::Tensor tokens = tokens_of(1, 14);
     const at::Tensor documents = torch::tensor({{4, 4, 4, 4, 4, 1, 1, 1, 1, 1, 1, 1, 1, 1}}, at::kLong);
@@ -245,7 +222,7 @@ TEST(Hybrid, ADocumentIsComputedAsIfAlone) {
 }
 
 TEST(Hybrid, StagesStartWithTheValuesOfTheWhole) {
-  const HybridOptions options = hybrid("AEMF");
+  const HybridOptions options = small_hybrid("AEMF");
   HybridStage whole(options);
   whole->set_initial_values(11);
   const auto all = whole->named_parameters();
@@ -260,7 +237,7 @@ TEST(Hybrid, StagesStartWithTheValuesOfTheWhole) {
 TEST(Hybrid, CompiledEqualsEager) {
   for (const std::string pattern : {"AEME", "MF"}) {
     SCOPED_TRACE(pattern);
-    const HybridOptions options = hybrid(pattern);
+    const HybridOptions options = small_hybrid(pattern);
     HybridStage eager = made(options, at::kFloat), original = made(options, at::kFloat);
     const auto compiled = graph::compile(original);
     auto fast = compiled;
@@ -278,7 +255,7 @@ TEST(Hybrid, CompiledEqualsEager) {
 
 TEST(Hybrid, BadOptionsNameTheirKey) {
   const auto message = [](auto change) {
-    HybridOptions options = hybrid("AEME");
+    HybridOptions options = small_hybrid("AEME");
     change(options);
     return message_of<ConfigError>([&] { options.check(); });
   };
@@ -292,14 +269,14 @@ TEST(Hybrid, BadOptionsNameTheirKey) {
   EXPECT_TRUE(has_text(message([](HybridOptions& o) { o.router_scores = "max"; }), "model.router_scores"));
   EXPECT_TRUE(has_text(message([](HybridOptions& o) { o.balance_weight = -1; }), "balance"));
   // What the pattern does not use may have any value.
-  HybridOptions plain = hybrid("MM");
+  HybridOptions plain = small_hybrid("MM");
   plain.heads = 3;
   plain.top_k = 99;
   EXPECT_NO_THROW(plain.check());
 }
 
 TEST(Hybrid, BadInputsSayWhatIsExpected) {
-  HybridStage model = made(hybrid("AM"));
+  HybridStage model = made(small_hybrid("AM"));
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { model->forward(torch::ones({2, 5})); }), "Long or Int"));
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { model->forward(tokens_of(1, 25)); }),
                        "at most model.context, 24"));
@@ -307,7 +284,7 @@ TEST(Hybrid, BadInputsSayWhatIsExpected) {
                          model->forward(tokens_of(2, 5), torch::zeros({2, 5}));
                        }),
                        "integers [2, 5]"));
-  EXPECT_THROW(HybridStage(hybrid("AM"), StagePart{0, 1, 0, 3}), ValueError);
+  EXPECT_THROW(HybridStage(small_hybrid("AM"), StagePart{0, 1, 0, 3}), ValueError);
 }
 
 }  // namespace hybrid_test

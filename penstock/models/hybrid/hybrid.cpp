@@ -101,10 +101,8 @@ struct HybridStageImpl::Impl {
                                             part.first_block, part.end_block),
                                 fmt::format("a part of {} blocks", layers),
                                 "take the parts from partition_model()"));
-    bool attends = predicts_more() && parts.multi_token_kind == BlockKind::Attention;
-    for (std::int64_t block = part.first_block; block < part.end_block; ++block)
-      attends = attends || parts.kind(block) == BlockKind::Attention;
-    if (attends) rotary.emplace(parts.attention.head_width, options.context, options.rope_theta);
+    if (has_attention() || (predicts_more() && parts.multi_token_kind == BlockKind::Attention))
+      rotary.emplace(parts.attention.head_width, options.context, options.rope_theta);
   }
 
   void register_modules();

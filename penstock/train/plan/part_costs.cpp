@@ -172,106 +172,137 @@ double on_a_parabola(double one, double two, double three, double n, double leng
 
 std::int64_t rounded_up(std::int64_t value, std::int64_t unit) { return (value + unit - 1) / unit * unit; }
 
-}  // namespace
+// Measures parts of a model, each by trials of one row or, where a row would take too long, of shorter ones.
+class PartMeter {
+ public:
+  PartMeter(const TrainConfig& config, const models::TrainableModel& model, at::Device device)
+      : config_(config),
+        model_(model),
+        device_(device),
+        rows_(config.layout.microbatch_size),
+        length_(config.model.context),
+        measured_rows_(rows_),
+        measured_tokens_(length_) {}
 
-PartMeasurements measure_parts(const TrainConfig& config, const models::TrainableModel& model,
-                               at::Device device) {
-  const std::int64_t rows = config.layout.microbatch_size;
-  PartMeasurements result;
-  result.measured_rows = rows;
-  result.threads = comm::threads_per_rank(comm::available_cores(), static_cast<int>(config.layout.ranks));
-  result.border = rows * config.model.context * config.model.width * static_cast<std::int64_t>(sizeof(float));
-  const ThreadCountScope threads(result.threads);
+  // For a microbatch.
+  PartMeasurement measure(const models::StagePart& part) {
+    const bool slow = is_slow(part);
+    PartMeasurement measured = slow ? extrapolated_row(part) : whole_row(part);
+    if (slow) measured_tokens_ = kMoreTokens;
+    const double all_rows = (measured.forward + measured.backward) * static_cast<double>(rows_);
+    if (slow || rows_ == 1 || all_rows * kRepeats > kBudget) {
+      measured_rows_ = 1;
+      measured.forward *= static_cast<double>(rows_);
+      measured.backward *= static_cast<double>(rows_);
+    } else {
+      const PartMeasurement all = trial(part, rows_, length_).time(kRepeats);
+      measured.forward = all.forward;
+      measured.backward = all.backward;
+    }
+    measured.kept *= rows_;
+    return measured;
+  }
+  // Bytes that a microbatch keeps.
+  std::int64_t kept(const models::StagePart& part) {
+    return (is_slow(part) ? extrapolated_bytes(part) : trial(part, 1, length_).kept()) * rows_;
+  }
 
-  const std::int64_t length = config.model.context;
-  result.measured_tokens = length;
-  const auto trial = [&](const models::StagePart& part, std::int64_t of_rows, std::int64_t tokens) {
-    return Trial(config, model, part, device, of_rows, tokens);
-  };
-  // The shorter of two runs, of which the first loads kernels and allocates memory, unless it takes long.
-  const auto time_of = [&](const models::StagePart& part, std::int64_t tokens) {
+  std::int64_t measured_rows() const { return measured_rows_; }
+  std::int64_t measured_tokens() const { return measured_tokens_; }
+
+ private:
+  Trial trial(const models::StagePart& part, std::int64_t rows, std::int64_t tokens) const {
+    return Trial(config_, model_, part, device_, rows, tokens);
+  }
+
+  // Of one row: the second of two runs, because the first loads kernels and allocates memory, unless it takes
+  // long.
+  PartMeasurement time_of(const models::StagePart& part, std::int64_t tokens) const {
     Trial one = trial(part, 1, tokens);
     const PartMeasurement first = one.time(1);
-    if (first.forward + first.backward > kRowBudget / 2) return first;
-    return one.time(1);
-  };
+    return first.forward + first.backward > kRowBudget / 2 ? first : one.time(1);
+  }
+
   // Whether one row would take too long, by short ones.
-  const auto is_slow = [&](const models::StagePart& part) {
-    if (length <= 4 * kMoreTokens) return false;
+  bool is_slow(const models::StagePart& part) const {
+    if (length_ <= 4 * kMoreTokens) return false;
     const auto row_time = [&](std::int64_t tokens) {
       const PartMeasurement measured = time_of(part, tokens);
-      return (measured.forward + measured.backward) * static_cast<double>(length / tokens);
+      return (measured.forward + measured.backward) * static_cast<double>(length_ / tokens);
     };
     // What takes long for few tokens as well may be the weights: look at more of them, unless it is clear.
     const double first = row_time(kFewTokens);
     return first > 20 * kRowBudget || (first > kRowBudget && row_time(kMoreTokens) > kRowBudget);
-  };
-  const std::vector<models::BlockPlan>& blocks = model.plan().blocks;
-  // Bytes kept by one row that would take too long.
-  const auto extrapolated_bytes = [&](const models::StagePart& part) {
+  }
+
+  PartMeasurement whole_row(const models::StagePart& part) const {
+    Trial one = trial(part, 1, length_);
+    one.time(1);  // loads kernels and allocates memory
+    PartMeasurement measured = one.time(1);
+    measured.kept = one.kept();
+    return measured;
+  }
+
+  PartMeasurement extrapolated_row(const models::StagePart& part) const {
+    const PartMeasurement few = time_of(part, kFewTokens), more = time_of(part, kMoreTokens);
+    const auto row = [&](double one, double two) {
+      return on_a_line(kFewTokens, one, kMoreTokens, two, static_cast<double>(length_));
+    };
+    return {.forward = row(few.forward, more.forward),
+            .backward = row(few.backward, more.backward),
+            .kept = extrapolated_bytes(part)};
+  }
+
+  std::int64_t extrapolated_bytes(const models::StagePart& part) const {
     // Chunks of state-space blocks must be whole.
+    const std::vector<models::BlockPlan>& blocks = model_.plan().blocks;
     std::int64_t unit = kMoreTokens;
     for (std::int64_t i = part.first_block; i < part.end_block; ++i)
       if (blocks[static_cast<std::size_t>(i)].kind.find("state space") != std::string::npos)
-        unit = rounded_up(unit, config.model.state_chunk);
-    const bool in_blocks = length > kPairsAtOnce;
+        unit = rounded_up(unit, config_.model.state_chunk);
+    const bool in_blocks = length_ > kPairsAtOnce;
     const std::int64_t n = in_blocks ? rounded_up(kPairsAtOnce + 1, unit) : unit;
-    if (length <= (in_blocks ? 2 : 3) * n) return trial(part, 1, length).kept();
+    if (length_ <= (in_blocks ? 2 : 3) * n) return trial(part, 1, length_).kept();
     const auto at = [&](std::int64_t tokens) { return static_cast<double>(trial(part, 1, tokens).kept()); };
-    const auto to = static_cast<double>(length), from = static_cast<double>(n);
+    const auto to = static_cast<double>(length_), from = static_cast<double>(n);
     return static_cast<std::int64_t>(in_blocks ? on_a_line(from, at(n), 2 * from, at(2 * n), to)
                                                : on_a_parabola(at(n), at(2 * n), at(3 * n), from, to));
-  };
-  const auto extrapolated_row = [&](const models::StagePart& part) {
-    const PartMeasurement few = time_of(part, kFewTokens), more = time_of(part, kMoreTokens);
-    const auto row = [&](double one, double two) {
-      return on_a_line(kFewTokens, one, kMoreTokens, two, static_cast<double>(length));
-    };
-    return PartMeasurement{.forward = row(few.forward, more.forward),
-                           .backward = row(few.backward, more.backward),
-                           .kept = extrapolated_bytes(part)};
-  };
-  const auto measure = [&](const models::StagePart& part) {
-    PartMeasurement measured;
-    const bool slow = is_slow(part);
-    if (slow) {
-      measured = extrapolated_row(part);
-      result.measured_tokens = kMoreTokens;
-    } else {
-      Trial one = trial(part, 1, length);
-      one.time(1);  // loads kernels and allocates memory
-      measured = one.time(1);
-      measured.kept = one.kept();
-    }
-    const double all_rows = (measured.forward + measured.backward) * static_cast<double>(rows);
-    if (slow || rows == 1 || all_rows * kRepeats > kBudget) {
-      result.measured_rows = 1;
-      measured.forward *= static_cast<double>(rows);
-      measured.backward *= static_cast<double>(rows);
-    } else {
-      const PartMeasurement all = trial(part, rows, length).time(kRepeats);
-      measured.forward = all.forward;
-      measured.backward = all.backward;
-    }
-    measured.kept *= rows;
-    return measured;
-  };
+  }
+
+  const TrainConfig& config_;
+  const models::TrainableModel& model_;
+  const at::Device device_;
+  const std::int64_t rows_, length_;
+  std::int64_t measured_rows_, measured_tokens_;
+};
+
+}  // namespace
+
+PartMeasurements measure_parts(const TrainConfig& config, const models::TrainableModel& model,
+                               at::Device device) {
+  PartMeasurements result;
+  result.threads = comm::threads_per_rank(comm::available_cores(), static_cast<int>(config.layout.ranks));
+  result.border = config.layout.microbatch_size * config.model.context * config.model.width *
+                  static_cast<std::int64_t>(sizeof(float));
+  const ThreadCountScope threads(result.threads);
+  PartMeter meter(config, model, device);
   // Of three stages: only the embedding, only one block, only the head.
+  const std::vector<models::BlockPlan>& blocks = model.plan().blocks;
   const auto layers = static_cast<std::int64_t>(blocks.size());
-  result.embed = measure({.index = 0, .count = 3, .first_block = 0, .end_block = 0});
+  result.embed = meter.measure({.index = 0, .count = 3, .first_block = 0, .end_block = 0});
   for (std::int64_t i = 0; i < layers; ++i)
     if (const std::string& kind = blocks[static_cast<std::size_t>(i)].kind; !result.blocks.contains(kind))
-      result.blocks[kind] = measure({.index = 1, .count = 3, .first_block = i, .end_block = i + 1});
-  result.head = measure({.index = 2, .count = 3, .first_block = layers, .end_block = layers});
+      result.blocks[kind] = meter.measure({.index = 1, .count = 3, .first_block = i, .end_block = i + 1});
+  result.head = meter.measure({.index = 2, .count = 3, .first_block = layers, .end_block = layers});
   // Two blocks show what blocks share.
   if (layers > 1) {
-    const models::StagePart both{.index = 1, .count = 3, .first_block = 0, .end_block = 2};
-    const std::int64_t two =
-        (is_slow(both) ? extrapolated_bytes(both) : trial(both, 1, length).kept()) * rows;
+    const std::int64_t two = meter.kept({.index = 1, .count = 3, .first_block = 0, .end_block = 2});
     result.kept_by_stage = std::max<std::int64_t>(
         0, result.blocks.at(blocks[0].kind).kept + result.blocks.at(blocks[1].kind).kept - two);
     for (auto& [kind, measured] : result.blocks) measured.kept -= result.kept_by_stage;
   }
+  result.measured_rows = meter.measured_rows();
+  result.measured_tokens = meter.measured_tokens();
   return result;
 }
 

@@ -179,6 +179,10 @@ struct TrainingJob::Impl {
     const std::int64_t rows = config.layout.microbatch_size;
     if (config.layout.dp > 1)
       options.rows = BatchRows{.global = rows * config.layout.dp, .first = rows * layout.dp(), .count = rows};
+    if (config.layout.border_dtype == "bf16") options.borders.dtype = BorderDtype::BFloat16;
+    if (config.layout.border_dtype == "fp8") options.borders.dtype = BorderDtype::Float8;
+    // Activations between stages are whole and equal on all tensor-parallel ranks.
+    if (layout.tp_size() > 1 && layout.pp_size() > 1) options.borders.equal_ranks = layout.mesh().group("tp");
     if (config.layout.transport == "gloo") options.p2p = comm::P2PTransport::Gloo;
     if (config.layout.transport == "ucx") options.p2p = comm::P2PTransport::Ucx;
     return options;
@@ -257,7 +261,7 @@ struct TrainingJob::Impl {
     clear_second_leaf();
     pipeline.set_loss_scale(scaler.scale());
     std::vector<at::Tensor> losses;
-    double counted = 0;
+    double counted = 0, squared_error = 0, squared_values = 0;
     for (std::int64_t run = 0; run < config.training.accumulation; ++run) {
       auto now = Clock::now();
       batches->next(batch);
@@ -270,6 +274,9 @@ struct TrainingJob::Impl {
         losses.insert(losses.end(), result.losses.begin(), result.losses.end());
         counted += static_cast<double>(count_targets(batch.targets));
       }
+      const BorderReport border = pipeline.report().border;
+      squared_error += border.squared_error;
+      squared_values += border.squared_values;
       outcome.times.schedule += seconds_since(now);
     }
     auto now = Clock::now();
@@ -282,9 +289,11 @@ struct TrainingJob::Impl {
     const double sum = loss_sum(losses);
     outcome.times.schedule += seconds_since(now);  // a GPU finishes its work here
     now = Clock::now();
-    const std::vector<double> all = sum_over_world({sum, counted, stop ? 1.0 : 0.0}, 2);
+    const std::vector<double> all =
+        sum_over_world({sum, counted, stop ? 1.0 : 0.0, squared_error, squared_values}, 2);
     outcome.loss = all[1] > 0 ? all[0] / all[1] : 0;
     outcome.stop = all[2] > 0;
+    outcome.border_error = all[4] > 0 ? std::sqrt(all[3] / all[4]) : 0;
     outcome.times.sync += seconds_since(now);
     now = Clock::now();
     update(outcome, clipped);

@@ -465,6 +465,7 @@ at::Tensor HybridStageImpl::separate_last_use(const std::string& tied) {
                     part().index, part().count, tied));
   const at::Tensor& weight = impl_->embed->weight;
   impl_->tied_embed = register_parameter("tied_embed", weight.detach(), weight.requires_grad());
+  set_embedding_boundary(impl_->tied_embed);
   return impl_->tied_embed;
 }
 

@@ -9,8 +9,11 @@
 // under the same name.
 #pragma once
 
+#include <cstddef>
+#include <map>
 #include <memory>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include "penstock/optimizer.h"
@@ -26,9 +29,9 @@ namespace penstock::train {
 // file that cannot be read or does not match pp, virtual_stages and microbatches.
 schedule::Schedule configured_schedule(const LayoutConfig& config);
 
-// Returns the blocks of every stage.
+// Returns the blocks of every part of the model: parts_of_model() of the schedule (stage_copies.h).
 std::vector<models::StagePart> configured_parts(const TrainConfig& config, const models::ModelPlan& plan,
-                                                int stages);
+                                                int parts);
 
 // Throws ConfigError if ModelStages cannot be built on some rank.
 void check_stages(const TrainConfig& config, const models::TrainableModel& model,
@@ -42,7 +45,7 @@ class ModelStages {
 
   const models::TrainableModel& model() const { return *model_; }
   const models::ModelPlan& plan() const { return model_->plan(); }
-  const std::vector<models::StagePart>& parts() const { return parts_; }  // of all stages
+  const std::vector<models::StagePart>& parts() const { return parts_; }  // of the model
   std::vector<PipelineStage> stages() const { return stages_; }           // of this rank
   const std::vector<optim::NamedParameter>& parameters() const { return parameters_; }
   // Parameters of one stage of this rank.
@@ -56,6 +59,8 @@ class ModelStages {
   };
   const TiedWeight& tied() const { return tied_; }
   bool is_tied(const at::Tensor& parameter) const;
+  // Whether a parameter belongs to the second copy of the model in a bidirectional schedule.
+  bool is_second_copy(const optim::NamedParameter& parameter) const;
   // For norms: returns whether a parameter counts. Of copies on two ranks only one counts.
   bool counts(const optim::NamedParameter& parameter) const;
 
@@ -64,8 +69,13 @@ class ModelStages {
 
   // Buffers of this rank's stages that belong to the state of the model.
   std::vector<models::StateBuffer> state_buffers() const;
-  // [collective over the data-parallel ranks] Ends a step on all stages.
-  void after_step(const models::FinishedStep& step);
+  // [collective over the ranks that train the same stages] Ends a step on all stages. `updated`: whether the
+  // optimizer changed the parameters.
+  void after_step(bool updated);
+  // Returns for each auxiliary loss of the plan the sum over this rank's stages and the forwards since the
+  // last call; undefined without any. Does not wait for the device. Throws StateError for a loss that the
+  // plan does not have.
+  std::vector<at::Tensor> take_auxiliary_losses();
 
   // Returns the loss of a microbatch, divided by `tokens`. On the rank of the last stage.
   at::Tensor loss(const at::Tensor& output, const at::Tensor& targets, double tokens) const;
@@ -76,13 +86,18 @@ class ModelStages {
  private:
   void tie(const RankLayout& layout, const schedule::StageMap& map);
   bool is_second_leaf(const at::Tensor& parameter) const;
+  // Indices of the modules.
+  std::vector<std::size_t> in_order_of_parts() const;
 
   std::shared_ptr<models::TrainableModel> model_;
   std::vector<models::StagePart> parts_;
-  std::vector<std::shared_ptr<models::ModelStage>> modules_;
+  std::vector<int> indices_;                                  // of the stages of this rank
+  std::vector<std::shared_ptr<models::ModelStage>> modules_;  // of the same stages
   std::vector<PipelineStage> stages_;
   std::vector<optim::NamedParameter> parameters_;
   TiedWeight tied_;
+  std::unordered_set<const c10::TensorImpl*> second_copies_;  // parameters
+  std::map<int, comm::Group> trainers_;  // by stage: who trains it on other data; empty: nobody
 };
 
 }  // namespace penstock::train

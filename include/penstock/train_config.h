@@ -133,6 +133,9 @@ struct LayoutConfig {
   // Transport for tensors between stages: auto, gloo, ucx or nccl; auto: nccl for cuda, ucx within one
   // machine if available, else gloo. nccl works with cuda only, gloo and ucx with the CPU only.
   std::string transport = "auto";
+  // Dtype of activations and gradients between pipeline ranks: same, bf16 or fp8 (8 bits, with a scale for
+  // each 128 values).
+  std::string border_dtype = "same";
   // Device that the model runs on: auto, cpu or cuda; auto: cuda if there is a GPU for each rank, else cpu.
   std::string device = "auto";
   // Compares all members.

@@ -414,6 +414,8 @@ class Completion {
     idle(!config_.data.shards.empty(), "data.skip_bad_files", setting_text("data.shards"));
     idle(config_.model.pattern.find('|') != std::string::npos, "layout.partition",
          setting_text("model.pattern"));
+    idle(config_.layout.pp == 1, "layout.border_dtype",
+         setting_text("layout.pp") + ", because nothing is sent between stages");
     idle(config_.layout.pp == 1 && config_.layout.transport == "ucx", "layout.transport",
          setting_text("layout.pp") + ", because ucx is used for transfers between stages only");
   }

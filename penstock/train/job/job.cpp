@@ -183,6 +183,10 @@ struct TrainingJob::Impl {
     const std::int64_t rows = config.layout.microbatch_size;
     if (config.layout.dp > 1)
       options.rows = BatchRows{.global = rows * config.layout.dp, .first = rows * layout.dp(), .count = rows};
+    if (config.layout.border_dtype == "bf16") options.borders.dtype = BorderDtype::BFloat16;
+    if (config.layout.border_dtype == "fp8") options.borders.dtype = BorderDtype::Float8;
+    // Activations between stages are whole and equal on all tensor-parallel ranks.
+    if (layout.tp_size() > 1 && layout.pp_size() > 1) options.borders.equal_ranks = layout.mesh().group("tp");
     if (config.layout.transport == "gloo") options.p2p = comm::P2PTransport::Gloo;
     if (config.layout.transport == "ucx") options.p2p = comm::P2PTransport::Ucx;
     return options;
@@ -269,7 +273,7 @@ struct TrainingJob::Impl {
     clear_second_leaf();
     pipeline.set_loss_scale(scaler.scale());
     std::vector<at::Tensor> losses;
-    double counted = 0;
+    double counted = 0, squared_error = 0, squared_values = 0;
     for (std::int64_t run = 0; run < config.training.accumulation; ++run) {
       auto now = Clock::now();
       batches->next(batch);
@@ -280,6 +284,9 @@ struct TrainingJob::Impl {
       const StepResult result = pipeline.step(inputs.args, inputs.keywords, inputs.target);
       losses.insert(losses.end(), result.losses.begin(), result.losses.end());
       counted += count_own_targets(batch);
+      const BorderReport border = pipeline.report().border;
+      squared_error += border.squared_error;
+      squared_values += border.squared_values;
       outcome.times.schedule += seconds_since(now);
     }
     auto now = Clock::now();
@@ -295,11 +302,12 @@ struct TrainingJob::Impl {
     std::vector<double> numbers{sums.loss * loss_divisor(), counted};
     numbers.insert(numbers.end(), sums.auxiliary.begin(), sums.auxiliary.end());
     const std::size_t summed = numbers.size();
-    numbers.push_back(stop ? 1.0 : 0.0);
+    numbers.insert(numbers.end(), {stop ? 1.0 : 0.0, squared_error, squared_values});
     const std::vector<double> all = sum_over_world(std::move(numbers), summed);
     outcome.loss = all[1] > 0 ? all[0] / all[1] : 0;
     outcome.auxiliary = auxiliary_means(std::span(all).subspan(2, sums.auxiliary.size()));
     outcome.stop = all[summed] > 0;
+    outcome.border_error = all[summed + 2] > 0 ? std::sqrt(all[summed + 1] / all[summed + 2]) : 0;
     outcome.times.sync += seconds_since(now);
     now = Clock::now();
     update(outcome, clipped);

@@ -21,6 +21,7 @@
 #include "penstock/checkpoint/tensors/writer.h"
 #include "penstock/checkpoint_types.h"
 #include "penstock/errors.h"
+#include "penstock/train/job/configured_model.h"
 #include "penstock/train/job/model_stages.h"
 
 namespace penstock::train {
@@ -55,9 +56,22 @@ bool keeps_order(const schedule::Schedule& schedule) {
   return true;
 }
 
+// Returns whether gradients of one parameter arise on several stages, apart from a tied weight, whose uses
+// have their own gradients in one process, too.
+bool adds_over_stages(const TrainConfig& config) {
+  const auto model = configured_model(config);
+  const schedule::Schedule schedule = configured_schedule(config.layout);
+  const auto parts = configured_parts(config, model->plan(), schedule.stages().stages());
+  return std::any_of(
+      model->plan().shared.begin(), model->plan().shared.end(), [&](const models::SharedParameter& shared) {
+        return models::stages_of_parameter(parts, model->plan(), shared.parameter.name).size() > 1;
+      });
+}
+
 std::string copy_text(const TrainingJob& job, const optim::NamedParameter& parameter) {
   std::string text;
-  if (!job.model().counts(parameter)) text += " (at the head)";
+  if (!job.model().shared().counts(parameter.tensor))
+    text += fmt::format(" (pipeline rank {})", job.layout().pp());
   if (const int copy = job.layout().copy_of(parameter.tensor); copy > 0)
     text += fmt::format(" (replica {})", copy);
   return text;
@@ -182,7 +196,7 @@ TrainConfig one_process(const TrainConfig& config) {
 
 bool expects_same_bits(const TrainConfig& config) {
   return config.layout.dp == 1 && config.layout.tp == 1 && config.layout.device != "cuda" &&
-         keeps_order(configured_schedule(config.layout));
+         keeps_order(configured_schedule(config.layout)) && !adds_over_stages(config);
 }
 
 ParityTolerance parity_tolerance(const TrainConfig& config) {

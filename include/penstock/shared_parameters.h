@@ -2,8 +2,10 @@
 // biases of which every stage has a copy. Each use accumulates its own gradient; the gradients of all uses
 // are added before the update, so that all copies stay equal.
 //
-//   SharedParameters shared({tie({"embed.weight", "head.weight"}), tie({"relations.weight"})},
-//       parameter_uses({stage}), {world});
+//   PipelineStage stage(block, world.rank(), world.size(), at::kCPU);
+//   Schedule1F1B pipeline(stage, 8, mse_loss, {world});
+//   SharedParameters shared(
+//       {tie({"embed.weight", "head.weight"}), tie({"relations.weight"})}, parameter_uses({stage}), {world});
 //   shared.copy_values();                                       // all uses begin with equal values
 //   optim::AdamW optimizer(shared.each_once(named));
 //   pipeline.step(Tree::tuple({x}), {}, y);

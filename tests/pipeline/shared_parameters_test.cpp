@@ -17,6 +17,7 @@
 #include "penstock/pipeline.h"
 #include "penstock/torch/tree/distributed_type.h"
 #include "tests/has_text.h"
+#include "tests/pipeline/parity_scenarios.h"
 #include "tests/throws.h"
 
 namespace penstock {
@@ -183,6 +184,65 @@ TEST(SharedParameters, CopiesOfBidirectionalPipelinesCountOnce) {
     }
   });
   EXPECT_EQ(counted, 1);
+}
+
+// A part of a model whose first and last layer are one, between blocks that have a copy of one table each.
+struct PartImpl : torch::nn::Module {
+  PartImpl(int the_part, int parts) : part(the_part) {
+    if (part == 0) in = register_parameter("in", test::values({test::kWidth, test::kWidth}, 3));
+    if (part == parts - 1) out = register_parameter("out", test::values({test::kWidth, test::kWidth}, 3));
+    table = register_parameter("table", test::values({test::kWidth}, 4));
+    block = register_module("block", test::Block(part));
+  }
+  at::Tensor forward(at::Tensor x) {
+    if (in.defined()) x = x.matmul(in);
+    x = block->forward(x * table);
+    return out.defined() ? x.matmul(out) : x;
+  }
+  int part;
+  at::Tensor in, out, table;
+  test::Block block{nullptr};
+};
+TORCH_MODULE(Part);
+
+TEST(SharedParameters, BidirectionalPipelinesAreEqualToOneProcess) {
+  constexpr int kRanks = 4, kMicrobatches = 8;
+  const test::Batch batch = test::plain_batch(0, 2 * kMicrobatches);
+  std::map<std::string, at::Tensor> expected;
+  {
+    std::vector<Part> parts;
+    at::Tensor x = batch.args[0].tensor();
+    for (int part = 0; part < kRanks; ++part) x = parts.emplace_back(part, kRanks)->forward(x);
+    test::square_loss()(Tree(x), batch.target).backward();
+    expected["in"] = parts.front()->in.grad() + parts.back()->out.grad();
+    expected["table"] = at::zeros({test::kWidth});
+    for (const Part& part : parts) expected["table"] += part->table.grad();
+  }
+  const schedule::Schedule schedule = schedule::generate(
+      schedule::ScheduleKind::DualPipe,
+      {.ranks = kRanks, .stages_per_rank = 2, .microbatches = kMicrobatches, .group_size = {}});
+  std::map<std::string, int> counted;
+  std::mutex mutex;
+  comm::run_ranks(kRanks, 30s, [&](comm::World& world) {
+    std::vector<PipelineStage> stages;
+    for (const int index : schedule.stages().stages_of(world.rank()))
+      stages.emplace_back(StageModule(Part(index % kRanks, kRanks)), index, 2 * kRanks, at::kCPU);
+    SharedParameters shared({tie({"in", "out"}), tie({"table"})}, parameter_uses(stages, schedule.stages()),
+                            {world});
+    PipelineRuntime pipeline(stages, schedule, test::square_loss(), {world});
+    pipeline.step(batch.args, batch.kwargs, batch.target);
+    shared.sum_gradients();
+    std::vector<optim::NamedParameter> named;
+    for (const ParameterUse& use : parameter_uses(stages)) named.push_back({use.name, use.parameter});
+    const std::lock_guard lock(mutex);
+    for (const optim::NamedParameter& each : shared.each_once(named)) {
+      if (!shared.is_shared(each.tensor)) continue;
+      EXPECT_TRUE(at::allclose(each.tensor.grad(), expected.at(each.name), 1e-4, 1e-6))
+          << each.name << " on rank " << world.rank() << each.tensor.grad() << expected.at(each.name);
+      counted[each.name] += shared.counts(each.tensor);
+    }
+  });
+  EXPECT_EQ(counted, (std::map<std::string, int>{{"in", 1}, {"table", 1}}));
 }
 
 TEST(SharedParameters, TheReportNamesUsesAndRanks) {

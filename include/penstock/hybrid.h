@@ -47,7 +47,7 @@ namespace penstock::models {
 //
 // A tied head has no weight of its own: it uses embed.weight, and so does multi-token prediction, for true
 // tokens. If the last stage is not the first, it then holds a copy under the same name, and the gradients of
-// both must be added (stages_of_parameter). The same holds for relations.weight, of which every stage with
+// both must be added (shared_parameters.h). The same holds for relations.weight, of which every stage with
 // attention has a copy. In fake mode only shapes are computed. Thread safety: one thread at a time.
 class HybridStageImpl : public ModelStage {
  public:

@@ -94,7 +94,7 @@ TEST(Parity, ReplicasAndTensorParallelRanksDifferByRounding) {
   const ParityReport report = compare(layout);
   EXPECT_TRUE(report.ok()) << to_text(report, true);
   EXPECT_GT(report.rows.front().relative, 0);
-  EXPECT_EQ(rows_of(report, "embed.weight (at the head) (replica 1)", ParityRow::Kind::Parameter),
+  EXPECT_EQ(rows_of(report, "embed.weight (pipeline rank 1) (replica 1)", ParityRow::Kind::Parameter),
             static_cast<std::size_t>(kSteps));
 }
 

@@ -270,7 +270,7 @@ struct TrainingJob::Impl {
     outcome.tokens = positions_of_step();
     optimizer->set_lr(outcome.lr);
     optimizer->zero_grad();
-    clear_second_leaf();
+    model.shared().clear_gradients();
     pipeline.set_loss_scale(scaler.scale());
     std::vector<at::Tensor> losses;
     double counted = 0, squared_error = 0, squared_values = 0;
@@ -330,10 +330,6 @@ struct TrainingJob::Impl {
     return means;
   }
 
-  void clear_second_leaf() {
-    if (at::Tensor head = model.tied().head; head.defined()) head.mutable_grad() = at::Tensor();
-  }
-
   // Computes the gradient norm and clips the gradients; does nothing in a step that fp16 skips. Otherwise
   // does not wait for the device.
   optim::ClipResult clip(StepOutcome& outcome) {
@@ -363,7 +359,7 @@ struct TrainingJob::Impl {
     if (!std::isfinite(outcome.loss) || !std::isfinite(outcome.grad_norm)) throw_not_finite(outcome);
     optimizer->step();
     ++updates_done;
-    model.share_tied();
+    model.shared().share_values();
   }
 
   [[noreturn]] void throw_not_finite(const StepOutcome& outcome) {
@@ -475,7 +471,7 @@ struct TrainingJob::Impl {
   void load(const checkpoint::Checkpoint& checkpoint, ChangedDataPolicy other_data) {
     checkpoint::WorldAgreement agreement(world);
     checkpoint::load_into(agreement, checkpoint, checkpoint::Section::Model, model_parts());
-    model.share_tied();
+    model.shared().share_values();
     std::vector<checkpoint::TensorPart> parts = optimizer_parts();
     const nlohmann::json state = nlohmann::json::parse(checkpoint.state_json());
     steps_done = state.at("step").get<std::int64_t>();

@@ -16,7 +16,6 @@
 #include "penstock/fully_shard.h"
 #include "penstock/generators.h"
 #include "penstock/schedule.h"
-#include "penstock/shard/state/shard_info.h"
 #include "penstock/stage_module.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/train/job/configured_model.h"
@@ -118,20 +117,6 @@ void check_stages(const TrainConfig& config, const models::TrainableModel& model
   check_copies(schedule.stages(), config.layout.schedule);
   if (config.layout.tp > 1) model.check_tensor_parallel(static_cast<int>(config.layout.tp));
   if (config.layout.ep > 1) model.check_expert_parallel(static_cast<int>(config.layout.ep));
-  if (model.plan().tied.size() > 1)
-    throw NotImplemented(
-        fmt::format("the model ties {} parameters between its first and last stage; the trainer supports one",
-                    model.plan().tied.size()));
-  const std::vector<models::StagePart> parts =
-      configured_parts(config, model.plan(), parts_of_model(schedule.stages()));
-  for (const models::SharedParameter& shared : model.plan().shared)
-    if (const auto holders = models::stages_of_parameter(parts, model.plan(), shared.parameter.name);
-        holders.size() > 1)
-      throw ConfigError(describe(
-          "layout.pp",
-          fmt::format("{} stages, of which {} use {}", parts.size(), holders.size(), shared.parameter.name),
-          "one stage that uses it, because the trainer does not sum its gradients over stages",
-          "set layout.pp and layout.virtual_stages to 1, or for relations.weight model.relations to 0"));
 }
 
 ModelStages::ModelStages(const RankLayout& layout, const TrainConfig& config,
@@ -150,15 +135,21 @@ ModelStages::ModelStages(const RankLayout& layout, const TrainConfig& config,
     module->set_initial_values(static_cast<std::uint64_t>(config.training.seed));
     modules_.push_back(std::move(module));
   }
-  if (!plan().tied.empty()) tie(layout, map);
+  const std::vector<ParameterUse> uses = uses_of_shared(layout.is_sharded());
   if (layout.is_sharded())
     for (const auto& module : modules_) shard(*module, layout);
+  std::vector<ParameterTie> ties;
+  for (const std::string& name : plan().tied) ties.push_back(penstock::tie({name}));
+  for (const models::SharedParameter& each : plan().shared)
+    ties.push_back(penstock::tie({each.parameter.name}));
+  shared_.emplace(ties, uses,
+                  SharedParameterOptions{.world = layout.world(), .ranks = layout.pipeline_ranks()});
   for (std::size_t i = 0; i < modules_.size(); ++i) {
     stages_.emplace_back(
         stage_module(modules_[i], indices_[i], device, autocast_dtype(config.training.precision)),
         indices_[i], map.stages(), device);
     for (const auto& entry : modules_[i]->named_parameters()) {
-      if (is_second_leaf(entry.value())) continue;
+      if (shared_->is_further_use(entry.value())) continue;
       parameters_.push_back({entry.key(), entry.value()});
       if (train::is_second_copy(map, indices_[i])) second_copies_.insert(entry.value().unsafeGetTensorImpl());
     }
@@ -177,30 +168,26 @@ std::vector<std::size_t> ModelStages::in_order_of_parts() const {
   return order;
 }
 
-// The two uses of the weight are two autograd leaves, which share memory if both are on this rank and are
-// copies otherwise. Each accumulates its own gradient over the microbatches, and both are added at the end,
-// so that the sum has the same bits in every layout.
-void ModelStages::tie(const RankLayout& layout, const schedule::StageMap& map) {
-  const std::string& name = plan().tied.front();
-  models::ModelStage *first = nullptr, *last = nullptr;
+// Each use of a tied weight is an autograd leaf of its own, also where one stage has both: each accumulates
+// its gradient over the microbatches, and both are added at the end, so that the sum has the same bits in
+// every layout. In a sharded stage they are one parameter, and autograd adds the gradients.
+std::vector<ParameterUse> ModelStages::uses_of_shared(bool sharded) {
+  std::vector<ParameterUse> uses;
+  const auto add = [&](models::ModelStage& stage, const std::string& name) {
+    const auto named = stage.named_parameters();
+    if (const at::Tensor* parameter = named.find(name))
+      uses.push_back({name, stage.part().index, *parameter});
+  };
   for (const auto& module : modules_) {
-    if (module->part().has_embed()) first = module.get();
-    if (module->part().has_head()) last = module.get();
-  }
-  if (first) tied_.embed = first->named_parameters()[name];
-  if (first && last) {
-    const bool sharded = layout.is_sharded();
-    if (first == last) {
-      if (sharded) return;  // one sharded parameter for both uses: autograd adds the gradients
-      tied_.head = last->separate_last_use(name);
-    } else if (!sharded) {
-      last->named_parameters()[name].set_data(tied_.embed);
+    for (const std::string& name : plan().tied) {
+      add(*module, name);
+      if (!module->is_whole() || sharded) continue;
+      if (const at::Tensor last = module->separate_last_use(name); last.defined())
+        uses.push_back({name, module->part().index, last});
     }
-    // Two sharded stages gather, free and reduce their own parameters: each has its own shard.
+    for (const models::SharedParameter& each : plan().shared) add(*module, each.parameter.name);
   }
-  if (last && first != last) tied_.head = last->named_parameters()[name];
-  const int first_rank = map.rank_of(0), last_rank = map.rank_of(map.stages() - 1);
-  if (first_rank != last_rank && (first || last)) tied_.peer = first ? last_rank : first_rank;
+  return uses;
 }
 
 std::vector<optim::NamedParameter> ModelStages::parameters_of(int stage) const {
@@ -212,29 +199,13 @@ std::vector<optim::NamedParameter> ModelStages::parameters_of(int stage) const {
   return result;
 }
 
-bool ModelStages::is_second_leaf(const at::Tensor& parameter) const {
-  return tied_.embed.defined() && tied_.head.defined() && parameter.is_same(tied_.head);
-}
-
-bool ModelStages::is_tied(const at::Tensor& parameter) const {
-  return (tied_.embed.defined() && parameter.is_same(tied_.embed)) ||
-         (tied_.head.defined() && parameter.is_same(tied_.head));
-}
-
 bool ModelStages::is_second_copy(const optim::NamedParameter& parameter) const {
   return second_copies_.contains(parameter.tensor.unsafeGetTensorImpl());
 }
 
 bool ModelStages::counts(const optim::NamedParameter& parameter) const {
-  return !is_second_copy(parameter) &&
-         !(tied_.peer >= 0 && tied_.head.defined() && parameter.tensor.is_same(tied_.head));
-}
-
-void ModelStages::share_tied() {
-  if (!tied_.embed.defined() || !tied_.head.defined() || !shard_of(tied_.head)) return;
-  ensure_sharded({tied_.embed, tied_.head});
-  const at::NoGradGuard no_grad;
-  tied_.head.copy_(tied_.embed);
+  return shared_->is_shared(parameter.tensor) ? shared_->counts(parameter.tensor)
+                                              : !is_second_copy(parameter);
 }
 
 std::vector<models::StateBuffer> ModelStages::state_buffers() const {

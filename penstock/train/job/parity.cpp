@@ -21,7 +21,9 @@
 #include "penstock/checkpoint/tensors/writer.h"
 #include "penstock/checkpoint_types.h"
 #include "penstock/errors.h"
+#include "penstock/train/job/configured_model.h"
 #include "penstock/train/job/model_stages.h"
+#include "penstock/train/job/stage_copies.h"
 
 namespace penstock::train {
 
@@ -55,12 +57,24 @@ bool keeps_order(const schedule::Schedule& schedule) {
   return true;
 }
 
+// Returns whether gradients of one parameter arise on several stages, apart from a tied weight, whose uses
+// have their own gradients in one process, too.
+bool adds_over_stages(const TrainConfig& config) {
+  const auto model = configured_model(config);
+  const schedule::Schedule schedule = configured_schedule(config.layout);
+  const auto parts = configured_parts(config, model->plan(), parts_of_model(schedule.stages()));
+  return std::any_of(
+      model->plan().shared.begin(), model->plan().shared.end(), [&](const models::SharedParameter& shared) {
+        return models::stages_of_parameter(parts, model->plan(), shared.parameter.name).size() > 1;
+      });
+}
+
 std::string copy_text(const TrainingJob& job, const optim::NamedParameter& parameter) {
   std::string text;
-  if (job.model().is_second_copy(parameter))
-    text += " (second copy)";
+  if (!job.model().shared().counts(parameter.tensor))
+    text += fmt::format(" (pipeline rank {})", job.layout().pp());
   else if (!job.model().counts(parameter))
-    text += " (at the head)";
+    text += " (second copy)";
   if (const int copy = job.layout().copy_of(parameter.tensor); copy > 0)
     text += fmt::format(" (replica {})", copy);
   return text;
@@ -209,7 +223,7 @@ TrainConfig one_process(const TrainConfig& config) {
 bool expects_same_bits(const TrainConfig& config) {
   if (config.layout.dp > 1 || config.layout.tp > 1 || config.layout.device == "cuda") return false;
   const schedule::Schedule schedule = configured_schedule(config.layout);
-  return schedule.stages().chains().size() == 1 && keeps_order(schedule);
+  return schedule.stages().chains().size() == 1 && keeps_order(schedule) && !adds_over_stages(config);
 }
 
 ParityTolerance parity_tolerance(const TrainConfig& config) {

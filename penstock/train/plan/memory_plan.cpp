@@ -124,26 +124,26 @@ std::vector<RankMemory> plan_memory(const TrainConfig& config, const models::Mod
         ranks.push_back(map.rank_of(stage));
         gathered.add(stage, group_of(parameter.name), size.whole);
       }
-    // Both uses of a tied weight accumulate their own gradient, even if they share memory; a sharded weight
-    // has one.
+    // Both uses of a tied weight accumulate their own gradient, even if they share memory and are on one
+    // stage; a sharded weight of one stage has one.
     if (!sharded && models::is_tied(plan, parameter.name) && ranks.size() == 1)
       ranks.push_back(ranks.front());
     for (std::size_t i = 0; i < ranks.size(); ++i) {
       RankMemory& rank = memory[static_cast<std::size_t>(ranks[i])];
-      const bool second = std::find(ranks.begin(), ranks.begin() + static_cast<std::ptrdiff_t>(i),
-                                    ranks[i]) != ranks.begin() + static_cast<std::ptrdiff_t>(i);
-      // Unsharded gradients accumulate over the microbatches. The two of a tied weight are one before
-      // replicas exchange copies; shards are made from unsharded gradients group by group, and coexist with
-      // those of a further run of the schedule.
+      const auto before = std::count(ranks.begin(), ranks.begin() + static_cast<std::ptrdiff_t>(i), ranks[i]);
+      // Unsharded gradients accumulate over the microbatches. Those of several uses are one before
+      // replicas exchange copies, of which there are two then; shards are made from unsharded gradients group
+      // by group, and coexist with those of a further run of the schedule.
       rank.gradients += size.whole;
       if (sharded && config.training.accumulation > 1) rank.gradients += size.shard;
       // The copies of a bidirectional schedule sum the gradients of a run apart from those of earlier runs.
       if (!sharded && sets_aside)
         rank.gradients += size.whole;
       else if (!sharded && has_copies(parameter))
-        rank.gradients += second ? -size.whole : size.whole;
-      if (!second || sharded) rank.parameters += size.shard;  // two stages can share memory, but not shards
-      if (second) continue;
+        rank.gradients += before == 0 ? size.whole : before == 1 ? -size.whole : 0;
+      if (before == 0 || sharded)
+        rank.parameters += size.shard;  // two stages can share memory, but not shards
+      if (before > 0) continue;
       rank.optimizer += size.shard * states;
     }
   }

@@ -43,6 +43,15 @@ struct StateBuffer {
   at::Tensor tensor;  // changed in place when a checkpoint is loaded
 };
 
+// The value of an auxiliary loss at one stage.
+struct AuxiliaryLoss {
+  std::string name;  // "balance"
+  // A scalar without gradient: the part of the loss that this stage contributes. The sum over the stages is
+  // the loss of the model, for example the mean over all blocks that have it.
+  at::Tensor value;
+  double weight = 0;  // by which it is multiplied
+};
+
 // A step of the trainer that has ended.
 struct FinishedStep {
   bool updated = true;  // whether the optimizer changed the parameters; false: skipped, fp16 overflowed
@@ -69,6 +78,11 @@ class ModelStage : public torch::nn::Module {
   // Returns the loss of a microbatch at the last stage, a scalar: a sum over its targets divided by `tokens`.
   // The default is token_loss() of logits and targets.
   virtual at::Tensor loss(const at::Tensor& output, const at::Tensor& targets, double tokens);
+
+  // Returns the auxiliary losses of the training forwards of pipelines since the last call, each summed over
+  // these forwards, and forgets them. Evaluations, trial runs and recomputations do not count. Must not wait
+  // for the device. Names must be among ModelPlan::auxiliary. The default has none.
+  virtual std::vector<AuxiliaryLoss> take_auxiliary_losses() { return {}; }
 
   // Returns the buffers that checkpoints hold besides the parameters. They must be equal on all data-parallel
   // and tensor-parallel ranks. The default has none.

@@ -102,6 +102,27 @@ TEST(DryRun, OnePipeline) {
       4 * 2 * (run.measured.blocks.at("attention").forward + run.measured.blocks.at("attention").backward));
 }
 
+// Every rank has two parts of the model; those of the first and the last also share a tied weight.
+TEST(DryRun, DualPipeHasTheModelTwice) {
+  const Layout layout{.name = "DualPipe", .pp = 2, .virtual_stages = 2, .schedule = "DualPipe"};
+  const DryRun run = dry_run(with_data(layout, {"--partition", "count"}));
+  ASSERT_EQ(run.parts.size(), 2u);
+  const std::int64_t whole = 4 * models::parameter_count(run.plan), tied = 4 * 260 * 16;
+  ASSERT_EQ(run.memory.size(), 2u);
+  for (const RankMemory& rank : run.memory) {
+    EXPECT_EQ(rank.parameters, whole);
+    EXPECT_EQ(rank.gradients, whole + tied);
+    EXPECT_EQ(rank.optimizer, 2 * whole);
+  }
+  const std::string text = to_text(run);
+  EXPECT_TRUE(has_text(text, "rank 0: pp 0, dp 0, tp 0; stages 0, 3\n")) << text;
+  EXPECT_TRUE(has_text(text, "stage 1: blocks 2-3, norm, tied head")) << text;
+  EXPECT_TRUE(has_text(text, "schedule: DualPipe, 4 stages, 4 microbatches of 2 rows")) << text;
+  Layout two_runs = layout;
+  two_runs.accumulation = 2;
+  EXPECT_EQ(dry_run(with_data(two_runs, {"--partition", "count"})).memory[0].gradients, 2 * (whole + tied));
+}
+
 TEST(DryRun, ReplicasTensorParallelRanksAndVirtualStages) {
   const DryRun run = dry_run(with_data({.name = "all",
                                         .pp = 2,

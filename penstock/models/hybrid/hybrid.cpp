@@ -29,6 +29,7 @@
 #include "penstock/models/hybrid/hybrid_parallel.h"
 #include "penstock/models/hybrid/input_embeddings.h"
 #include "penstock/models/hybrid/routed_context.h"
+#include "penstock/models/language/loss_totals.h"
 #include "penstock/models/plan/hybrid_parts.h"
 #include "penstock/random.h"
 #include "penstock/step_context.h"
@@ -154,6 +155,7 @@ struct HybridStageImpl::Impl {
   at::Tensor tied_embed;  // after separate_last_use
   double auxiliary_scale = 1;
   std::vector<AuxiliaryLoss> auxiliary;
+  LossTotals totals;  // of the training steps since they were taken
 };
 
 void HybridStageImpl::Impl::register_modules() {
@@ -341,6 +343,7 @@ at::Tensor HybridStageImpl::Impl::with_losses(const at::Tensor& hidden,
       same->value = same->value + value;
   }
   if (!stage.is_training() || !at::GradMode::is_enabled()) return hidden;
+  totals.add(auxiliary);
   return inject_loss(hidden, total, auxiliary_scale * StepContext::current()->loss_scale);
 }
 
@@ -357,6 +360,7 @@ HybridStageImpl::~HybridStageImpl() = default;
 const HybridOptions& HybridStageImpl::options() const { return impl_->options; }
 const StagePart& HybridStageImpl::part() const { return impl_->part; }
 const std::vector<AuxiliaryLoss>& HybridStageImpl::auxiliary_losses() const { return impl_->auxiliary; }
+std::vector<AuxiliaryLoss> HybridStageImpl::take_auxiliary_losses() { return impl_->totals.take(); }
 void HybridStageImpl::set_auxiliary_scale(double scale) { impl_->auxiliary_scale = scale; }
 
 std::vector<std::shared_ptr<torch::nn::Module>> HybridStageImpl::blocks() const {

@@ -30,6 +30,7 @@
 #include "penstock/train/data/prefetcher.h"
 #include "penstock/train/job/find_not_finite.h"
 #include "penstock/train/job/replica_gradient_sync.h"
+#include "penstock/train/job/structure_metadata.h"
 #include "penstock/train/report/elapsed.h"
 
 namespace penstock::train {
@@ -144,6 +145,7 @@ struct TrainingJob::Impl {
                    fmt::format("at least the {} of the data", data.training->dataset().vocabulary()),
                    "raise it, or use other data"));
     if (config.layout.pp > 1) step_groups.push_back(layout.mesh().group("pp"));
+    needs = structure_needs(config, model.own_parts());
     last_stage_here = schedule.stages().rank_of(schedule.stages().stages() - 1) == layout.pp();
     prefetch(0);
   }
@@ -202,6 +204,7 @@ struct TrainingJob::Impl {
     filled.context = context;
     for (auto* values : {&filled.tokens, &filled.targets, &filled.documents})
       values->resize(static_cast<std::size_t>(filled.samples * context));
+    if (needs.any()) filled.structure.resize(filled.tokens.size());
     for (std::int64_t sample = 0; sample < filled.samples; ++sample) {
       const std::int64_t global = (sample / rows * config.layout.dp + layout.dp()) * rows + sample % rows;
       const auto place = [&](std::vector<std::int64_t>& values) {
@@ -210,6 +213,11 @@ struct TrainingJob::Impl {
       };
       sampler.sample(first + static_cast<std::uint64_t>(global), place(filled.tokens), place(filled.targets),
                      place(filled.documents));
+      if (needs.any())
+        sampler.structure(
+            first + static_cast<std::uint64_t>(global),
+            std::span(filled.structure)
+                .subspan(static_cast<std::size_t>(sample * context), static_cast<std::size_t>(context)));
     }
   }
 
@@ -220,7 +228,13 @@ struct TrainingJob::Impl {
     return model.model().inputs(
         {.tokens = tensor(batch.tokens),
          .targets = tensor(batch.targets),
-         .documents = config.data.document_mask ? tensor(batch.documents) : at::Tensor()});
+         .documents = config.data.document_mask ? tensor(batch.documents) : at::Tensor(),
+         .metadata = structure_metadata(needs,
+                                        {.tokens = batch.structure,
+                                         .documents = batch.documents,
+                                         .rows = batch.samples,
+                                         .length = batch.context},
+                                        device)});
   }
 
   // Sum of the losses of the runs over their tokens, before the division; only the last stage has any. Waits
@@ -494,6 +508,7 @@ struct TrainingJob::Impl {
   std::vector<comm::Group> step_groups;
   GradientHook gradient_hook;
   bool last_stage_here = false;
+  StructureNeeds needs;  // of the stages of this rank
   std::int64_t steps_done = 0;
   std::int64_t updates_done = 0;  // optimizer steps: all except those skipped by fp16
   Batch batch;

@@ -214,6 +214,12 @@ void ModelStages::share_tied() {
   tied_.head.copy_(tied_.embed);
 }
 
+std::vector<models::StagePart> ModelStages::own_parts() const {
+  std::vector<models::StagePart> parts;
+  for (const auto& module : modules_) parts.push_back(module->part());
+  return parts;
+}
+
 std::vector<models::StateBuffer> ModelStages::state_buffers() const {
   std::vector<models::StateBuffer> all;
   for (const auto& module : modules_)

@@ -32,7 +32,7 @@ namespace penstock::train {
 
 // Section [model]: the model.
 struct ModelConfig {
-  std::string preset = "tiny";  // named set of values; all other settings override it
+  std::string preset = "hybrid-tiny";  // named set of values; all other settings override it
   // Which model: auto, transformer, hybrid, or one that the program registered; auto: transformer if it can
   // have all settings, else hybrid.
   std::string type = "auto";

@@ -93,6 +93,15 @@ class Completion {
     if (!block_before)
       return problem(describe(setting_text("model.pattern"), "a stage without blocks",
                               "at least one block after the last |"));
+    // The pattern of a preset is a period: it is repeated, or cut, for another number of layers.
+    if (given("model.layers") && !given("model.pattern")) {
+      std::string letters = model.pattern;
+      std::erase(letters, '|');
+      std::string repeated;
+      for (std::int64_t i = 0; i < model.layers; ++i)
+        repeated += letters[static_cast<std::size_t>(i) % letters.size()];
+      return derive("model.pattern", model.pattern, repeated);
+    }
     if (given("model.layers") && model.layers != blocks)
       return problem(fmt::format("{} has {}, but {}; leave out one of the two", setting_text("model.pattern"),
                                  count_of(blocks, "block"), setting_text("model.layers")));

@@ -33,11 +33,10 @@ struct SmallData {
     const auto sampler = [&](train::DataSplit split) {
       return std::make_shared<const train::Sampler>(
           train::TokenDataset::open(folder / "shards", split, 0.3),
-          train::SamplerOptions{
-              .context = config.model.context,
-              .seed = 5,
-              .shuffle = split == train::DataSplit::Training,
-              .cpp_structure = train::trains_on_structure(config)});
+          train::SamplerOptions{.context = config.model.context,
+                                .seed = 5,
+                                .shuffle = split == train::DataSplit::Training,
+                                .cpp_structure = train::trains_on_structure(config)});
     };
     return {sampler(train::DataSplit::Training), sampler(train::DataSplit::Validation)};
   }

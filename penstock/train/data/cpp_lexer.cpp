@@ -3,7 +3,6 @@
 #include <cstddef>
 #include <string_view>
 #include <utility>
-#include <vector>
 
 namespace penstock::train {
 namespace {
@@ -95,50 +94,35 @@ constexpr std::pair<std::string_view, CppKeyword> kCppKeywords[] = {
 // A tree of the keywords: state 0 is for words that are not the beginning of one, state 1 for the empty word.
 class KeywordTree {
  public:
-  static const KeywordTree& instance() {
-    static const KeywordTree tree;
-    return tree;
-  }
-
   static constexpr std::uint16_t kEmptyWord = 1;
-  std::uint16_t after(std::uint16_t state, unsigned char byte) const {
-    return states_[state].after[kColumns[byte]];
-  }
-  CppKeyword keyword(std::uint16_t state) const { return states_[state].keyword; }
 
- private:
-  static constexpr std::size_t kColumnCount = 33;  // column 0: no keyword has this byte
-  static constexpr std::array<std::uint8_t, 256> kColumns = [] {
-    std::array<std::uint8_t, 256> columns{};
-    std::uint8_t next = 0;
+  constexpr KeywordTree() {
+    std::uint8_t columns = 0;
     for (const char each : std::string_view("abcdefghijklmnopqrstuvwxyz_12368"))
-      columns[static_cast<unsigned char>(each)] = ++next;
-    return columns;
-  }();
-  struct State {
-    std::array<std::uint16_t, kColumnCount> after{};
-    CppKeyword keyword = CppKeyword::None;
-  };
-
-  KeywordTree() : states_(2) {
+      columns_[static_cast<unsigned char>(each)] = ++columns;
+    std::uint16_t states = 2;
     for (const auto& [word, keyword] : kCppKeywords) {
       std::uint16_t state = kEmptyWord;
       for (const char each : word) {
-        const std::uint8_t column = kColumns[static_cast<unsigned char>(each)];
-        std::uint16_t next = states_[state].after[column];
-        if (next == 0) {
-          next = static_cast<std::uint16_t>(states_.size());
-          states_[state].after[column] = next;
-          states_.emplace_back();
-        }
+        std::uint16_t& next = after_[state][columns_[static_cast<unsigned char>(each)]];
+        if (next == 0) next = states++;
         state = next;
       }
-      states_[state].keyword = keyword;
+      keywords_[state] = keyword;
     }
   }
 
-  std::vector<State> states_;
+  std::uint16_t after(std::uint16_t state, unsigned char byte) const { return after_[state][columns_[byte]]; }
+  CppKeyword keyword(std::uint16_t state) const { return keywords_[state]; }
+
+ private:
+  static constexpr std::size_t kStates = 512, kColumns = 33;  // a compiler error if they are too few
+
+  std::array<std::uint8_t, 256> columns_{};  // 0: no keyword has this byte
+  std::array<std::array<std::uint16_t, kColumns>, kStates> after_{};
+  std::array<CppKeyword, kStates> keywords_{};
 };
+constexpr KeywordTree kKeywordTree;
 
 constexpr bool is_word_start(unsigned char byte) {
   return (byte >= 'a' && byte <= 'z') || (byte >= 'A' && byte <= 'Z') || byte == '_' || byte == '$' ||
@@ -159,7 +143,7 @@ bool ends_in_exponent(unsigned char previous) {
 
 }  // namespace
 
-CppKeyword CppLexer::keyword() const { return KeywordTree::instance().keyword(keyword_state_); }
+CppKeyword CppLexer::keyword() const { return kKeywordTree.keyword(keyword_state_); }
 
 CppToken CppLexer::word_type() const {
   if (directive_ == DirectivePart::Name) return CppToken::Directive;
@@ -168,7 +152,7 @@ CppToken CppLexer::word_type() const {
 
 void CppLexer::extend_word(unsigned char byte) {
   word_hash_ = extended_word_hash(word_hash_, byte);
-  keyword_state_ = KeywordTree::instance().after(keyword_state_, byte);
+  keyword_state_ = kKeywordTree.after(keyword_state_, byte);
 }
 
 CppToken CppLexer::begin_word(unsigned char byte) {

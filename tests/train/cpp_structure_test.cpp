@@ -374,19 +374,30 @@ TEST(SamplerStructure, IsThatOfTheWholeDocument) {
     const std::uint64_t place = (sampler.first_token(i / 48) + i % 48) % all.size();
     ASSERT_EQ(batch.structure[i], all[place]) << i;
   }
-  // A document that is cut for validation is known from its beginning.
-  const auto cut = TokenDataset::open(folder / "shards", DataSplit::Validation, 0.4);
-  std::uint64_t seen = 0;
-  StructureReader reader;
-  for (const DocumentPart& part : cut->parts(0, cut->tokens())) {
-    std::vector<TokenStructure> found(part.tokens);
-    reader.read(part, found);
-    ASSERT_TRUE(
-        std::equal(found.begin(), found.end(), all.begin() + static_cast<std::ptrdiff_t>(part.begin)));
-    seen += part.tokens;
-  }
-  EXPECT_EQ(seen, cut->tokens());
-  EXPECT_THROW((void)cut->parts(1, cut->tokens()), ValueError);
+}
+
+// One document: its last tokens are for validation.
+TEST(SamplerStructure, ADocumentThatIsCutIsKnownFromItsBeginning) {
+  const ScratchFolder folder;
+  std::string text = "namespace a {\nvoid f() {\n";
+  for (int line = 0; line < 40; ++line) text += "  g(" + std::to_string(line) + ");\n";
+  folder.write("text/a.h", text);
+  MakeShardsOptions options;
+  options.sources.paths = {folder / "text"};
+  make_shards(folder / "shards", options);
+  const auto validation = TokenDataset::open(folder / "shards", DataSplit::Validation, 0.25);
+  ASSERT_LT(validation->tokens(), text.size() / 2);
+  const Sampler sampler(validation, {.context = 32, .shuffle = false, .cpp_structure = true});
+  std::vector<TokenStructure> found(32);
+  sampler.structure(1, found);
+  std::vector<std::int64_t> tokens = tokens_of(text);
+  tokens.push_back(byte_tokenizer::kEndOfDocument);
+  const std::vector<TokenStructure> whole = structure_of(tokens);
+  const std::size_t begin = tokens.size() - validation->tokens() + 32;
+  EXPECT_TRUE(std::equal(found.begin(), found.end(), whole.begin() + static_cast<std::ptrdiff_t>(begin)));
+  EXPECT_EQ(static_cast<CppKind>(found[0].kind), CppKind::Function);
+  EXPECT_GT(found[0].sibling, 10U);
+  EXPECT_THROW((void)validation->parts(1, validation->tokens()), ValueError);
 }
 
 TEST(SamplerStructure, WhatIsRefused) {

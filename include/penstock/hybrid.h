@@ -89,10 +89,13 @@ class HybridStageImpl : public ModelStage {
   std::int64_t context() const override { return options().context; }
   std::vector<std::shared_ptr<torch::nn::Module>> blocks() const override;
   void set_initial_values(std::uint64_t seed) override;
-  // A cache has what n-grams, attention and states need of earlier tokens. Generation has no metadata of new
-  // tokens: parts of the model that need some contribute nothing.
+  // A cache has what n-grams, attention and states need of earlier tokens. Of the metadata of new tokens only
+  // the ids of the structure embedding and the platforms are supported: they say nothing about other tokens.
+  // Parts of the model whose metadata is not given contribute nothing. Throws NotImplemented for other
+  // metadata.
   std::unique_ptr<StageCache> make_cache(std::int64_t capacity) const override;
   at::Tensor forward_cached(const at::Tensor& x, StageCache& cache) override;
+  at::Tensor forward_cached_with(const at::Tensor& x, StageCache& cache, const Tree& keywords) override;
   // Tensor-parallel ranks split heads, feed-forward widths, the columns of experts and the vocabulary;
   // expert-parallel ranks divide the experts. Logits are then split over the vocabulary; token_loss() accepts
   // them.

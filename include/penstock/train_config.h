@@ -32,7 +32,7 @@ namespace penstock::train {
 
 // Section [model]: the model.
 struct ModelConfig {
-  std::string preset = "tiny";  // named set of values; all other settings override it
+  std::string preset = "hybrid-tiny";  // named set of values; all other settings override it
   // Which model: auto, transformer, hybrid, or one that the program registered; auto: transformer if it can
   // have all settings, else hybrid.
   std::string type = "auto";
@@ -191,6 +191,10 @@ struct DataConfig {
   // Mask attention between documents; false: tokens also attend to earlier documents of the sample, which is
   // faster on GPUs.
   bool document_mask = true;
+  // Metadata about the tokens for models that use it: auto, none or cpp; cpp: the structure of C++ text,
+  // found by a lexer; auto: cpp for the C++ headers of this machine if the model uses structure, else none.
+  // After loading it is none or cpp.
+  std::string structure = "auto";
   bool skip_bad_files = false;  // skip unreadable, empty and binary files instead of failing
   // Compares all members.
   friend bool operator==(const DataConfig&, const DataConfig&) = default;

@@ -120,6 +120,9 @@ class ModelStage : public torch::nn::Module {
   // Computes tokens that follow those in the cache, and adds them to it. Records no graph. `cache` is from
   // make_cache() of this stage. The default throws NotImplemented.
   virtual at::Tensor forward_cached(const at::Tensor& x, StageCache& cache);
+  // The same with keyword arguments of the new tokens, as in forward_with(). The default accepts none: it
+  // calls forward_cached() without keywords, and throws NotImplemented otherwise.
+  virtual at::Tensor forward_cached_with(const at::Tensor& x, StageCache& cache, const Tree& keywords);
 };
 
 // Text as tensors [batch, length], Long, and what is known about it.
@@ -128,7 +131,8 @@ struct TokenBatch {
   at::Tensor targets = {};    // the token after each one; kIgnoredTarget (language_model.h) does not count
   at::Tensor documents = {};  // the document of each token; undefined: attention is not masked
   // What else is known about the tokens, for models that use it: a dict of keyword arguments for every stage,
-  // or None. Dim 0 of its tensors is the batch. Penstock's data sets have none.
+  // or None. Dim 0 of its tensors is the batch. Penstock's data sets have the structure of C++ text, if
+  // data.structure is cpp.
   Tree metadata = {};
 };
 

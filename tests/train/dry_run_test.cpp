@@ -37,11 +37,11 @@ TrainConfig with_data(const Layout& layout, const std::vector<std::string>& more
 // The same model with other values: (key, value) pairs.
 TrainConfig small_config(const std::vector<std::string>& more) {
   std::vector<std::string> arguments{
-      "--model.width",      "16",  "--layers",          "4",    "--heads",   "2",
-      "--key_value_heads",  "2",   "--feed_width",      "32",   "--context", "16",
-      "--model.vocabulary", "260", "--schedule",        "1F1B", "--pp",      "1",
-      "--microbatches",     "4",   "--microbatch_size", "2",    "--steps",   "20",
-      "--warmup_steps",     "2",   "--layout.device",   "cpu"};
+      "--preset",  "tiny", "--model.width",      "16",  "--layers",          "4",
+      "--heads",   "2",    "--key_value_heads",  "2",   "--feed_width",      "32",
+      "--context", "16",   "--model.vocabulary", "260", "--schedule",        "1F1B",
+      "--pp",      "1",    "--microbatches",     "4",   "--microbatch_size", "2",
+      "--steps",   "20",   "--warmup_steps",     "2",   "--layout.device",   "cpu"};
   for (std::size_t i = 0; i < more.size(); i += 2) {
     const auto place = std::find(arguments.begin(), arguments.end(), more[i]);
     if (place != arguments.end()) arguments.erase(place, place + 2);

@@ -65,10 +65,11 @@ TEST(HostCheck, TooLittleMemoryNamesTheLargestNeed) {
   EXPECT_TRUE(has_text(text, "of model.context = 16777216, expected at most the 8.0 GiB of this machine"));
   EXPECT_TRUE(has_text(text, "lower model.context"));
   // Products of the largest sizes overflow 64 bits.
-  const TrainConfig huge =
-      config_of({"--pp", "1", "--width", "1048576", "--heads", "65536", "--key_value_heads", "65536",
-                 "--layers", "65536", "--vocabulary", "4294967296", "--context", "16777216",
-                 "--microbatch_size", "1048576", "--microbatches", "1"});
+  const TrainConfig huge = config_of({"--preset",          "tiny",       "--pp",           "1",
+                                      "--width",           "1048576",    "--heads",        "65536",
+                                      "--key_value_heads", "65536",      "--layers",       "65536",
+                                      "--vocabulary",      "4294967296", "--context",      "16777216",
+                                      "--microbatch_size", "1048576",    "--microbatches", "1"});
   for (const MinimumMemory& need :
        {minimum_memory(huge, 1), minimum_memory_of_parts(huge), minimum_memory_of_capture(huge)})
     EXPECT_TRUE(has_text(message_of<ConfigError>([&] { require_memory(need, 8LL << 30); }), "TiB"));

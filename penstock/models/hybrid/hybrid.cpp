@@ -84,6 +84,24 @@ AttentionMetadata attention_metadata(const HybridMetadata& metadata) {
           .row_block_tokens = metadata.row_block_tokens};
 }
 
+// Metadata of tokens that follow those in a cache: what concerns each of them alone.
+HybridMetadata per_token_metadata(const Tree& keywords) {
+  const HybridMetadata given = HybridMetadata::from_keywords(keywords);
+  const HybridMetadata rest{.structure_kinds = given.structure_kinds,
+                            .dependency_levels = given.dependency_levels,
+                            .syntax_depths = given.syntax_depths,
+                            .sibling_indices = given.sibling_indices,
+                            .node_types = given.node_types,
+                            .platforms = given.platforms};
+  const Tree kept = rest.keywords();
+  if (keywords.size() != kept.size())
+    throw NotImplemented(describe(
+        "HybridStage: metadata with a cache", keywords.to_string(),
+        "structure_kinds, dependency_levels, syntax_depths, sibling_indices, node_types or platforms",
+        "generate without the cache"));
+  return rest;
+}
+
 std::string input_text(const at::Tensor& x) {
   return fmt::format("{} [{}]", c10::toString(x.scalar_type()), fmt::join(x.sizes(), ", "));
 }
@@ -415,12 +433,19 @@ std::unique_ptr<StageCache> HybridStageImpl::make_cache(std::int64_t capacity) c
 }
 
 at::Tensor HybridStageImpl::forward_cached(const at::Tensor& x, StageCache& cache) {
+  return forward_cached_with(x, cache, Tree());
+}
+
+at::Tensor HybridStageImpl::forward_cached_with(const at::Tensor& x, StageCache& cache,
+                                                const Tree& keywords) {
   auto* own = dynamic_cast<HybridCache*>(&cache);
   if (own == nullptr)
     throw TypeError(describe("HybridStage: cache", "a cache of another model", "one of make_cache()"));
   const c10::AutoGradMode no_grad(false);
   impl_->check_input(x, own->seen);
-  at::Tensor result = impl_->run(x, impl_->cached_context_of(x, *own), {}, own);
+  const HybridMetadata metadata = per_token_metadata(keywords);
+  metadata.check(x.size(0), x.size(1));
+  at::Tensor result = impl_->run(x, impl_->cached_context_of(x, *own), metadata, own);
   if (part().has_embed()) own->keep_last(x, impl_->inputs.reach());
   own->advance(x.size(1));
   return result;

@@ -349,6 +349,16 @@ std::vector<ConfigField> make_fields() {
        "Mask attention between documents; false: tokens also attend to earlier documents of the sample, "
        "which is faster on GPUs",
        at(&T::data, &D::document_mask)},
+      {"data",
+       "structure",
+       "Metadata about the tokens for models that use it (structure_embedding, tree_feed, relations); cpp: "
+       "the "
+       "structure of C++ text, found by a lexer; auto: cpp for the C++ headers of this machine, else none",
+       at(&T::data, &D::structure),
+       0,
+       0,
+       false,
+       {"auto", "none", "cpp"}},
       {"data", "skip_bad_files", "Skip unreadable, empty and binary files instead of failing",
        at(&T::data, &D::skip_bad_files)},
 

@@ -31,6 +31,7 @@
 #include "penstock/train/job/find_not_finite.h"
 #include "penstock/train/job/replica_gradient_sync.h"
 #include "penstock/train/job/step_sums.h"
+#include "penstock/train/job/structure_metadata.h"
 #include "penstock/train/report/elapsed.h"
 
 namespace penstock::train {
@@ -145,6 +146,7 @@ struct TrainingJob::Impl {
                    fmt::format("at least the {} of the data", data.training->dataset().vocabulary()),
                    "raise it, or use other data"));
     if (config.layout.pp > 1) step_groups.push_back(layout.mesh().group("pp"));
+    needs = structure_needs(config, model.own_parts());
     prefetch(0);
   }
 
@@ -210,6 +212,7 @@ struct TrainingJob::Impl {
     filled.context = context;
     for (auto* values : {&filled.tokens, &filled.targets, &filled.documents})
       values->resize(static_cast<std::size_t>(filled.samples * context));
+    if (needs.any()) filled.structure.resize(filled.tokens.size());
     for (std::int64_t sample = 0; sample < filled.samples; ++sample) {
       const std::int64_t global = (sample / rows * config.layout.dp + layout.dp()) * rows + sample % rows;
       const auto place = [&](std::vector<std::int64_t>& values) {
@@ -218,6 +221,11 @@ struct TrainingJob::Impl {
       };
       sampler.sample(first + static_cast<std::uint64_t>(global), place(filled.tokens), place(filled.targets),
                      place(filled.documents));
+      if (needs.any())
+        sampler.structure(
+            first + static_cast<std::uint64_t>(global),
+            std::span(filled.structure)
+                .subspan(static_cast<std::size_t>(sample * context), static_cast<std::size_t>(context)));
     }
   }
 
@@ -228,7 +236,13 @@ struct TrainingJob::Impl {
     return model.model().inputs(
         {.tokens = tensor(batch.tokens),
          .targets = tensor(batch.targets),
-         .documents = config.data.document_mask ? tensor(batch.documents) : at::Tensor()});
+         .documents = config.data.document_mask ? tensor(batch.documents) : at::Tensor(),
+         .metadata = structure_metadata(needs,
+                                        {.tokens = batch.structure,
+                                         .documents = batch.documents,
+                                         .rows = batch.samples,
+                                         .length = batch.context},
+                                        device)});
   }
 
   // What the sum of losses must be multiplied by to become a sum over tokens.
@@ -520,6 +534,7 @@ struct TrainingJob::Impl {
   optim::LrSchedule rates;
   std::vector<comm::Group> step_groups;
   GradientHook gradient_hook;
+  StructureNeeds needs;  // of the stages of this rank
   std::int64_t steps_done = 0;
   std::int64_t updates_done = 0;  // optimizer steps: all except those skipped by fp16
   Batch batch;

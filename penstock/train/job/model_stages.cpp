@@ -208,6 +208,12 @@ bool ModelStages::counts(const optim::NamedParameter& parameter) const {
                                               : !is_second_copy(parameter);
 }
 
+std::vector<models::StagePart> ModelStages::own_parts() const {
+  std::vector<models::StagePart> parts;
+  for (const auto& module : modules_) parts.push_back(module->part());
+  return parts;
+}
+
 std::vector<models::StateBuffer> ModelStages::state_buffers() const {
   std::vector<models::StateBuffer> all;
   for (const auto& module : modules_)

@@ -50,6 +50,7 @@ class ModelStages {
   const models::ModelPlan& plan() const { return model_->plan(); }
   const std::vector<models::StagePart>& parts() const { return parts_; }  // of the model
   std::vector<PipelineStage> stages() const { return stages_; }           // of this rank
+  std::vector<models::StagePart> own_parts() const;                       // of its stages
   const std::vector<optim::NamedParameter>& parameters() const { return parameters_; }
   // Parameters of one stage of this rank.
   std::vector<optim::NamedParameter> parameters_of(int stage) const;

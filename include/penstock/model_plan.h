@@ -44,6 +44,12 @@ struct SharedParameter {
   std::vector<std::int64_t> blocks = {};  // those that use it, ascending
 };
 
+// A term of the training loss besides that of the tokens: an auxiliary loss.
+struct AuxiliaryTerm {
+  std::string name;   // "balance"
+  double weight = 0;  // by which it is multiplied
+};
+
 // A model, described by its parts.
 struct ModelPlan {
   std::int64_t vocabulary = 0;                // number of different tokens
@@ -63,6 +69,8 @@ struct ModelPlan {
   std::int64_t inactive_embed_parameters = 0;
   // As in BlockPlan, for what is added to the embedding of tokens.
   double embed_moved_per_token = 0;
+  // The auxiliary losses that stages report, in the order in which they are shown.
+  std::vector<AuxiliaryTerm> auxiliary = {};
 };
 
 // Returns the parameters of the whole model in model order. A tied or shared parameter is listed once.

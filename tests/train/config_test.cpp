@@ -78,7 +78,10 @@ TEST(Config, AutomaticSchedule) {
 
 TEST(Config, DefaultsAreComplete) {
   const ResolvedConfig resolved = with({});
-  EXPECT_EQ(resolved.config.model.preset, "tiny");
+  EXPECT_EQ(resolved.config.model.preset, "hybrid-tiny");
+  EXPECT_EQ(resolved.config.model.pattern, "AEME");
+  EXPECT_EQ(resolved.config.layout.schedule, "ZBVZeroBubble");
+  EXPECT_EQ(resolved.config.data.structure, "cpp");
   EXPECT_EQ(resolved.config.layout.ranks, 2);
   EXPECT_EQ(resolved.config.layout.virtual_stages, 2);
   EXPECT_EQ(resolved.config.training.accumulation, 1);
@@ -186,12 +189,12 @@ TEST(Config, InconsistentValuesNameTheRemedy) {
   const std::vector<Bad> cases = {
       {{"--ranks", "3"}, {"layout.ranks = 3 (--ranks)", "2 * 1 * 1 = 2", "set layout.ranks to 2"}},
       {{"--ranks", "8"}, {"set layout.dp to 4"}},
-      {{"--width", "200"},
+      {{"--preset", "tiny", "--width", "200"},
        {"model.width = 200 (--width) is not a multiple of model.heads = 6 (default)",
         "set model.width to 204"}},
-      {{"--width", "6"}, {"even width", "set model.width to 12"}},
-      {{"--key_value_heads", "4"}, {"model.heads = 6", "model.key_value_heads = 4"}},
-      {{"--tp", "4"}, {"model.heads = 6", "layout.tp = 4"}},
+      {{"--preset", "tiny", "--width", "6"}, {"even width", "set model.width to 12"}},
+      {{"--preset", "tiny", "--key_value_heads", "4"}, {"model.heads = 6", "model.key_value_heads = 4"}},
+      {{"--preset", "tiny", "--tp", "4"}, {"model.heads = 6", "layout.tp = 4"}},
       {{"--pp", "8"}, {"8 model stages", "model.layers = 4"}},
       {{"--pp", "70000"}, {"from 1 to 65536"}},
       {{"--pp", "60000", "--dp", "60000"}, {"at most 65536"}},
@@ -234,12 +237,43 @@ TEST(Config, WhatIsDerived) {
   EXPECT_EQ(with({"--schedule", "zbv"}).config.layout.schedule, "ZBVZeroBubble");
   EXPECT_EQ(with({"--schedule", "dualpipe", "--layers", "2"}).config.layout.virtual_stages,
             2);  // two copies of two parts
-  EXPECT_EQ(with({"--key_value_heads", "0"}).config.model.key_value_heads, 6);
-  EXPECT_EQ(with({"--feed_width", "0"}).config.model.feed_width, 512);
+  EXPECT_EQ(with({"--preset", "tiny", "--key_value_heads", "0"}).config.model.key_value_heads, 6);
+  EXPECT_EQ(with({"--preset", "tiny", "--feed_width", "0"}).config.model.feed_width, 512);
   EXPECT_EQ(with({"--feed_width", "0", "--width", "196", "--heads", "2"}).config.model.feed_width,
             544);  // 523, rounded up
   EXPECT_EQ(with({"--pattern", "AAA|AA"}).config.model.layers, 5);
   EXPECT_EQ(with({"--steps", "5"}).config.training.warmup_steps, 0);
+  // The pattern of a preset is repeated; one that is given has its own number of layers.
+  EXPECT_EQ(with({"--layers", "6"}).config.model.pattern, "AEMEAE");
+  EXPECT_EQ(with({"--layers", "2", "--pp", "1"}).config.model.pattern, "AE");
+  EXPECT_EQ(with({"--layers", "6"}).origins.at("model.pattern"), "derived");
+}
+
+TEST(Config, StructureOfTheData) {
+  const auto structure = [](const Arguments& arguments) { return with(arguments).config.data.structure; };
+  EXPECT_EQ(structure({}), "cpp") << "the model uses it, and the default sources are C++";
+  EXPECT_EQ(with({}).origins.at("data.structure"), "derived");
+  EXPECT_EQ(structure({"--preset", "tiny"}), "none");
+  EXPECT_EQ(structure({"--structure_embedding", "false"}), "none");
+  EXPECT_EQ(structure({"--structure_embedding", "false", "--relations", "2"}), "cpp");
+  EXPECT_EQ(structure({"--structure_embedding", "false", "--tree_feed", "true"}), "cpp");
+  EXPECT_EQ(structure({"--data", "text"}), "none") << "any text";
+  EXPECT_EQ(structure({"--shards", "shards"}), "none");
+  EXPECT_EQ(structure({"--data", "src", "--structure", "cpp"}), "cpp");
+  EXPECT_EQ(structure({"--structure", "none"}), "none");
+  EXPECT_EQ(structure({"--model.type", "mine"}), "none") << "a registered model is asked for it";
+  EXPECT_EQ(structure({"--model.type", "mine", "--structure", "cpp"}), "cpp");
+  const std::vector<Bad> cases = {
+      {{"--structure", "python"}, {"one of auto, none, cpp"}},
+      {{"--preset", "tiny", "--structure", "cpp"}, {"data.structure = \"cpp\" (--structure)", "no effect"}},
+      {{"--structure_kinds", "15"}, {"model.structure_kinds = 15", "16 ids", "set model.structure_kinds"}},
+      {{"--node_types", "2"}, {"model.node_types = 2", "16 ids"}},
+      {{"--data", "x.bin", "--data.format", "uint16", "--structure", "cpp"}, {"needs text", "data.format"}},
+  };
+  for (const Bad& item : cases) {
+    const std::string message = message_of<ConfigError>([&] { (void)with(item.arguments); });
+    for (const std::string& part : item.says) EXPECT_TRUE(has_text(message, part)) << item.arguments.front();
+  }
 }
 
 TEST(Config, ASchedulesOwnFile) {

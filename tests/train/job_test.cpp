@@ -241,17 +241,6 @@ TEST(HybridJob, PartsWithoutMetadataDoNotDisturbSharding) {
   }
 }
 
-TEST(HybridJob, RelationsOfSeveralStagesAreRefused) {
-  std::vector<std::string> more = kHybrid;
-  more.insert(more.end(), {"--relations", "2"});
-  EXPECT_NO_THROW(train({.name = "one"}, 1, more));
-  EXPECT_NO_THROW(train({.name = "all attention on one stage", .pp = 2}, 1, more));
-  more[1] = "AE|AE";
-  const std::string message =
-      penstock::test::message_of<ConfigError>([&] { train({.name = "pp2", .pp = 2}, 1, more); });
-  EXPECT_TRUE(penstock::test::has_text(message, "2 stages, of which 2 use relations.weight")) << message;
-}
-
 // Sums in another order: differences are float32 rounding only.
 TEST(HybridJob, ReplicasAndTensorParallelRanksAgreeWithOneProcess) {
   const Seen one = train({.name = "one", .microbatch_size = 4}, 4, kHybrid);

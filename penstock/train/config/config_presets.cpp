@@ -13,7 +13,10 @@ namespace penstock::train {
 
 const std::vector<ConfigPreset>& config_presets() {
   static const std::vector<ConfigPreset> kPresets = {
-      {"tiny", "1.6 million parameters; about two minutes on two cores. The default value of every key", {}},
+      {"tiny",
+       "1.6 million parameters, a plain transformer; about two minutes on two cores. The default value of every "
+       "other key",
+       {}},
       {"small",
        "24 million parameters; hours on a desktop CPU, minutes on a GPU",
        {{"model.width", "512"},
@@ -62,7 +65,8 @@ const std::vector<ConfigPreset>& config_presets() {
         {"model.expert_width", "128"},
         {"model.state_size", "32"},
         {"model.state_head_width", "32"},
-        {"model.state_chunk", "64"}}},
+        {"model.state_chunk", "64"},
+        {"model.structure_embedding", "true"}}},
       {"hybrid-52",
        "AEME x 13, width 1,024, 64 experts of width 512, top 2; for several GPUs",
        {{"model.pattern", "AEMEAEMEAEMEAEMEAEMEAEMEAEMEAEMEAEMEAEMEAEMEAEMEAEME"},

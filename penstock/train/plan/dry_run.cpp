@@ -22,6 +22,7 @@
 #include "penstock/train/job/job.h"
 #include "penstock/train/job/model_stages.h"
 #include "penstock/train/job/process_memory.h"
+#include "penstock/train/job/stage_copies.h"
 #include "penstock/world.h"
 
 namespace penstock::train {
@@ -49,7 +50,9 @@ plan::CostModel cost_model(const DryRun& run) {
   model.bandwidth = kBandwidth;
   const double share = slowdown(run) / static_cast<double>(run.config.layout.tp);
   const PartMeasurements& measured = run.measured;
-  for (const models::StagePart& part : run.parts) {
+  const schedule::StageMap& map = run.schedule.stages();
+  for (int stage = 0; stage < map.stages(); ++stage) {
+    const models::StagePart& part = run.parts[static_cast<std::size_t>(part_of_stage(map, stage))];
     double forward = 0, backward = 0;
     std::int64_t kept = measured.kept_by_stage;
     for (std::int64_t i = part.first_block; i < part.end_block; ++i) {
@@ -287,8 +290,8 @@ DryRun dry_run(const TrainConfig& config, const DataCheckProgress& progress) {
       configured_device(config.layout, comm::World::fake(0, static_cast<int>(config.layout.ranks)));
   require_precision(config, device);
   if (device.is_cpu()) require_memory(minimum_memory_of_parts(config), machine_memory_bytes());
-  const int stages = schedule.stages().stages();
-  std::vector<models::StagePart> parts = configured_parts(config, model->plan(), stages);
+  std::vector<models::StagePart> parts =
+      configured_parts(config, model->plan(), parts_of_model(schedule.stages()));
   std::string data = check_data(config, DataCheck::Reading, progress);
   now("measuring an embedding, a block and a head");
   DryRun run{.config = config,

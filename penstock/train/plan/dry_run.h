@@ -35,7 +35,7 @@ struct DryRun {
   int cores = 1;     // of this machine, shared by all ranks
   schedule::Schedule schedule;
   models::ModelPlan plan;
-  std::vector<models::StagePart> parts;  // by stage
+  std::vector<models::StagePart> parts;  // of the model; a bidirectional schedule runs each twice
   PartMeasurements measured;
   plan::Simulation simulation;     // of one run of the schedule, in seconds
   std::vector<RankMemory> memory;  // by pipeline rank

@@ -56,6 +56,23 @@ class InspectCli : public ::testing::Test {
   const fs::path folder_ = fs::temp_directory_path() / ("penstock_inspect_cli_" + std::to_string(::getpid()));
 };
 
+// What is measured divides the model, without LibTorch.
+TEST_F(InspectCli, CostsAreReadByPartition) {
+  const std::string file = "'" + (folder_ / "costs.json").string() + "'";
+  const Ended measured = penstock("inspect costs " + config() + " -o " + file);
+  EXPECT_EQ(measured.exit_code, 0) << measured.output;
+  const Ended divided = penstock("partition " + config() + " --json --costs " + file);
+  EXPECT_EQ(divided.exit_code, 0) << divided.output;
+  const nlohmann::json plan = nlohmann::json::parse(divided.output, nullptr, false);
+  ASSERT_TRUE(plan.is_object()) << divided.output;
+  EXPECT_EQ(plan["costs"], "measured");
+  EXPECT_TRUE(plan["activations"].get<bool>());
+  for (const auto& rank : plan["ranks"]) EXPECT_GT(rank["cost"].get<double>(), 0);
+  const Ended huge = penstock("inspect costs " + config() + " --width 10000000");
+  EXPECT_NE(huge.exit_code, 0);
+  EXPECT_TRUE(has_text(huge.output, "memory")) << huge.output;
+}
+
 TEST_F(InspectCli, HelpHasExamples) {
   EXPECT_TRUE(has_text(penstock("inspect --help").output, "penstock inspect memory my.toml"));
   EXPECT_TRUE(has_text(penstock("inspect memory --help").output, "--predict-only"));

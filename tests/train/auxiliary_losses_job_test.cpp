@@ -9,6 +9,7 @@
 
 #include "penstock/errors.h"
 #include "penstock/models/hybrid/trainable_hybrid.h"
+#include "penstock/train/config/configured_plan.h"
 #include "penstock/train/job/configured_model.h"
 #include "penstock/train/job/job.h"
 #include "penstock/trainer.h"

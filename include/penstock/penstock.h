@@ -44,6 +44,7 @@
 #include "penstock/overlapped_chunks.h"
 #include "penstock/partition.h"
 #include "penstock/pipeline.h"
+#include "penstock/placed_partition.h"
 #include "penstock/placement.h"
 #include "penstock/pytree.h"
 #include "penstock/pytree_convert.h"

@@ -129,7 +129,9 @@ struct LayoutConfig {
   std::string schedule = "auto";
   std::int64_t microbatches = 8;     // microbatches per run of the schedule
   std::int64_t microbatch_size = 2;  // samples per microbatch
-  std::string partition = "cost";    // balance stages by the number of blocks (count) or by their cost (cost)
+  // What is balanced over the stages: the number of blocks (count), their parameters by a greedy rule
+  // (weight), or their cost (cost): the slowest stage is as fast as possible; penstock partition shows it.
+  std::string partition = "cost";
   // Transport for tensors between stages: auto, gloo, ucx or nccl; auto: nccl for cuda, ucx within one
   // machine if available, else gloo. nccl works with cuda only, gloo and ucx with the CPU only.
   std::string transport = "auto";

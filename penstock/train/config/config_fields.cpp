@@ -230,12 +230,14 @@ std::vector<ConfigField> make_fields() {
        1 << 20},
       {"layout",
        "partition",
-       "Whether to balance stages by the number of blocks or by their cost",
+       "What is balanced over the stages: the number of blocks (count), their parameters by a greedy rule "
+       "(weight), or their cost (cost): the slowest stage is as fast as possible; penstock partition shows "
+       "it",
        at(&T::layout, &L::partition),
        0,
        0,
        false,
-       {"count", "cost"}},
+       {"count", "weight", "cost"}},
       {"layout",
        "transport",
        "Transport for tensors between stages; auto: nccl for cuda, ucx within one machine if available, else "

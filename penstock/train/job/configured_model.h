@@ -8,19 +8,12 @@
 
 #include <memory>
 
-#include "penstock/hybrid_options.h"
 #include "penstock/train_config.h"
 #include "penstock/trainable_model.h"
-#include "penstock/transformer_options.h"
 
 namespace penstock::train {
 
 // Throws ConfigError for an unknown type, with the names that are known, and for inconsistent options.
 std::shared_ptr<models::TrainableModel> configured_model(const TrainConfig& config);
-
-// Returns the options of the transformer that the configuration describes. Throws ConfigError.
-models::TransformerOptions transformer_options(const ModelConfig& config);
-// Returns those of the hybrid model. Throws ConfigError.
-models::HybridOptions hybrid_options(const ModelConfig& config);
 
 }  // namespace penstock::train

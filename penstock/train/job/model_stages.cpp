@@ -3,10 +3,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <fstream>
 #include <numeric>
 #include <optional>
-#include <sstream>
 #include <utility>
 
 #include "penstock/base/describe.h"
@@ -14,10 +12,10 @@
 #include "penstock/dtensor.h"
 #include "penstock/errors.h"
 #include "penstock/fully_shard.h"
-#include "penstock/generators.h"
 #include "penstock/schedule.h"
 #include "penstock/stage_module.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
+#include "penstock/train/config/configured_plan.h"
 #include "penstock/train/job/configured_model.h"
 #include "penstock/train/job/stage_copies.h"
 #include "penstock/train/job/stage_scope.h"
@@ -25,31 +23,6 @@
 namespace penstock::train {
 
 namespace {
-
-bool is_file(const std::string& schedule) {
-  return schedule.find('/') != std::string::npos || schedule.ends_with(".csv");
-}
-
-schedule::Schedule schedule_from_file(const LayoutConfig& config) {
-  std::ifstream file(config.schedule);
-  std::stringstream text;
-  text << file.rdbuf();
-  if (!file)
-    throw ConfigError(describe("layout.schedule", config.schedule,
-                               "a file that can be read, or the name of a schedule",
-                               "penstock schedule --help lists the names"));
-  schedule::Schedule read = schedule::parse_schedule(text.str());
-  const auto expect = [&](const char* field, std::int64_t found, std::int64_t wanted) {
-    if (found != wanted)
-      throw ConfigError(describe(fmt::format("{} of the schedule in {}", field, config.schedule),
-                                 std::to_string(found), std::to_string(wanted),
-                                 fmt::format("set layout.{} to {}", field, found)));
-  };
-  expect("pp", read.ranks(), config.pp);
-  expect("virtual_stages", read.stages().stages() / read.ranks(), config.virtual_stages);
-  expect("microbatches", read.microbatches(), config.microbatches);
-  return read;
-}
 
 std::optional<at::ScalarType> autocast_dtype(const std::string& precision) {
   if (precision == "bf16") return at::kBFloat16;
@@ -94,22 +67,9 @@ void shard(models::ModelStage& stage, const RankLayout& layout) {
 
 }  // namespace
 
-schedule::Schedule configured_schedule(const LayoutConfig& config) {
-  if (is_file(config.schedule)) return schedule_from_file(config);
-  return schedule::generate(schedule::schedule_kind(config.schedule),
-                            {.ranks = static_cast<int>(config.pp),
-                             .stages_per_rank = static_cast<int>(config.virtual_stages),
-                             .microbatches = static_cast<int>(config.microbatches),
-                             .group_size = {}});
-}
-
 std::vector<models::StagePart> configured_parts(const TrainConfig& config, const models::ModelPlan& plan,
                                                 int parts) {
-  return models::partition_model(
-      plan, parts,
-      {.balance = config.layout.partition == "cost" ? models::Balance::Cost : models::Balance::Count,
-       .pattern = config.model.pattern,
-       .costs = {}});
+  return models::partition_model(plan, parts, configured_partition(config));
 }
 
 void check_stages(const TrainConfig& config, const models::TrainableModel& model,

@@ -21,15 +21,12 @@
 #include "penstock/schedule.h"
 #include "penstock/shared_parameters.h"
 #include "penstock/stage.h"
+#include "penstock/train/config/configured_schedule.h"
 #include "penstock/train/job/layout.h"
 #include "penstock/train_config.h"
 #include "penstock/trainable_model.h"
 
 namespace penstock::train {
-
-// Returns the configured schedule: generated from its kind, or read from a CSV file. Throws ConfigError for a
-// file that cannot be read or does not match pp, virtual_stages and microbatches.
-schedule::Schedule configured_schedule(const LayoutConfig& config);
 
 // Returns the blocks of every part of the model: parts_of_model() of the schedule (stage_copies.h).
 std::vector<models::StagePart> configured_parts(const TrainConfig& config, const models::ModelPlan& plan,

@@ -1,10 +1,9 @@
 # penstock_room(<room> [COLD] SOURCES <files of that folder> [LINKS <targets>] [PRIVATE <targets>])
 #
-# One static library per room, a folder of penstock/ with sources: comm/group is penstock_comm_group. What a room may use of other
-# rooms is said in penstock/arrows.txt, which is read here: links follow the arrows. Rooms below its line "LibTorch" link LibTorch and
-# share one precompiled header.
-#   COLD      runs a few times in a run or a step at most: compiled with -O1, which takes a quarter less time. Not for rooms with LibTorch:
-#             newer g++ refuse a precompiled header that was made with other optimizations
+# One target per room, a folder of penstock/ with sources: comm/group is penstock_comm_group. What a room may use of other rooms is said in
+# penstock/arrows.txt, which is read here: links follow the arrows. Rooms below its line "LibTorch" link LibTorch and share one precompiled
+# header; in a unity build those of a folder are compiled together, as one library.
+#   COLD      runs a few times in a run or a step at most: compiled with -O1, which takes a quarter less time
 #   LINKS     other libraries that its headers need
 #   PRIVATE   other libraries that its sources need
 
@@ -46,39 +45,84 @@ foreach(line IN LISTS penstock_arrows)
   endif()
 endforeach()
 
+# penstock_library_of(<room> <variable>): the library that has the objects of a room, for properties of a target.
+function(penstock_library_of room variable)
+  string(REPLACE "/" "_" name ${room})
+  get_target_property(library penstock_${name} PENSTOCK_LIBRARY)
+  set(${variable} ${library} PARENT_SCOPE)
+endfunction()
+
 function(penstock_room room)
   cmake_parse_arguments(arg "COLD" "" "SOURCES;LINKS;PRIVATE" ${ARGN})
   if(NOT room IN_LIST PENSTOCK_KNOWN_ROOMS)
     message(FATAL_ERROR "penstock_room(${room}): penstock/arrows.txt has no line for it; add one that says what it may include")
   endif()
   string(REPLACE "/" "_" name ${room})
-  set(target penstock_${name})
-  list(TRANSFORM arg_SOURCES PREPEND ${PROJECT_SOURCE_DIR}/penstock/${room}/ REGEX "^[^/]")
-  add_library(${target} STATIC ${arg_SOURCES})
-  target_include_directories(${target} PUBLIC ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR} ${PROJECT_BINARY_DIR}/generated)
-  target_compile_features(${target} PUBLIC cxx_std_20)
-  foreach(link IN LISTS PENSTOCK_LINKS_OF_${room})
-    string(REPLACE "/" "_" link ${link})
-    target_link_libraries(${target} PUBLIC penstock_${link})
-  endforeach()
-  target_link_libraries(${target} PUBLIC ${arg_LINKS} PRIVATE penstock_flags ${arg_PRIVATE})
-  penstock_use_unity(${target})
-  if(arg_COLD AND CMAKE_BUILD_TYPE STREQUAL "Release")
-    target_compile_options(${target} PRIVATE -O1)
-  endif()
-  if(room IN_LIST PENSTOCK_TORCH_ROOMS)
-    target_link_libraries(${target} PUBLIC penstock_libtorch)
-    penstock_use_torch_library_header(${target})
-  endif()
-  set(PENSTOCK_ROOMS ${PENSTOCK_ROOMS} ${target} CACHE INTERNAL "")
-  # All rooms of a folder together, for tests and programs of this tree.
   string(REGEX REPLACE "/.*" "" folder ${room})
+  set(target penstock_${name})
+  set(library ${target})
+  if(PENSTOCK_UNITY AND room IN_LIST PENSTOCK_TORCH_ROOMS)
+    # Every unit instantiates the templates that LibTorch's headers leave pending, 4 s of a compiler's time: few large units.
+    set(library penstock_${folder}_with_torch)
+    if(arg_COLD)
+      string(APPEND library _cold)
+    endif()
+    add_library(${target} INTERFACE)
+    target_link_libraries(${target} INTERFACE ${library})
+  endif()
+  if(NOT TARGET ${library})
+    penstock_make_library(${library} ${room} "${arg_COLD}")
+  endif()
+  set_target_properties(${target} PROPERTIES PENSTOCK_LIBRARY ${library})
+  list(TRANSFORM arg_SOURCES PREPEND ${PROJECT_SOURCE_DIR}/penstock/${room}/ REGEX "^[^/]")
+  target_sources(${library} PRIVATE ${arg_SOURCES})
+  foreach(link IN LISTS PENSTOCK_LINKS_OF_${room})
+    string(REPLACE "/" "_" link penstock_${link})
+    set(needed ${link})
+    if(NOT library STREQUAL target)
+      target_link_libraries(${target} INTERFACE ${link})
+      if(TARGET ${link})
+        get_target_property(needed ${link} PENSTOCK_LIBRARY)
+      endif()
+    endif()
+    if(needed STREQUAL "${library}")
+      continue()
+    endif()
+    target_link_libraries(${library} PUBLIC ${needed})
+    # The hot and the cold rooms of a folder use each other.
+    if(needed MATCHES "^penstock_${folder}_with_torch")
+      target_link_libraries(${needed} PUBLIC ${library})
+    endif()
+  endforeach()
+  target_link_libraries(${library} PUBLIC ${arg_LINKS} PRIVATE ${arg_PRIVATE})
+  # All rooms of a folder together, for tests and programs of this tree.
   if(NOT folder STREQUAL room)
     if(NOT TARGET penstock_${folder})
       add_library(penstock_${folder} INTERFACE)
     endif()
     target_link_libraries(penstock_${folder} INTERFACE ${target})
   endif()
+endfunction()
+
+function(penstock_make_library library room cold)
+  add_library(${library} STATIC)
+  target_include_directories(${library} PUBLIC ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR} ${PROJECT_BINARY_DIR}/generated)
+  target_compile_features(${library} PUBLIC cxx_std_20)
+  target_link_libraries(${library} PRIVATE penstock_flags)
+  penstock_use_unity(${library})
+  set(with_torch OFF)
+  if(room IN_LIST PENSTOCK_TORCH_ROOMS)
+    set(with_torch ON)
+    target_link_libraries(${library} PUBLIC penstock_libtorch)
+    penstock_use_torch_library_header(${library})
+    set_target_properties(${library} PROPERTIES UNITY_BUILD_BATCH_SIZE 32)
+  endif()
+  # Newer g++ refuse a precompiled header that was made with other optimizations.
+  if(cold AND CMAKE_BUILD_TYPE STREQUAL "Release"
+     AND NOT (with_torch AND CMAKE_CXX_COMPILER_VERSION VERSION_GREATER_EQUAL 13))
+    target_compile_options(${library} PRIVATE -O1)
+  endif()
+  set(PENSTOCK_ROOMS ${PENSTOCK_ROOMS} ${library} CACHE INTERNAL "")
 endfunction()
 
 # Precompiled Torch headers, each built once. A translation unit costs 13 s without; what it costs with one depends on how many

@@ -37,10 +37,6 @@ void set(std::vector<Placement>& placements, int at, const Placement& placement)
   if (at >= 0) placements[static_cast<std::size_t>(at)] = placement;
 }
 
-bool splits_dim(const Placements& placements, std::int64_t dim) {
-  return !axes_splitting(placements, dim).empty();
-}
-
 // ---- reading ----
 
 // Zero where another rank holds the element.

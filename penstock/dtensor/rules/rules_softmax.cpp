@@ -16,10 +16,6 @@ std::int64_t softmax_dim(const ShardingCall& call) {
   return ShardingCall::wrap_dim(call.argument("dim").toInt(), call.inputs[0].ndim());
 }
 
-bool splits_dim(const Placements& placements, std::int64_t dim) {
-  return !axes_splitting(placements, dim).empty();
-}
-
 // The maximum of each row over all ranks. A rank that holds nothing of the rows does not contribute.
 at::Tensor row_maximum(const LocalContext& context, const at::Tensor& rows, std::int64_t dim,
                        const std::vector<int>& axes) {

@@ -78,8 +78,8 @@ std::vector<Run> unpacking(const std::vector<Run>& runs) {
 }
 
 // Returns a contiguous tensor of the chosen indices.
-at::Tensor take(const at::Tensor& from, std::int64_t dim, const std::vector<Run>& runs,
-                const Numbers& shape) {
+at::Tensor taken_runs(const at::Tensor& from, std::int64_t dim, const std::vector<Run>& runs,
+                      const Numbers& shape) {
   if (runs.size() == 1) {
     // A whole tensor is not copied; the collectives read it in place.
     if (runs[0].length == from.size(dim)) return from.contiguous();
@@ -112,7 +112,7 @@ comm::ReduceOp reduce_op(PartialOp op) {
   PENSTOCK_INVARIANT(false, "products are reduced here");
 }
 
-std::int64_t product(const Numbers& shape) {
+std::int64_t element_count(const Numbers& shape) {
   std::int64_t count = 1;
   for (const std::int64_t size : shape) count *= size;
   return count;
@@ -166,7 +166,7 @@ at::Tensor cut(const at::Tensor& local, std::int64_t dim, const std::vector<Segm
   const Common common = intersect(have, want);
   Numbers shape = local.sizes().vec();
   shape[static_cast<std::size_t>(dim)] = common.length;
-  return take(local, dim, packing(common.runs), shape);
+  return taken_runs(local, dim, packing(common.runs), shape);
 }
 
 at::Tensor PendingLocal::get() {
@@ -284,15 +284,15 @@ at::Tensor LocalTransfer::run_step_by_operators(const Step& step, const comm::Gr
   const auto flat = [](const at::Tensor& tensor) { return tensor.contiguous().view({-1}); };
   const auto counts_of = [](const std::vector<Numbers>& shapes) {
     Numbers counts;
-    for (const Numbers& shape : shapes) counts.push_back(product(shape));
+    for (const Numbers& shape : shapes) counts.push_back(element_count(shape));
     return counts;
   };
   const auto pieces_of = [](const at::Tensor& row, const std::vector<Numbers>& shapes) {
     std::vector<at::Tensor> pieces;
     std::int64_t next = 0;
     for (const Numbers& shape : shapes) {
-      pieces.push_back(row.narrow(0, next, product(shape)).view(shape));
-      next += product(shape);
+      pieces.push_back(row.narrow(0, next, element_count(shape)).view(shape));
+      next += element_count(shape);
     }
     return pieces;
   };
@@ -323,12 +323,12 @@ at::Tensor LocalTransfer::run_step_by_operators(const Step& step, const comm::Gr
     case RedistributeKind::ReduceScatter: {
       const auto own = static_cast<std::size_t>(group.axis_rank());
       if (step.op == PartialOp::Product)
-        return take(product_of_factors(), step.dim, step.take[own], step.result_shape);
+        return taken_runs(product_of_factors(), step.dim, step.take[own], step.result_shape);
       if (step.direct && step.even)
         return wait_tensor(reduce_scatter(flat(local), reduce_op(step.op), group)).view(step.result_shape);
       std::vector<at::Tensor> pieces;
       for (std::size_t i = 0; i < step.shapes.size(); ++i)
-        pieces.push_back(take(local, step.dim, step.take[i], step.shapes[i]).view({-1}));
+        pieces.push_back(taken_runs(local, step.dim, step.take[i], step.shapes[i]).view({-1}));
       return wait_tensor(
                  reduce_scatter_flat(at::cat(pieces), reduce_op(step.op), counts_of(step.shapes), group))
           .view(step.result_shape);
@@ -342,7 +342,7 @@ at::Tensor LocalTransfer::run_step_by_operators(const Step& step, const comm::Gr
         for (const Run& run : runs) length += run.length;
         shape[static_cast<std::size_t>(step.other_dim)] = length;
         sent.push_back(runs.empty() ? local.new_empty({0})
-                                    : take(local, step.other_dim, runs, shape).view({-1}));
+                                    : taken_runs(local, step.other_dim, runs, shape).view({-1}));
         sizes_out.push_back(sent.back().numel());
       }
       const at::Tensor row = wait_tensor(all_to_all(at::cat(sent), counts_of(step.shapes), sizes_out, group));
@@ -360,7 +360,7 @@ PendingLocal LocalTransfer::start_step(const Step& step, const comm::Group& grou
   const comm::OpOptions label{.label = "redistribute", .timeout = {}};
   switch (step.kind) {
     case RedistributeKind::Slice:
-      return {take(local, step.dim, step.take[0], step.result_shape), {}, {}};
+      return {taken_runs(local, step.dim, step.take[0], step.result_shape), {}, {}};
     case RedistributeKind::Embed: {
       at::Tensor result = local.new_zeros(step.result_shape);
       put(result, step.dim, local, step.put[0]);
@@ -386,8 +386,8 @@ PendingLocal LocalTransfer::start_step(const Step& step, const comm::Group& grou
         // They arrive at their final position.
         std::int64_t next = 0;
         for (const Numbers& shape : step.shapes) {
-          pieces.push_back(result.view({-1}).narrow(0, next, product(shape)));
-          next += product(shape);
+          pieces.push_back(result.view({-1}).narrow(0, next, element_count(shape)));
+          next += element_count(shape);
         }
         return {result, group.all_gather_uneven(pieces, mine.view({-1}), label), {}};
       }
@@ -400,8 +400,8 @@ PendingLocal LocalTransfer::start_step(const Step& step, const comm::Group& grou
     }
     case RedistributeKind::ReduceScatter: {
       if (step.op == PartialOp::Product)
-        return {take(product_of_all(group, local), step.dim,
-                     step.take[static_cast<std::size_t>(group.axis_rank())], step.result_shape),
+        return {taken_runs(product_of_all(group, local), step.dim,
+                           step.take[static_cast<std::size_t>(group.axis_rank())], step.result_shape),
                 {},
                 {}};
       const at::Tensor result = local.new_empty(step.result_shape);
@@ -409,7 +409,7 @@ PendingLocal LocalTransfer::start_step(const Step& step, const comm::Group& grou
         return {result, group.reduce_scatter(result, local.contiguous(), reduce_op(step.op), label), {}};
       std::vector<at::Tensor> pieces;
       for (std::size_t i = 0; i < step.shapes.size(); ++i)
-        pieces.push_back(take(local, step.dim, step.take[i], step.shapes[i]));
+        pieces.push_back(taken_runs(local, step.dim, step.take[i], step.shapes[i]));
       return {result, group.reduce_scatter_uneven(result, pieces, reduce_op(step.op), label), {}};
     }
     case RedistributeKind::AllToAll: {
@@ -421,10 +421,10 @@ PendingLocal LocalTransfer::start_step(const Step& step, const comm::Group& grou
         for (const Run& run : runs) length += run.length;
         shape[static_cast<std::size_t>(step.other_dim)] = length;
         sent.push_back(runs.empty() ? local.new_empty({0})
-                                    : take(local, step.other_dim, runs, shape).reshape({-1}));
+                                    : taken_runs(local, step.other_dim, runs, shape).reshape({-1}));
         sizes_out.push_back(sent.back().numel());
       }
-      for (const Numbers& shape : step.shapes) sizes_in.push_back(product(shape));
+      for (const Numbers& shape : step.shapes) sizes_in.push_back(element_count(shape));
       const at::Tensor input = at::cat(sent);
       const at::Tensor output =
           local.new_empty({std::accumulate(sizes_in.begin(), sizes_in.end(), std::int64_t{0})});

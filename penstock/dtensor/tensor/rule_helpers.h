@@ -41,6 +41,10 @@ std::vector<std::int64_t> local_shape(const ShardingCall& call, const std::vecto
 // The mesh axes that split `dim`, or any of `dims`.
 std::vector<int> axes_splitting(const Placements& placements, std::int64_t dim);
 std::vector<int> axes_splitting(const Placements& placements, const std::set<std::int64_t>& dims);
+// Whether any mesh axis splits `dim`.
+inline bool splits_dim(const Placements& placements, std::int64_t dim) {
+  return !axes_splitting(placements, dim).empty();
+}
 
 // Results are placed like the model tensor (input 0). If the model is Partial, the result is replicated, so
 // that what is written into it counts once.

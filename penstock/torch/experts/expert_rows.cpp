@@ -29,16 +29,15 @@ at::ScalarType weight_dtype(const at::Tensor& rows) {
   return rows.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-std::string shape_text(const at::Tensor& tensor) {
+std::string rows_text(const at::Tensor& tensor) {
   return fmt::format("{}", fmt::join(tensor.sizes(), " x "));
 }
 
 void check_matrix(const at::Tensor& tensor, const char* operation, const char* what) {
   if (tensor.dim() != 2 || !tensor.is_floating_point())
-    throw ValueError(
-        describe(fmt::format("{}: {}", operation, what),
-                 fmt::format("{} of {}", shape_text(tensor), c10::toString(tensor.scalar_type())),
-                 "a floating matrix"));
+    throw ValueError(describe(fmt::format("{}: {}", operation, what),
+                              fmt::format("{} of {}", rows_text(tensor), c10::toString(tensor.scalar_type())),
+                              "a floating matrix"));
 }
 
 // ---- gather: tokens [T, D], order [T * k] -> [T * k, D] ----
@@ -89,13 +88,13 @@ at::Tensor gather_rows_cuda(const at::Tensor& given, const at::Tensor& order) {
 at::Tensor combined_like(const at::Tensor& rows, const at::Tensor& slot, const MaybeTensor& weights) {
   check_matrix(rows, "combine_rows", "rows");
   if (slot.dim() != 2 || slot.numel() != rows.size(0))
-    throw ValueError(describe("combine_rows: rows", shape_text(rows),
+    throw ValueError(describe("combine_rows: rows", rows_text(rows),
                               fmt::format("one for each of the {} choices", slot.numel())));
   if (weights && (weights->sizes() != slot.sizes() || weights->scalar_type() != weight_dtype(rows)))
     throw ValueError(
         describe("combine_rows: weights",
-                 fmt::format("{} of {}", shape_text(*weights), c10::toString(weights->scalar_type())),
-                 fmt::format("{} of {}", shape_text(slot), c10::toString(weight_dtype(rows)))));
+                 fmt::format("{} of {}", rows_text(*weights), c10::toString(weights->scalar_type())),
+                 fmt::format("{} of {}", rows_text(slot), c10::toString(weight_dtype(rows)))));
   return at::empty({slot.size(0), rows.size(1)}, rows.options());
 }
 

@@ -22,7 +22,7 @@ std::int64_t rounded_up(std::int64_t value, std::int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-std::string shape_text(const at::Tensor& tensor) {
+std::string mask_input_text(const at::Tensor& tensor) {
   if (!tensor.defined()) return "no tensor";
   return fmt::format("{} [{}]", c10::toString(tensor.scalar_type()), fmt::join(tensor.sizes(), ", "));
 }
@@ -58,7 +58,7 @@ AttentionMask AttentionMask::causal(std::int64_t queries, std::int64_t keys) {
 AttentionMask AttentionMask::within_documents(const at::Tensor& documents) {
   if (!documents.defined() || documents.dim() != 2)
     throw ValueError(
-        describe("attention: documents", shape_text(documents), "integers of 2 dims: batch, length"));
+        describe("attention: documents", mask_input_text(documents), "integers of 2 dims: batch, length"));
   return causal(documents.size(1), documents.size(1)).with_documents(documents);
 }
 
@@ -76,7 +76,7 @@ AttentionMask AttentionMask::without_derived() const {
 AttentionMask AttentionMask::with_documents(const at::Tensor& documents) const {
   if (!documents.defined() || documents.dim() != 2 || documents.size(1) != keys_ ||
       !at::isIntegralType(documents.scalar_type(), true))
-    throw ValueError(describe("attention: documents", shape_text(documents),
+    throw ValueError(describe("attention: documents", mask_input_text(documents),
                               fmt::format("integers [batch, {}], one for each key", keys_)));
   AttentionMask mask = without_derived();
   mask.documents_ = documents;
@@ -85,7 +85,7 @@ AttentionMask AttentionMask::with_documents(const at::Tensor& documents) const {
 
 AttentionMask AttentionMask::with_valid(const at::Tensor& counts) const {
   if (!counts.defined() || counts.dim() != 1 || !at::isIntegralType(counts.scalar_type(), false))
-    throw ValueError(describe("attention: row-valid counts", shape_text(counts),
+    throw ValueError(describe("attention: row-valid counts", mask_input_text(counts),
                               "integers [batch], the number of valid tokens of each row"));
   AttentionMask mask = without_derived();
   mask.valid_ = counts;
@@ -95,7 +95,7 @@ AttentionMask AttentionMask::with_valid(const at::Tensor& counts) const {
 AttentionMask AttentionMask::with_positions(const at::Tensor& positions) const {
   if (!positions.defined() || positions.dim() != 2 || positions.size(1) != keys_ ||
       !at::isIntegralType(positions.scalar_type(), false))
-    throw ValueError(describe("attention: positions", shape_text(positions),
+    throw ValueError(describe("attention: positions", mask_input_text(positions),
                               fmt::format("integers [batch, {}], one for each key", keys_)));
   AttentionMask mask = without_derived();
   mask.positions_ = positions;
@@ -105,7 +105,7 @@ AttentionMask AttentionMask::with_positions(const at::Tensor& positions) const {
 AttentionMask AttentionMask::with_bias(const at::Tensor& bias) const {
   if (!bias.defined() || bias.dim() != 4 || bias.size(2) != queries_ || bias.size(3) != keys_ ||
       !bias.is_floating_point())
-    throw ValueError(describe("attention: additive bias", shape_text(bias),
+    throw ValueError(describe("attention: additive bias", mask_input_text(bias),
                               fmt::format("floating point [batch or 1, heads or 1, {}, {}]", queries_, keys_),
                               "the last two dims are queries and keys"));
   AttentionMask mask = without_derived();

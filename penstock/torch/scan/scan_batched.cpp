@@ -43,7 +43,7 @@ at::Tensor by_token(const at::Tensor& keys, const ScanShape& s) {
 }
 
 // Tensors of one scan: their sizes follow from the shape.
-struct Sizes {
+struct ChunkSizes {
   const ScanShape& s;
   at::TensorOptions options;
 
@@ -78,7 +78,7 @@ at::Tensor real_product(const at::Tensor& a, const at::Tensor& b) {
 ScanOutputs scan_batched(const ScanTensors& given) {
   const ScanTensors in = in_whole_chunks(given);
   const ScanShape& s = in.shape;
-  const Sizes sizes{s, in.values.options()};
+  const ChunkSizes sizes{s, in.values.options()};
   const at::Tensor keys = by_chunk(in.keys, s), queries = by_chunk(in.queries, s), sums = sizes.sums(),
                    inputs = sizes.head_major(), passed = sizes.group_major(), weights = sizes.weights();
   launch_sums(in, sums);
@@ -100,7 +100,7 @@ ScanGradients scan_backward_batched(const ScanTensors& given, const ScanGradient
   const ScanShape& s = in.shape;
   const std::int64_t length = given.shape.length;
   const at::Tensor gradient = s.length == length ? from.values : padded(from.values, s.length - length);
-  const Sizes sizes{s, in.values.options()};
+  const ChunkSizes sizes{s, in.values.options()};
   const at::Tensor keys = by_chunk(in.keys, s), queries = by_chunk(in.queries, s),
                    states = from.states.view({sizes.group_batch(), s.state_size, s.group_width()});
   const at::Tensor sums = sizes.sums(), row_sums = sizes.sums(), inputs = sizes.head_major(),

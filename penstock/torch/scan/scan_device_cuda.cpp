@@ -9,9 +9,9 @@
 namespace penstock::detail {
 namespace {
 
-constexpr unsigned kThreads = 256;
+constexpr unsigned kScanThreads = 256;
 constexpr std::int64_t kTeam = 8;  // lanes that share a row of one head
-constexpr std::int64_t kWarp = 32;
+constexpr std::int64_t kScanWarp = 32;
 
 // Where things are. A chunk is numbered over the whole batch, and so is a token.
 constexpr const char* kScanPlaces = R"(
@@ -375,7 +375,7 @@ int device_of(const ScanTensors& in) { return in.values.get_device(); }
 
 void launch_sums(const ScanTensors& in, const at::Tensor& sums) {
   device_kernel("penstock_scan_sums", kSums, in, 1)
-      .launch(device_of(in), blocks_of(tokens_and_heads(in.shape), kThreads), kThreads, in.shape,
+      .launch(device_of(in), blocks_of(tokens_and_heads(in.shape), kScanThreads), kScanThreads, in.shape,
               device_in(in.steps), device_in(in.decay), device_out(sums));
 }
 
@@ -384,15 +384,15 @@ void launch_weights(const ScanTensors& in, const at::Tensor& sums, const at::Ten
   const ScanShape& s = in.shape;
   const std::int64_t pack = cuda_pack(s.chunk, most_of(in), {gram, weights});
   device_kernel("penstock_scan_weights", kWeights, in, pack)
-      .launch(device_of(in), blocks_of(weights.numel() / pack, kThreads), kThreads, s, device_in(in.starts),
-              device_in(sums), device_in(gram), device_out(weights));
+      .launch(device_of(in), blocks_of(weights.numel() / pack, kScanThreads), kScanThreads, s,
+              device_in(in.starts), device_in(sums), device_in(gram), device_out(weights));
 }
 
 void launch_inputs(const ScanTensors& in, const at::Tensor& sums, const at::Tensor& inputs,
                    const at::Tensor& passed) {
   const std::int64_t pack = cuda_pack(in.shape.head_width, most_of(in), {in.values, inputs, passed});
   device_kernel("penstock_scan_inputs", kInputs, in, pack)
-      .launch(device_of(in), blocks_of(in.values.numel() / pack, kThreads), kThreads, in.shape,
+      .launch(device_of(in), blocks_of(in.values.numel() / pack, kScanThreads), kScanThreads, in.shape,
               device_in(in.starts), device_in(sums), device_in(in.values), device_in(in.steps),
               device_out(inputs), device_out(passed));
 }
@@ -401,7 +401,7 @@ void launch_pass(const ScanTensors& in, const at::Tensor& sums, const at::Tensor
                  const at::Tensor& states, const at::Tensor& last) {
   const std::int64_t pack = cuda_pack(in.shape.head_width, most_of(in), {added, states});
   device_kernel("penstock_scan_pass", kPass, in, pack)
-      .launch(device_of(in), blocks_of(state_elements(in.shape) / pack, kThreads), kThreads, in.shape,
+      .launch(device_of(in), blocks_of(state_elements(in.shape) / pack, kScanThreads), kScanThreads, in.shape,
               device_in(in.starts), device_in(sums), device_in(added), device_in(in.initial),
               device_out(states), device_out(last));
 }
@@ -410,7 +410,7 @@ void launch_join(const ScanTensors& in, const at::Tensor& sums, const at::Tensor
                  const at::Tensor& read, const at::Tensor& result) {
   const std::int64_t pack = cuda_pack(in.shape.head_width, most_of(in), {in.values, inside, read, result});
   device_kernel("penstock_scan_join", kJoin, in, pack)
-      .launch(device_of(in), blocks_of(in.values.numel() / pack, kThreads), kThreads, in.shape,
+      .launch(device_of(in), blocks_of(in.values.numel() / pack, kScanThreads), kScanThreads, in.shape,
               device_in(in.starts), device_in(sums), device_in(inside), device_in(read), device_in(in.values),
               device_in(in.skip), device_out(result));
 }
@@ -419,7 +419,7 @@ void launch_gradients(const ScanTensors& in, const at::Tensor& sums, const at::T
                       const at::Tensor& arrived, const at::Tensor& scaled) {
   const std::int64_t pack = cuda_pack(in.shape.head_width, most_of(in), {gradient, arrived, scaled});
   device_kernel("penstock_scan_gradients", kInputs, in, pack)
-      .launch(device_of(in), blocks_of(gradient.numel() / pack, kThreads), kThreads, in.shape,
+      .launch(device_of(in), blocks_of(gradient.numel() / pack, kScanThreads), kScanThreads, in.shape,
               device_in(in.starts), device_in(sums), device_in(gradient), device_out(arrived),
               device_out(scaled));
 }
@@ -429,9 +429,9 @@ void launch_weights_backward(const ScanTensors& in, const at::Tensor& sums, cons
                              const at::Tensor& row_sums, const at::Tensor& own_weights) {
   const ScanShape& s = in.shape;
   const std::int64_t pack = cuda_pack(s.chunk, 4, {gram, products, weights, to_gram}),
-                     columns = (s.chunk + kWarp * pack - 1) / (kWarp * pack);
+                     columns = (s.chunk + kScanWarp * pack - 1) / (kScanWarp * pack);
   device_kernel("penstock_scan_weights_backward", kWeightsBackward, in, pack, columns)
-      .launch(device_of(in), blocks_of(gram.numel() / s.chunk * kWarp, kThreads), kThreads, s,
+      .launch(device_of(in), blocks_of(gram.numel() / s.chunk * kScanWarp, kScanThreads), kScanThreads, s,
               device_in(in.starts), device_in(sums), device_in(gram), device_in(products),
               device_out(weights), device_out(to_gram), device_out(row_sums), device_out(own_weights));
 }
@@ -441,7 +441,7 @@ void launch_pass_backward(const ScanTensors& in, const at::Tensor& sums, const a
                           const at::Tensor& initial) {
   const std::int64_t pack = cuda_pack(in.shape.head_width, most_of(in), {added, gradients});
   device_kernel("penstock_scan_pass_backward", kPass, in, pack)
-      .launch(device_of(in), blocks_of(state_elements(in.shape) / pack, kThreads), kThreads, in.shape,
+      .launch(device_of(in), blocks_of(state_elements(in.shape) / pack, kScanThreads), kScanThreads, in.shape,
               device_in(in.starts), device_in(sums), device_in(added), device_in(from_last),
               device_out(gradients), device_out(initial));
 }
@@ -450,8 +450,9 @@ void launch_ends(const ScanTensors& in, const at::Tensor& sums, const at::Tensor
                  const at::Tensor& gradients, const at::Tensor& ends) {
   const std::int64_t pack = cuda_pack(in.shape.head_width, most_of(in), {states, gradients});
   device_kernel("penstock_scan_ends", kEnds, in, pack)
-      .launch(device_of(in), static_cast<unsigned>(ends.numel()), kThreads, in.shape, device_in(in.starts),
-              device_in(sums), device_in(states), device_in(gradients), device_out(ends));
+      .launch(device_of(in), static_cast<unsigned>(ends.numel()), kScanThreads, in.shape,
+              device_in(in.starts), device_in(sums), device_in(states), device_in(gradients),
+              device_out(ends));
 }
 
 void launch_join_backward(const ScanTensors& in, const at::Tensor& sums, const JoinedGradients& joined) {
@@ -459,8 +460,8 @@ void launch_join_backward(const ScanTensors& in, const at::Tensor& sums, const J
       cuda_pack(in.shape.head_width, most_of(in),
                 {in.values, joined.gradient, joined.inside, joined.passed, joined.read, joined.values});
   device_kernel("penstock_scan_join_backward", kJoinBackward, in, pack)
-      .launch(device_of(in), blocks_of(tokens_and_heads(in.shape) * kTeam, kThreads), kThreads, in.shape,
-              device_in(in.starts), device_in(sums), device_in(in.values), device_in(in.steps),
+      .launch(device_of(in), blocks_of(tokens_and_heads(in.shape) * kTeam, kScanThreads), kScanThreads,
+              in.shape, device_in(in.starts), device_in(sums), device_in(in.values), device_in(in.steps),
               device_in(in.skip), device_in(joined.gradient), device_in(joined.inside),
               device_in(joined.passed), device_in(joined.read), device_out(joined.values),
               device_out(joined.row_sums), device_in(joined.own_weights), device_out(joined.input_sums),
@@ -470,7 +471,7 @@ void launch_join_backward(const ScanTensors& in, const at::Tensor& sums, const J
 void launch_steps_backward(const ScanTensors& in, const JoinedGradients& joined, const at::Tensor& ends,
                            const at::Tensor& steps, const at::Tensor& decay) {
   device_kernel("penstock_scan_steps_backward", kStepsBackward, in, 1)
-      .launch(device_of(in), blocks_of(tokens_and_heads(in.shape), kThreads), kThreads, in.shape,
+      .launch(device_of(in), blocks_of(tokens_and_heads(in.shape), kScanThreads), kScanThreads, in.shape,
               device_in(in.starts), device_in(joined.row_sums), device_in(joined.input_sums),
               device_in(joined.state_sums), device_in(ends), device_in(in.steps), device_in(in.decay),
               device_out(steps), device_out(decay));
@@ -478,8 +479,8 @@ void launch_steps_backward(const ScanTensors& in, const JoinedGradients& joined,
 
 void scan_step_on_cuda(const ScanTensors& in, const at::Tensor& state, const at::Tensor& result) {
   const ScanShape& s = in.shape;
-  device_kernel("penstock_scan_step", kStep, in, 1, (s.state_size + kWarp - 1) / kWarp)
-      .launch(device_of(in), blocks_of(s.batch * s.inner() * kWarp, kThreads), kThreads, s,
+  device_kernel("penstock_scan_step", kStep, in, 1, (s.state_size + kScanWarp - 1) / kScanWarp)
+      .launch(device_of(in), blocks_of(s.batch * s.inner() * kScanWarp, kScanThreads), kScanThreads, s,
               device_in(in.values), device_in(in.steps), device_in(in.decay), device_in(in.keys),
               device_in(in.queries), device_in(in.skip), device_out(state), device_out(result));
 }

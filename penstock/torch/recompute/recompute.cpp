@@ -164,13 +164,21 @@ class RecomputedRun {
           fmt::format("{} as number {}", saved_text(tensor.sizes(), tensor.scalar_type()), next_),
           saved_text(slot.sizes, slot.dtype));
     // Without the graph of the second run, which no backward goes through.
-    if (slot.wanted) slot.tensor = tensor.detach();
+    if (!slot.wanted) return;
+    slot.tensor = tensor.detach();
+    slot.version = version_of(tensor);
   }
 
   at::Tensor get(std::size_t slot) {
     const std::lock_guard lock(mutex_);
     if (state_) run_again();
-    return slots_[slot].tensor;
+    const Slot& found = slots_[slot];
+    // LibTorch checks this only for tensors that it holds itself.
+    if (version_of(found.tensor) != found.version)
+      throw StateError(describe("recompute: a tensor that is needed for the gradient",
+                                "written by an operator in place", "the values that were saved",
+                                "use an operator that is not in place"));
+    return found.tensor;
   }
   void release(std::size_t slot) {
     const std::lock_guard lock(mutex_);
@@ -182,21 +190,26 @@ class RecomputedRun {
   struct Slot {
     std::vector<std::int64_t> sizes;
     at::ScalarType dtype;
-    bool wanted;  // a node will ask for it
-    at::Tensor tensor;
+    bool wanted;        // a node will ask for it
+    at::Tensor tensor;  // detached; shares the version counter
+    std::optional<std::int64_t> version = {};
   };
   struct Input {
     at::Tensor tensor;  // detached; shares the version counter
-    std::optional<std::uint32_t> version;
+    std::optional<std::int64_t> version;
   };
+
+  // The number of writes in place.
+  static std::optional<std::int64_t> version_of(const at::Tensor& tensor) {
+    if (!tensor.defined() || tensor.is_inference()) return std::nullopt;
+    return tensor._version();
+  }
 
   static Input as_input(const at::Tensor& input) {
     if (!input.defined()) return {};
     at::Tensor own = input.detach();
     if (input.requires_grad()) own.requires_grad_(true);
-    std::optional<std::uint32_t> version;
-    if (!input.is_inference()) version = static_cast<std::uint32_t>(input._version());
-    return {own, version};
+    return {own, version_of(input)};
   }
 
   void run_again();
@@ -268,7 +281,7 @@ void RecomputedRun::run_again() {
   std::vector<at::Tensor> inputs;
   for (std::size_t i = 0; i < inputs_.size(); ++i) {
     const Input& input = inputs_[i];
-    if (input.version && static_cast<std::uint32_t>(input.tensor._version()) != *input.version)
+    if (version_of(input.tensor) != input.version)
       throw StateError(describe(fmt::format("recompute: input {}", i), "written after the forward",
                                 "the values that the forward has used",
                                 "pass a copy, or do not use operators in place on it"));

@@ -118,6 +118,7 @@ void check_stages(const TrainConfig& config, const models::TrainableModel& model
                  "a bidirectional schedule needs two copies; choose DualPipeV, which needs one"));
   if (config.layout.tp > 1) model.check_tensor_parallel(static_cast<int>(config.layout.tp));
   if (config.layout.ep > 1) model.check_expert_parallel(static_cast<int>(config.layout.ep));
+  configured_recompute(config, model, schedule.stages().stages());
   if (model.plan().tied.size() > 1)
     throw NotImplemented(
         fmt::format("the model ties {} parameters between its first and last stage; the trainer supports one",
@@ -140,12 +141,14 @@ ModelStages::ModelStages(const RankLayout& layout, const TrainConfig& config,
       parts_(configured_parts(config, model_->plan(), schedule.stages().stages())) {
   const schedule::StageMap& map = schedule.stages();
   check_stages(config, *model_, schedule);
+  const models::RecomputePlan recompute = configured_recompute(config, *model_, map.stages());
   for (const int index : map.stages_of(layout.pp())) {
     std::shared_ptr<models::ModelStage> module = model_->make_stage(parts_[static_cast<std::size_t>(index)]);
     module->to(device);
     if (const auto mesh = layout.split_mesh()) module->parallelize(*mesh);
     if (layout.dp_size() > 1) module->set_replicas(layout.copies());
     module->set_initial_values(static_cast<std::uint64_t>(config.training.seed));
+    module->set_recompute(recompute);
     modules_.push_back(std::move(module));
   }
   if (!plan().tied.empty()) tie(layout, map);

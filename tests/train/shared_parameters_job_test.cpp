@@ -44,7 +44,8 @@ class WithRelations : public models::TrainableModel {
  public:
   enum class Change { None, UnknownTie, FrozenCopy };
   explicit WithRelations(const TrainConfig& config, Change change = Change::None)
-      : model_(models::trainable_hybrid(hybrid_options(config.model))),
+      : model_(models::trainable_hybrid(hybrid_options(config.model),
+                                        1.0 / static_cast<double>(config.training.accumulation))),
         plan_(model_->plan()),
         change_(change) {
     if (change == Change::UnknownTie) plan_.tied.push_back("embed.wieght");

@@ -191,6 +191,10 @@ const std::map<std::string, GoodLine>& good_lines() {
         Input::File,
         {},
         true}},
+      {"inspect costs",
+       {[](const GoodFiles& good) { return Words{good.config.string()}; }, Input::File, {"--output"}, true}},
+      {"partition",
+       {[](const GoodFiles& good) { return Words{good.config.string()}; }, Input::File, {"--output"}, true}},
       {"inspect graph",
        {[](const GoodFiles& good) {
           return Words{good.graph.string(), "--nodes", "2"};

@@ -16,6 +16,7 @@
 
 #include "penstock/errors.h"
 #include "penstock/train/config/config_fields.h"
+#include "penstock/train/config/configured_plan.h"
 #include "penstock/train_config.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
@@ -390,6 +391,33 @@ TEST(Config, InterleavedSchedulesHaveTwoStagesARank) {
                          (void)with({"--schedule", "Interleaved1F1B", "--pp", "4"});
                        }),
                        "lower layout.pp or layout.virtual_stages"));
+}
+
+TEST(Config, PartitionBalancesWhatItNames) {
+  const auto ends = [](const Arguments& arguments) {
+    const TrainConfig config = with(arguments).config;
+    std::vector<std::int64_t> all;
+    for (const models::StagePart& part :
+         models::partition_model(configured_plan(config.model), 3, configured_partition(config)))
+      all.push_back(part.end_block);
+    return all;
+  };
+  Arguments arguments{"--preset", "hybrid-tiny", "--pattern", "AAEAAAEA", "--partition"};
+  const auto by = [&](const char* value) {
+    Arguments more = arguments;
+    more.emplace_back(value);
+    return ends(more);
+  };
+  EXPECT_EQ(by("count"), (std::vector<std::int64_t>{3, 6, 8}));
+  EXPECT_EQ(by("weight"), (std::vector<std::int64_t>{3, 7, 8}));  // a stage ends with each E
+  EXPECT_NE(by("cost"), by("weight"));
+  EXPECT_EQ(ends({"--preset", "hybrid-tiny", "--pattern", "A|AEAAA|EA", "--schedule", "1F1B", "--pp", "3"}),
+            (std::vector<std::int64_t>{1, 6, 8}));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { by("weights"); }), "count, weight, cost"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] {
+                         configured_plan(with({"--type", "mine"}).config.model);
+                       }),
+                       "model.type: got \"mine\", expected transformer, hybrid or auto"));
 }
 
 TEST(Config, KeysWithoutEffectAreRefusedOnTheCommandLine) {

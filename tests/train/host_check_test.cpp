@@ -80,5 +80,17 @@ TEST(HostCheck, ThisMachineHasMemory) {
   EXPECT_GT(machine_memory_bytes(), resident_bytes());
 }
 
+// A bidirectional schedule has the model twice.
+TEST(HostCheck, DualPipeNeedsTwiceTheParameters) {
+  const auto need = [](const char* schedule) {
+    return minimum_memory(
+               config_of({"--preset", "small", "--pp", "2", "--schedule", schedule, "--microbatches", "4"}),
+               2)
+        .parts.at(0)
+        .bytes;
+  };
+  EXPECT_EQ(need("DualPipe"), 2 * need("DualPipeV"));
+}
+
 }  // namespace host_check_test
 }  // namespace penstock::train

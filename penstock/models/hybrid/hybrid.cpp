@@ -23,12 +23,14 @@
 #include "penstock/models/blocks/experts.h"
 #include "penstock/models/blocks/local_region.h"
 #include "penstock/models/blocks/multi_token_prediction.h"
+#include "penstock/models/blocks/recomputed_block.h"
 #include "penstock/models/blocks/relation_bias_table.h"
 #include "penstock/models/blocks/rotary.h"
 #include "penstock/models/hybrid/hybrid_block.h"
 #include "penstock/models/hybrid/hybrid_parallel.h"
 #include "penstock/models/hybrid/input_embeddings.h"
 #include "penstock/models/hybrid/routed_context.h"
+#include "penstock/models/language/loss_totals.h"
 #include "penstock/models/plan/hybrid_parts.h"
 #include "penstock/random.h"
 #include "penstock/step_context.h"
@@ -149,6 +151,8 @@ struct HybridStageImpl::Impl {
   // Whether the last stage uses the weight of the embedding, and whether this stage predicts further tokens.
   bool ties_embed() const { return options.tie_head || parts.multi_token.depth > 0; }
   bool predicts_more() const { return part.has_head() && parts.multi_token.depth > 0; }
+  // A context is copied for a block that runs again: what its mask derives is not kept either.
+  BlockResult run_block(const HybridBlock& block, const at::Tensor& x, const HybridContext& context) const;
   std::vector<NamedLoss> multi_token_losses(const at::Tensor& hidden, const HybridContext& context,
                                             const HybridMetadata& metadata);
   // The E blocks whose experts are balanced by a bias.
@@ -172,6 +176,8 @@ struct HybridStageImpl::Impl {
   at::Tensor tied_embed;  // after separate_last_use
   double auxiliary_scale = 1;
   std::vector<AuxiliaryLoss> auxiliary;
+  LossTotals totals;  // of the training steps since they were taken
+  RecomputePlan recompute;
 };
 
 void HybridStageImpl::Impl::register_modules() {
@@ -297,8 +303,8 @@ at::Tensor HybridStageImpl::Impl::run(const at::Tensor& input, HybridContext con
     context.attention.mask = context.attention.mask.with_bias(relations->forward(metadata.relations));
   if (part.has_embed()) x = first_input(x, metadata, cache);
   std::vector<NamedLoss> losses;
-  for (HybridBlock& block : blocks) {
-    BlockResult result = block->forward(x, context);
+  for (const HybridBlock& block : blocks) {
+    BlockResult result = run_block(block, x, context);
     x = std::move(result.hidden);
     for (NamedLoss& loss : result.losses) losses.push_back(std::move(loss));
   }
@@ -307,6 +313,14 @@ at::Tensor HybridStageImpl::Impl::run(const at::Tensor& input, HybridContext con
   x = with_losses(x, losses);
   if (!part.has_head()) return scope.output(x);
   return scope.output(logits_of(x));
+}
+
+BlockResult HybridStageImpl::Impl::run_block(const HybridBlock& block, const at::Tensor& x,
+                                             const HybridContext& context) const {
+  const BlockId id{.number = block->number(), .letter = letter_of(block->kind())};
+  if (!recomputes_now(recompute, id, part.index)) return block.ptr()->forward(x, context);
+  return recomputed_block(
+      x, [block = block.ptr(), context](const at::Tensor& in) { return block->forward(in, context); });
 }
 
 // A weight that is split over ranks gives logits that are, by vocabulary.
@@ -332,8 +346,8 @@ std::vector<NamedLoss> HybridStageImpl::Impl::multi_token_losses(const at::Tenso
        .head = [&](const at::Tensor& rows) { return logits_of(rows); },
        .block =
            [&](std::int64_t d, const at::Tensor& rows) {
-             return multi_token_blocks[static_cast<std::size_t>(d - 1)]->forward(
-                 rows, first_context(context, rows.size(1)));
+             return run_block(multi_token_blocks[static_cast<std::size_t>(d - 1)], rows,
+                              first_context(context, rows.size(1)));
            }});
 }
 
@@ -359,6 +373,7 @@ at::Tensor HybridStageImpl::Impl::with_losses(const at::Tensor& hidden,
       same->value = same->value + value;
   }
   if (!stage.is_training() || !at::GradMode::is_enabled()) return hidden;
+  totals.add(auxiliary);
   return inject_loss(hidden, total, auxiliary_scale * StepContext::current()->loss_scale);
 }
 
@@ -375,6 +390,8 @@ HybridStageImpl::~HybridStageImpl() = default;
 const HybridOptions& HybridStageImpl::options() const { return impl_->options; }
 const StagePart& HybridStageImpl::part() const { return impl_->part; }
 const std::vector<AuxiliaryLoss>& HybridStageImpl::auxiliary_losses() const { return impl_->auxiliary; }
+std::vector<AuxiliaryLoss> HybridStageImpl::take_auxiliary_losses() { return impl_->totals.take(); }
+void HybridStageImpl::set_recompute(const RecomputePlan& plan) { impl_->recompute = plan; }
 void HybridStageImpl::set_auxiliary_scale(double scale) { impl_->auxiliary_scale = scale; }
 
 std::vector<std::shared_ptr<torch::nn::Module>> HybridStageImpl::blocks() const {
@@ -490,6 +507,7 @@ at::Tensor HybridStageImpl::separate_last_use(const std::string& tied) {
                     part().index, part().count, tied));
   const at::Tensor& weight = impl_->embed->weight;
   impl_->tied_embed = register_parameter("tied_embed", weight.detach(), weight.requires_grad());
+  set_embedding_boundary(impl_->tied_embed);
   return impl_->tied_embed;
 }
 

@@ -444,10 +444,14 @@ class Completion {
     idle(training.optimizer != "adamw", "training.betas", setting_text("training.optimizer"));
     idle(training.optimizer != "adamw", "training.epsilon", setting_text("training.optimizer"));
     idle(training.decay == "constant", "training.min_lr_ratio", setting_text("training.decay"));
+    for (const char* name : {"training.recompute_stages", "training.recompute_microbatches"})
+      idle(training.recompute == "none", name, setting_text("training.recompute"));
     idle(!config_.data.shards.empty(), "data.cap_bytes", setting_text("data.shards"));
     idle(!config_.data.shards.empty(), "data.skip_bad_files", setting_text("data.shards"));
     idle(config_.model.pattern.find('|') != std::string::npos, "layout.partition",
          setting_text("model.pattern"));
+    idle(config_.layout.pp == 1, "layout.border_dtype",
+         setting_text("layout.pp") + ", because nothing is sent between stages");
     idle(config_.data.structure == "cpp" && !config_.model.structure_embedding && !config_.model.tree_feed &&
              config_.model.relations == 0,
          "data.structure", "a model without structure_embedding, tree_feed and relations");

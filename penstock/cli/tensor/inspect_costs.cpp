@@ -10,6 +10,7 @@
 #include "penstock/train/job/configured_model.h"
 #include "penstock/train/job/host_check.h"
 #include "penstock/train/job/job.h"
+#include "penstock/train/job/process_memory.h"
 #include "penstock/train/plan/part_costs.h"
 #include "penstock/world.h"
 
@@ -28,6 +29,8 @@ void run_inspect_costs(const CLI::App& command, const std::string& output) {
   const at::Device device =
       train::configured_device(config.layout, comm::World::fake(0, static_cast<int>(config.layout.ranks)));
   train::require_precision(config, device);
+  if (device.is_cpu())
+    train::require_memory(train::minimum_memory_of_parts(config), train::machine_memory_bytes());
   const train::PartMeasurements measured =
       train::measure_parts(config, *train::configured_model(config), device);
   CostFile costs{.embed = part_cost(measured.embed),

@@ -25,6 +25,7 @@
 #include "penstock/group.h"
 #include "penstock/model_plan.h"
 #include "penstock/pytree.h"
+#include "penstock/recompute_plan.h"
 #include "penstock/world.h"
 
 namespace penstock::models {
@@ -41,6 +42,15 @@ class StageCache {
 struct StateBuffer {
   std::string name;   // in the whole model; no parameter has it
   at::Tensor tensor;  // changed in place when a checkpoint is loaded
+};
+
+// The value of an auxiliary loss at one stage.
+struct AuxiliaryLoss {
+  std::string name;  // "balance"
+  // A scalar without gradient: the part of the loss that this stage contributes. The sum over the stages is
+  // the loss of the model, for example the mean over all blocks that have it.
+  at::Tensor value;
+  double weight = 0;  // by which it is multiplied
 };
 
 // A step of the trainer that has ended.
@@ -70,6 +80,11 @@ class ModelStage : public torch::nn::Module {
   // The default is token_loss() of logits and targets.
   virtual at::Tensor loss(const at::Tensor& output, const at::Tensor& targets, double tokens);
 
+  // Returns the auxiliary losses of the training forwards of pipelines since the last call, each summed over
+  // these forwards, and forgets them. Evaluations, trial runs and recomputations do not count. Must not wait
+  // for the device. Names must be among ModelPlan::auxiliary. The default has none.
+  virtual std::vector<AuxiliaryLoss> take_auxiliary_losses() { return {}; }
+
   // Returns the buffers that checkpoints hold besides the parameters. They must be equal on all data-parallel
   // and tensor-parallel ranks. The default has none.
   virtual std::vector<StateBuffer> state_buffers() const { return {}; }
@@ -95,6 +110,10 @@ class ModelStage : public torch::nn::Module {
   // first forward in training mode. For losses that are not sums over rows. The default does nothing.
   virtual void set_replicas(const comm::Group& replicas);
 
+  // Chooses the blocks whose activations are recomputed in the backward (recompute.h). Gradients must not
+  // change. The default throws NotImplemented if any is chosen; see check_recompute() of TrainableModel.
+  virtual void set_recompute(const RecomputePlan& plan);
+
   // Makes the last use of a tied parameter (ModelPlan::tied) of a whole model an autograd leaf of its own
   // that shares memory with the first one, registered as a parameter, and returns it. Gradients are then
   // summed in the same order in every layout. The default returns an undefined tensor: autograd adds both.
@@ -106,6 +125,9 @@ class ModelStage : public torch::nn::Module {
   // Computes tokens that follow those in the cache, and adds them to it. Records no graph. `cache` is from
   // make_cache() of this stage. The default throws NotImplemented.
   virtual at::Tensor forward_cached(const at::Tensor& x, StageCache& cache);
+  // The same with keyword arguments of the new tokens, as in forward_with(). The default accepts none: it
+  // calls forward_cached() without keywords, and throws NotImplemented otherwise.
+  virtual at::Tensor forward_cached_with(const at::Tensor& x, StageCache& cache, const Tree& keywords);
 };
 
 // Text as tensors [batch, length], Long, and what is known about it.
@@ -114,7 +136,8 @@ struct TokenBatch {
   at::Tensor targets = {};    // the token after each one; kIgnoredTarget (language_model.h) does not count
   at::Tensor documents = {};  // the document of each token; undefined: attention is not masked
   // What else is known about the tokens, for models that use it: a dict of keyword arguments for every stage,
-  // or None. Dim 0 of its tensors is the batch. Penstock's data sets have none.
+  // or None. Dim 0 of its tensors is the batch. Penstock's data sets have the structure of C++ text, if
+  // data.structure is cpp.
   Tree metadata = {};
 };
 
@@ -150,6 +173,9 @@ class TrainableModel {
   // Throws ConfigError if parallelize() cannot divide experts over this many data-parallel ranks. The default
   // accepts 1 only.
   virtual void check_expert_parallel(int ranks) const;
+  // Throws ConfigError if set_recompute() of a stage would not accept the plan. The default accepts one that
+  // chooses nothing.
+  virtual void check_recompute(const RecomputePlan& plan) const;
   // Returns the inputs of the stages for a batch. The default passes tokens, targets and, if there are any,
   // documents under the keyword "documents", and metadata under its own keywords. Documents of the batch
   // replace those of the metadata.

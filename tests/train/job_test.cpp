@@ -1,5 +1,6 @@
 // Training in every layout compared with one process: losses, gradient norms, and continuing in another
 // layout.
+#include "penstock/train/config/configured_plan.h"
 #include "penstock/train/job/job.h"
 
 #include <gtest/gtest.h>

@@ -23,12 +23,14 @@
 #include "penstock/models/blocks/experts.h"
 #include "penstock/models/blocks/local_region.h"
 #include "penstock/models/blocks/multi_token_prediction.h"
+#include "penstock/models/blocks/recomputed_block.h"
 #include "penstock/models/blocks/relation_bias_table.h"
 #include "penstock/models/blocks/rotary.h"
 #include "penstock/models/hybrid/hybrid_block.h"
 #include "penstock/models/hybrid/hybrid_parallel.h"
 #include "penstock/models/hybrid/input_embeddings.h"
 #include "penstock/models/hybrid/routed_context.h"
+#include "penstock/models/language/loss_totals.h"
 #include "penstock/models/plan/hybrid_parts.h"
 #include "penstock/random.h"
 #include "penstock/step_context.h"
@@ -83,6 +85,24 @@ AttentionMetadata attention_metadata(const HybridMetadata& metadata) {
           .row_block_tokens = metadata.row_block_tokens};
 }
 
+// Metadata of tokens that follow those in a cache: what concerns each of them alone.
+HybridMetadata per_token_metadata(const Tree& keywords) {
+  const HybridMetadata given = HybridMetadata::from_keywords(keywords);
+  const HybridMetadata rest{.structure_kinds = given.structure_kinds,
+                            .dependency_levels = given.dependency_levels,
+                            .syntax_depths = given.syntax_depths,
+                            .sibling_indices = given.sibling_indices,
+                            .node_types = given.node_types,
+                            .platforms = given.platforms};
+  const Tree kept = rest.keywords();
+  if (keywords.size() != kept.size())
+    throw NotImplemented(describe(
+        "HybridStage: metadata with a cache", keywords.to_string(),
+        "structure_kinds, dependency_levels, syntax_depths, sibling_indices, node_types or platforms",
+        "generate without the cache"));
+  return rest;
+}
+
 std::string input_text(const at::Tensor& x) {
   return fmt::format("{} [{}]", c10::toString(x.scalar_type()), fmt::join(x.sizes(), ", "));
 }
@@ -131,6 +151,16 @@ struct HybridStageImpl::Impl {
   // Whether the last stage uses the weight of the embedding, and whether this stage predicts further tokens.
   bool ties_embed() const { return options.tie_head || parts.multi_token.depth > 0; }
   bool predicts_more() const { return part.has_head() && parts.multi_token.depth > 0; }
+  // Whether the activations of this block are recomputed in this microbatch.
+  bool recomputes(const HybridBlock& block) const {
+    return recomputes_now(recompute, {.number = block->number(), .letter = letter_of(block->kind())},
+                          part.index);
+  }
+  static BlockResult run_again_later(const HybridBlock& block, const at::Tensor& x,
+                                     const HybridContext& context) {
+    return recomputed_block(
+        x, [block = block.ptr(), context](const at::Tensor& in) { return block->forward(in, context); });
+  }
   std::vector<NamedLoss> multi_token_losses(const at::Tensor& hidden, const HybridContext& context,
                                             const HybridMetadata& metadata);
   // The E blocks whose experts are balanced by a bias.
@@ -154,6 +184,8 @@ struct HybridStageImpl::Impl {
   at::Tensor tied_embed;  // after separate_last_use
   double auxiliary_scale = 1;
   std::vector<AuxiliaryLoss> auxiliary;
+  LossTotals totals;  // of the training steps since they were taken
+  RecomputePlan recompute;
 };
 
 void HybridStageImpl::Impl::register_modules() {
@@ -278,9 +310,12 @@ at::Tensor HybridStageImpl::Impl::run(const at::Tensor& input, HybridContext con
   if (!relations.is_empty() && metadata.relations.defined())
     context.attention.mask = context.attention.mask.with_bias(relations->forward(metadata.relations));
   if (part.has_embed()) x = first_input(x, metadata, cache);
+  // Blocks that run again derive masks for themselves: what other blocks have derived is not kept for them.
+  const HybridContext fresh = context;
   std::vector<NamedLoss> losses;
-  for (HybridBlock& block : blocks) {
-    BlockResult result = block->forward(x, context);
+  for (const HybridBlock& block : blocks) {
+    BlockResult result =
+        recomputes(block) ? run_again_later(block, x, fresh) : block.ptr()->forward(x, context);
     x = std::move(result.hidden);
     for (NamedLoss& loss : result.losses) losses.push_back(std::move(loss));
   }
@@ -314,8 +349,9 @@ std::vector<NamedLoss> HybridStageImpl::Impl::multi_token_losses(const at::Tenso
        .head = [&](const at::Tensor& rows) { return logits_of(rows); },
        .block =
            [&](std::int64_t d, const at::Tensor& rows) {
-             return multi_token_blocks[static_cast<std::size_t>(d - 1)]->forward(
-                 rows, first_context(context, rows.size(1)));
+             const HybridBlock& block = multi_token_blocks[static_cast<std::size_t>(d - 1)];
+             const HybridContext own = first_context(context, rows.size(1));
+             return recomputes(block) ? run_again_later(block, rows, own) : block.ptr()->forward(rows, own);
            }});
 }
 
@@ -341,6 +377,7 @@ at::Tensor HybridStageImpl::Impl::with_losses(const at::Tensor& hidden,
       same->value = same->value + value;
   }
   if (!stage.is_training() || !at::GradMode::is_enabled()) return hidden;
+  totals.add(auxiliary);
   return inject_loss(hidden, total, auxiliary_scale * StepContext::current()->loss_scale);
 }
 
@@ -357,6 +394,8 @@ HybridStageImpl::~HybridStageImpl() = default;
 const HybridOptions& HybridStageImpl::options() const { return impl_->options; }
 const StagePart& HybridStageImpl::part() const { return impl_->part; }
 const std::vector<AuxiliaryLoss>& HybridStageImpl::auxiliary_losses() const { return impl_->auxiliary; }
+std::vector<AuxiliaryLoss> HybridStageImpl::take_auxiliary_losses() { return impl_->totals.take(); }
+void HybridStageImpl::set_recompute(const RecomputePlan& plan) { impl_->recompute = plan; }
 void HybridStageImpl::set_auxiliary_scale(double scale) { impl_->auxiliary_scale = scale; }
 
 std::vector<std::shared_ptr<torch::nn::Module>> HybridStageImpl::blocks() const {
@@ -411,12 +450,19 @@ std::unique_ptr<StageCache> HybridStageImpl::make_cache(std::int64_t capacity) c
 }
 
 at::Tensor HybridStageImpl::forward_cached(const at::Tensor& x, StageCache& cache) {
+  return forward_cached_with(x, cache, Tree());
+}
+
+at::Tensor HybridStageImpl::forward_cached_with(const at::Tensor& x, StageCache& cache,
+                                                const Tree& keywords) {
   auto* own = dynamic_cast<HybridCache*>(&cache);
   if (own == nullptr)
     throw TypeError(describe("HybridStage: cache", "a cache of another model", "one of make_cache()"));
   const c10::AutoGradMode no_grad(false);
   impl_->check_input(x, own->seen);
-  at::Tensor result = impl_->run(x, impl_->cached_context_of(x, *own), {}, own);
+  const HybridMetadata metadata = per_token_metadata(keywords);
+  metadata.check(x.size(0), x.size(1));
+  at::Tensor result = impl_->run(x, impl_->cached_context_of(x, *own), metadata, own);
   if (part().has_embed()) own->keep_last(x, impl_->inputs.reach());
   own->advance(x.size(1));
   return result;
@@ -465,6 +511,7 @@ at::Tensor HybridStageImpl::separate_last_use(const std::string& tied) {
                     part().index, part().count, tied));
   const at::Tensor& weight = impl_->embed->weight;
   impl_->tied_embed = register_parameter("tied_embed", weight.detach(), weight.requires_grad());
+  set_embedding_boundary(impl_->tied_embed);
   return impl_->tied_embed;
 }
 

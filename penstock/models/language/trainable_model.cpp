@@ -23,6 +23,13 @@ void ModelStage::parallelize(const comm::MeshGroups&) {
       "ModelStage::parallelize()");
 }
 
+void ModelStage::set_recompute(const RecomputePlan& plan) {
+  if (plan.any())
+    throw NotImplemented(
+        "this model recomputes no activations; set training.recompute to none, or override "
+        "ModelStage::set_recompute()");
+}
+
 void ModelStage::after_step(const FinishedStep&) {}
 void ModelStage::set_replicas(const comm::Group&) {}
 
@@ -32,6 +39,12 @@ std::unique_ptr<StageCache> ModelStage::make_cache(std::int64_t) const { return 
 
 at::Tensor ModelStage::forward_cached(const at::Tensor&, StageCache&) {
   throw NotImplemented("this model has no cache for generation; use forward_with()");
+}
+
+at::Tensor ModelStage::forward_cached_with(const at::Tensor& x, StageCache& cache, const Tree& keywords) {
+  if (!keywords.is_none())
+    throw NotImplemented("this model takes no keyword arguments with a cache; generate without the cache");
+  return forward_cached(x, cache);
 }
 
 namespace {
@@ -82,6 +95,12 @@ void TrainableModel::check_expert_parallel(int ranks) const {
     throw ConfigError(describe("layout.ep", fmt::format("{}", ranks),
                                "1, because this model has no experts that could be divided",
                                "use layout.dp or layout.shard alone"));
+}
+
+void TrainableModel::check_recompute(const RecomputePlan& plan) const {
+  if (plan.any())
+    throw ConfigError(describe("training.recompute", "blocks of a model that recomputes none", "none",
+                               "override check_recompute() and ModelStage::set_recompute() of the model"));
 }
 
 StageInputs TrainableModel::inputs(const TokenBatch& batch) const {

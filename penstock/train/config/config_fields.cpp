@@ -230,12 +230,14 @@ std::vector<ConfigField> make_fields() {
        1 << 20},
       {"layout",
        "partition",
-       "Whether to balance stages by the number of blocks or by their cost",
+       "What is balanced over the stages: the number of blocks (count), their parameters by a greedy rule "
+       "(weight), or their cost (cost): the slowest stage is as fast as possible; penstock partition shows "
+       "it",
        at(&T::layout, &L::partition),
        0,
        0,
        false,
-       {"count", "cost"}},
+       {"count", "weight", "cost"}},
       {"layout",
        "transport",
        "Transport for tensors between stages; auto: nccl for cuda, ucx within one machine if available, else "
@@ -245,6 +247,15 @@ std::vector<ConfigField> make_fields() {
        0,
        false,
        {"auto", "gloo", "ucx", "nccl"}},
+      {"layout",
+       "border_dtype",
+       "Dtype of activations and gradients between pipeline ranks; bf16 and fp8 (8 bits, with a scale for "
+       "each 128 values) send less and round; metrics.jsonl reports the error as border_error",
+       at(&T::layout, &L::border_dtype),
+       0,
+       0,
+       false,
+       {"same", "bf16", "fp8"}},
       {"layout",
        "device",
        "Device that the model runs on; auto: cuda if there is a GPU for each rank, else cpu",
@@ -299,6 +310,17 @@ std::vector<ConfigField> make_fields() {
        {"fp32", "bf16", "fp16"}},
       {"training", "loss_scale", "Loss scale for fp16; 0: dynamic", at(&T::training, &R::loss_scale), 0,
        kHuge},
+      {"training", "recompute",
+       "Activations that are recomputed in the backward instead of kept, with the same bits: none; block: of "
+       "every block; attention: of A blocks; experts: of E blocks; letters:ME: of blocks with these letters; "
+       "pattern:.R.R: a mark for each block, where . keeps and R or the letter of the block recomputes",
+       at(&T::training, &R::recompute)},
+      {"training", "recompute_stages",
+       "Recompute in these stages only, counted from 0 over the whole model; empty: in all",
+       at(&T::training, &R::recompute_stages), 0, 1 << 20},
+      {"training", "recompute_microbatches",
+       "Recompute for these microbatches of a run of the schedule only, counted from 0; empty: for all",
+       at(&T::training, &R::recompute_microbatches), 0, 1 << 20},
       {"training", "seed", "Seed for initial parameters, dropout and data order", at(&T::training, &R::seed),
        0, kMany},
       {"training", "validate_every", "Steps between validations; 0: no validation",
@@ -340,6 +362,16 @@ std::vector<ConfigField> make_fields() {
        "Mask attention between documents; false: tokens also attend to earlier documents of the sample, "
        "which is faster on GPUs",
        at(&T::data, &D::document_mask)},
+      {"data",
+       "structure",
+       "Metadata about the tokens for models that use it (structure_embedding, tree_feed, relations); cpp: "
+       "the "
+       "structure of C++ text, found by a lexer; auto: cpp for the C++ headers of this machine, else none",
+       at(&T::data, &D::structure),
+       0,
+       0,
+       false,
+       {"auto", "none", "cpp"}},
       {"data", "skip_bad_files", "Skip unreadable, empty and binary files instead of failing",
        at(&T::data, &D::skip_bad_files)},
 

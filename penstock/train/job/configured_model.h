@@ -8,19 +8,18 @@
 
 #include <memory>
 
-#include "penstock/hybrid_options.h"
+#include "penstock/recompute_plan.h"
 #include "penstock/train_config.h"
 #include "penstock/trainable_model.h"
-#include "penstock/transformer_options.h"
 
 namespace penstock::train {
 
 // Throws ConfigError for an unknown type, with the names that are known, and for inconsistent options.
 std::shared_ptr<models::TrainableModel> configured_model(const TrainConfig& config);
 
-// Returns the options of the transformer that the configuration describes. Throws ConfigError.
-models::TransformerOptions transformer_options(const ModelConfig& config);
-// Returns those of the hybrid model. Throws ConfigError.
-models::HybridOptions hybrid_options(const ModelConfig& config);
+// Returns what training.recompute and its stages and microbatches choose in the model. Throws ConfigError for
+// what the model, a schedule of so many stages or the layout does not have.
+models::RecomputePlan configured_recompute(const TrainConfig& config, const models::TrainableModel& model,
+                                           int stages);
 
 }  // namespace penstock::train

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "penstock/model_plan.h"
+#include "penstock/recompute_plan.h"
 #include "penstock/schedule.h"
 #include "penstock/simulator.h"
 #include "penstock/train/job/configured_data.h"
@@ -35,7 +36,8 @@ struct DryRun {
   int cores = 1;     // of this machine, shared by all ranks
   schedule::Schedule schedule;
   models::ModelPlan plan;
-  std::vector<models::StagePart> parts;  // by stage
+  std::vector<models::StagePart> parts;  // of the model; a bidirectional schedule runs each twice
+  models::RecomputePlan recompute;
   PartMeasurements measured;
   plan::Simulation simulation;     // of one run of the schedule, in seconds
   std::vector<RankMemory> memory;  // by pipeline rank

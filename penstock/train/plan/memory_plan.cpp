@@ -7,6 +7,7 @@
 #include "penstock/models/plan/element_count.h"
 #include "penstock/models/plan/parameter_stages.h"
 #include "penstock/pipeline/program/program.h"
+#include "penstock/train/job/stage_copies.h"
 
 namespace penstock::train {
 
@@ -99,28 +100,39 @@ class GatheredPeaks {
   std::map<int, std::map<std::string, std::int64_t>> stages_;
 };
 
+// Whether a stage of the rank has a neighbour on another rank.
+bool exchanges_tensors(const schedule::StageMap& map, int rank) {
+  const std::vector<int> stages = map.stages_of(rank);
+  return std::any_of(stages.begin(), stages.end(), [&](int stage) {
+    return (!map.is_first(stage) && map.rank_of(stage - 1) != rank) ||
+           (!map.is_last(stage) && map.rank_of(stage + 1) != rank);
+  });
+}
+
 }  // namespace
 
 std::vector<RankMemory> plan_memory(const TrainConfig& config, const models::ModelPlan& plan,
                                     const schedule::Schedule& schedule,
                                     const std::vector<models::StagePart>& parts,
-                                    const plan::Simulation& simulation) {
+                                    const plan::Simulation& simulation, std::int64_t border) {
   const schedule::StageMap& map = schedule.stages();
   const bool sharded = config.layout.shard > 1;
   const auto has_copies = [&](const models::ParameterShape& parameter) {
     return config.layout.dp > (parameter.per_expert ? config.layout.ep : 1);
   };
   const std::int64_t states = config.training.optimizer == "adamw" ? 2 : config.training.momentum > 0 ? 1 : 0;
+  const bool sets_aside = config.training.accumulation > 1 && map.chains().size() > 1;
   std::vector<RankMemory> memory(static_cast<std::size_t>(map.ranks()));
   GatheredPeaks gathered;
   const models::ParameterStages stages_of(parts, plan);
   for (const models::ParameterShape& parameter : models::parameter_shapes(plan)) {
     const Sizes size = sizes_of(parameter, config.layout);
     std::vector<int> ranks;
-    for (const int stage : stages_of.of(parameter.name)) {
-      ranks.push_back(map.rank_of(stage));
-      gathered.add(stage, group_of(parameter.name), size.whole);
-    }
+    for (const int part : stages_of.of(parameter.name))
+      for (const int stage : stages_of_part(map, part)) {
+        ranks.push_back(map.rank_of(stage));
+        gathered.add(stage, group_of(parameter.name), size.whole);
+      }
     // Both uses of a tied weight accumulate their own gradient, even if they share memory and are on one
     // stage; a sharded weight of one stage has one.
     if (!sharded && models::is_tied(plan, parameter.name) && ranks.size() == 1)
@@ -133,7 +145,10 @@ std::vector<RankMemory> plan_memory(const TrainConfig& config, const models::Mod
       // by group, and coexist with those of a further run of the schedule.
       rank.gradients += size.whole;
       if (sharded && config.training.accumulation > 1) rank.gradients += size.shard;
-      if (!sharded && has_copies(parameter))
+      // The copies of a bidirectional schedule sum the gradients of a run apart from those of earlier runs.
+      if (!sharded && sets_aside)
+        rank.gradients += size.whole;
+      else if (!sharded && has_copies(parameter))
         rank.gradients += before == 0 ? size.whole : before == 1 ? -size.whole : 0;
       if (before == 0 || sharded)
         rank.parameters += size.shard;  // two stages can share memory, but not shards
@@ -148,6 +163,8 @@ std::vector<RankMemory> plan_memory(const TrainConfig& config, const models::Mod
   }
   for (std::size_t rank = 0; rank < memory.size(); ++rank) {
     memory[rank].activations = simulation.ranks[rank].peak_bytes;
+    // One tensor arrives while another one leaves.
+    if (exchanges_tensors(map, static_cast<int>(rank))) memory[rank].activations += 2 * border;
     memory[rank].live = simulation.ranks[rank].peak_activations;
   }
   return memory;

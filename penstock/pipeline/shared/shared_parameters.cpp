@@ -360,7 +360,12 @@ void SharedParameters::sum_gradients() {
     else
       sums.push_back(tie.is_gathered() ? impl_->start_gathered(tie) : impl_->start_reduced(tie));
   }
-  for (Impl::Sum& sum : sums) sum.mark.defined() ? impl_->finish_reduced(sum) : impl_->finish_gathered(sum);
+  for (Impl::Sum& sum : sums) {
+    if (sum.mark.defined())
+      impl_->finish_reduced(sum);
+    else
+      impl_->finish_gathered(sum);
+  }
 }
 
 void SharedParameters::share_values() {

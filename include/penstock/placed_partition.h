@@ -56,8 +56,8 @@ struct PlacedLayers {
   std::vector<double> stage_bytes = {};   // by stage: memory that does not depend on its layers
   std::vector<double> limits = {};        // by rank: bytes that it may hold
 
-  // How many cuts are tried at most, about as many as in a second. Some hundred layers on ranks with one
-  // stage, or two in a V, need less than a tenth of it.
+  // How many cuts are tried at most: about as many as in half a second. One stage per rank needs a small part
+  // of it; two stages per rank of a model with hundreds of layers may need more.
   std::int64_t max_states = 10'000'000;
 };
 
@@ -86,9 +86,8 @@ struct PlacedPartition {
 // good splits is returned is not specified, but always the same.
 //
 // The search is exact: for a bound on the slowest rank it decides whether a split exists, rank by rank, over
-// the positions of the cuts between placed and unplaced stages, and bisects the bound. One stage per rank
-// takes time linear in layers * stages; every further stage of a rank multiplies it by up to the number of
-// layers.
+// the positions of the cuts between placed and unplaced stages, and bisects the bound. Every further stage of
+// a rank multiplies the number of such positions by up to the number of layers; `max_states` limits the time.
 //
 // Throws ValueError for values that are negative, infinite or NaN, for lists of other lengths, for counts as
 // schedule::stage_to_rank() and partition_by_cost(), and if no split is within the limits: the message says

@@ -1,9 +1,11 @@
 // Activation recomputation: a part of a forward keeps its inputs only, and is computed again when its
 // backward needs what it would have kept.
 //
-//   at::Tensor y = recompute([layer](const std::vector<at::Tensor>& in) mutable { return
-//   layer->forward(in[0]); }, {x}); y.sum().backward();                      // layer->forward runs a second
-//   time in here
+//   torch::nn::Linear layer(16, 16);
+//   at::Tensor x = torch::randn({4, 16}).requires_grad_();
+//   at::Tensor y = recompute(
+//       [layer](const std::vector<at::Tensor>& in) mutable { return layer->forward(in[0]).tanh(); }, {x});
+//   y.sum().backward();  // layer->forward runs a second time in here
 //
 // The autograd graph is that of the plain forward: the same nodes with the same edges in the same order, and
 // each weight gets its gradient where it would get it otherwise. Only the tensors that the nodes saved are

@@ -1,9 +1,10 @@
 // Which activations of a model are recomputed in the backward instead of kept (recompute.h): those of chosen
 // blocks, in chosen stages, for chosen microbatches.
 //
-//   models::RecomputePlan plan = models::parse_recompute("experts", model_plan);
-//   plan.microbatches = {0, 1};                        // of the others everything is kept
-//   plan.recomputes({.number = 3, .letter = 'E'}, /*stage=*/1, /*microbatch=*/0)
+//   models::HybridOptions options{.pattern = "AEME"};
+//   models::RecomputePlan plan = models::parse_recompute("experts", options.plan());
+//   plan.microbatches = {0, 1};  // of the others everything is kept
+//   bool again = plan.recomputes({.number = 3, .letter = 'E'}, /*stage=*/1, /*microbatch=*/0);
 //
 // Plain values, independent of LibTorch.
 #pragma once

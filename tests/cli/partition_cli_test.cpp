@@ -97,8 +97,8 @@ TEST_F(PartitionCli, ThePatternIsTheSamePartition) {
 TEST_F(PartitionCli, PlacesStagesInEveryWay) {
   const auto ranks = [](const std::string& arguments) {
     std::vector<int> all;
-    for (const auto& stage : json_of("--preset hybrid-52 --pp 4 --minimize rank " + arguments)["stages"])
-      all.push_back(stage["rank"]);
+    const nlohmann::json json = json_of("--preset hybrid-52 --pp 4 --minimize rank " + arguments);
+    for (const auto& stage : json["stages"]) all.push_back(stage["rank"]);
     return all;
   };
   EXPECT_EQ(ranks("--schedule ZBVZeroBubble"), (std::vector<int>{0, 1, 2, 3, 3, 2, 1, 0}));
@@ -110,12 +110,12 @@ TEST_F(PartitionCli, PlacesStagesInEveryWay) {
 
 TEST_F(PartitionCli, KeepsMemoryLimits) {
   const std::string line = std::string(kFourRanks) + "--memory-limit ";
-  const nlohmann::json all = json_of(line + "11500000000");
-  for (const auto& rank : all["ranks"]) EXPECT_LE(rank["bytes"], 11500000000.0);
+  const nlohmann::json all = json_of(line + "12000000000");
+  for (const auto& rank : all["ranks"]) EXPECT_LE(rank["bytes"], 12000000000.0);
   EXPECT_FALSE(all["compared"]["count"]["fits"].get<bool>());
   expect_refused(line + "8G", "the smallest that allows a split");
   expect_refused(line + "100M", "alone needs");
-  expect_refused(line + "11500000000 --by count", "divide it with --by cost");
+  expect_refused(line + "12000000000 --by count", "divide it with --by cost");
   // The smallest limit, as the message has it, is enough; one byte less is not.
   const std::string message = partition(line + "8G").output;
   const std::size_t begin = message.find('(', message.find("at least")) + 1;

@@ -43,7 +43,7 @@ ModelPlan plan_of(const std::string& pattern, RandomPatterns& random) {
   options.state_head_width = 16;
   options.state_size = 16;
   options.tie_head = random.below(2) == 0;
-  options.relations = random.below(3) == 0 ? 3 : 0;
+  options.relations = pattern.find('A') != std::string::npos && random.below(3) == 0 ? 3 : 0;
   return options.plan();
 }
 

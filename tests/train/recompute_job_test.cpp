@@ -60,6 +60,9 @@ const Options kEverything = {"--pattern",
                              "false",
                              "--dropout",
                              "0.1"};
+// What tensor parallelism can split.
+const Options kSplittable = {"--pattern",      "AEAE", "--experts", "4",
+                             "--expert_width", "16",   "--dropout", "0.1"};
 
 Options with(Options all, const Options& more) {
   all.insert(all.end(), more.begin(), more.end());
@@ -111,12 +114,13 @@ struct Case {
   Layout layout;
   Options options = {};
   std::vector<Options> recompute = {};
+  Options model = kEverything;
 };
 
 class RecomputeJob : public ::testing::TestWithParam<Case> {};
 
 TEST_P(RecomputeJob, HasTheBitsOfTrainingThatKeepsEverything) {
-  const Options options = with(kEverything, GetParam().options);
+  const Options options = with(GetParam().model, GetParam().options);
   const Outcome plain = train(GetParam().layout, options);
   for (const Options& recompute : GetParam().recompute) {
     SCOPED_TRACE(recompute[1]);
@@ -143,7 +147,7 @@ INSTANTIATE_TEST_SUITE_P(
         Case{{.name = "SplitExperts", .pp = 2, .virtual_stages = 2, .dp = 2, .schedule = "ZBVZeroBubble"},
              {"--ep", "2"},
              {kExperts}},
-        Case{{.name = "TensorParallel", .tp = 2}, {}, {kBlocks}}),
+        Case{{.name = "TensorParallel", .tp = 2}, {}, {kBlocks}, kSplittable}),
     [](const auto& info) { return info.param.layout.name; });
 
 TEST(RecomputeConfig, IsCheckedBeforeTraining) {

@@ -151,8 +151,16 @@ struct HybridStageImpl::Impl {
   // Whether the last stage uses the weight of the embedding, and whether this stage predicts further tokens.
   bool ties_embed() const { return options.tie_head || parts.multi_token.depth > 0; }
   bool predicts_more() const { return part.has_head() && parts.multi_token.depth > 0; }
-  // A context is copied for a block that runs again: what its mask derives is not kept either.
-  BlockResult run_block(const HybridBlock& block, const at::Tensor& x, const HybridContext& context) const;
+  // Whether the activations of this block are recomputed in this microbatch.
+  bool recomputes(const HybridBlock& block) const {
+    return recomputes_now(recompute, {.number = block->number(), .letter = letter_of(block->kind())},
+                          part.index);
+  }
+  static BlockResult run_again_later(const HybridBlock& block, const at::Tensor& x,
+                                     const HybridContext& context) {
+    return recomputed_block(
+        x, [block = block.ptr(), context](const at::Tensor& in) { return block->forward(in, context); });
+  }
   std::vector<NamedLoss> multi_token_losses(const at::Tensor& hidden, const HybridContext& context,
                                             const HybridMetadata& metadata);
   // The E blocks whose experts are balanced by a bias.
@@ -302,9 +310,12 @@ at::Tensor HybridStageImpl::Impl::run(const at::Tensor& input, HybridContext con
   if (!relations.is_empty() && metadata.relations.defined())
     context.attention.mask = context.attention.mask.with_bias(relations->forward(metadata.relations));
   if (part.has_embed()) x = first_input(x, metadata, cache);
+  // Blocks that run again derive masks for themselves: what other blocks have derived is not kept for them.
+  const HybridContext fresh = context;
   std::vector<NamedLoss> losses;
   for (const HybridBlock& block : blocks) {
-    BlockResult result = run_block(block, x, context);
+    BlockResult result =
+        recomputes(block) ? run_again_later(block, x, fresh) : block.ptr()->forward(x, context);
     x = std::move(result.hidden);
     for (NamedLoss& loss : result.losses) losses.push_back(std::move(loss));
   }
@@ -313,14 +324,6 @@ at::Tensor HybridStageImpl::Impl::run(const at::Tensor& input, HybridContext con
   x = with_losses(x, losses);
   if (!part.has_head()) return scope.output(x);
   return scope.output(logits_of(x));
-}
-
-BlockResult HybridStageImpl::Impl::run_block(const HybridBlock& block, const at::Tensor& x,
-                                             const HybridContext& context) const {
-  const BlockId id{.number = block->number(), .letter = letter_of(block->kind())};
-  if (!recomputes_now(recompute, id, part.index)) return block.ptr()->forward(x, context);
-  return recomputed_block(
-      x, [block = block.ptr(), context](const at::Tensor& in) { return block->forward(in, context); });
 }
 
 // A weight that is split over ranks gives logits that are, by vocabulary.
@@ -346,8 +349,9 @@ std::vector<NamedLoss> HybridStageImpl::Impl::multi_token_losses(const at::Tenso
        .head = [&](const at::Tensor& rows) { return logits_of(rows); },
        .block =
            [&](std::int64_t d, const at::Tensor& rows) {
-             return run_block(multi_token_blocks[static_cast<std::size_t>(d - 1)], rows,
-                              first_context(context, rows.size(1)));
+             const HybridBlock& block = multi_token_blocks[static_cast<std::size_t>(d - 1)];
+             const HybridContext own = first_context(context, rows.size(1));
+             return recomputes(block) ? run_again_later(block, rows, own) : block.ptr()->forward(rows, own);
            }});
 }
 

@@ -69,8 +69,15 @@ struct TransformerStageImpl::Impl {
   // Rotary turns of `length` tokens after `before` others, on the device of `rows`.
   at::Tensor turns_of(const at::Tensor& rows, std::int64_t before, std::int64_t length);
   at::Tensor run(const at::Tensor& input, const AttentionContext& context);
-  // A context is copied for a block that runs again: what its mask derives is not kept either.
-  at::Tensor run_block(const Block& block, const at::Tensor& x, const AttentionContext& context) const;
+  // Whether the activations of this block are recomputed in this microbatch.
+  bool recomputes(const Block& block) const {
+    return recomputes_now(recompute, {.number = block->number(), .letter = 'A'}, part.index);
+  }
+  static at::Tensor run_again_later(const Block& block, const at::Tensor& x,
+                                    const AttentionContext& context) {
+    return recomputed_block(
+        x, [block = block.ptr(), context](const at::Tensor& in) { return block->forward(in, context); });
+  }
 
   TransformerStageImpl& stage;
   TransformerOptions options;
@@ -134,21 +141,16 @@ at::Tensor TransformerStageImpl::Impl::run(const at::Tensor& input, const Attent
     static const std::int64_t kPlace = layer_from_name("embed");
     x = drop(looked_up(stage.embed->weight, x), options.dropout, kPlace, stage.is_training());
   }
-  for (const Block& block : blocks) x = run_block(block, x, context);
+  // Blocks that run again derive masks for themselves: what other blocks have derived is not kept for them.
+  const AttentionContext fresh = context;
+  for (const Block& block : blocks)
+    x = recomputes(block) ? run_again_later(block, x, fresh) : block.ptr()->forward(x, context);
   if (!part.has_head()) return scope.output(x);
   x = norm->forward(x);
   const at::Tensor& weight = stage.head_weight();
   const LocalRegion region(x, weight, Rows::BatchAndLength);
   return scope.output(
       region.leave_split(at::linear(region.enter(x), region.weight(weight)), options.vocabulary));
-}
-
-at::Tensor TransformerStageImpl::Impl::run_block(const Block& block, const at::Tensor& x,
-                                                 const AttentionContext& context) const {
-  const BlockId id{.number = block->number(), .letter = 'A'};
-  if (!recomputes_now(recompute, id, part.index)) return block.ptr()->forward(x, context);
-  return recomputed_block(
-      x, [block = block.ptr(), context](const at::Tensor& in) { return block->forward(in, context); });
 }
 
 TransformerStageImpl::TransformerStageImpl(const TransformerOptions& options)

@@ -355,7 +355,7 @@ DryRun dry_run(const TrainConfig& config, const DataCheckProgress& progress) {
   now("simulating a step");
   run.simulation = plan::simulate(run.schedule, cost_model(run));
   now("planning memory");
-  run.memory = plan_memory(config, run.plan, run.schedule, run.parts, run.simulation);
+  run.memory = plan_memory(config, run.plan, run.schedule, run.parts, run.simulation, run.measured.border);
   run.step_seconds = run.simulation.time * static_cast<double>(config.training.accumulation);
   return run;
 }

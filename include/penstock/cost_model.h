@@ -16,6 +16,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <map>
 #include <optional>
 #include <vector>
 
@@ -40,6 +41,15 @@ struct StageCost {
   double reduce_grad = 0;  // REDUCE_GRAD, in schedules that have it
 };
 
+// What a stage keeps for one microbatch, in bytes.
+struct MicrobatchMemory {
+  // From the start of F to the end of B or I.
+  std::int64_t activation = 0;
+  // From I to the end of W: what the weight gradient needs. Unset: the same as `activation`, so that I frees
+  // nothing.
+  std::optional<std::int64_t> between_input_and_weight = std::nullopt;
+};
+
 // What a stage keeps in the memory of its rank, in bytes.
 struct StageMemory {
   std::int64_t parameters = 0;  // during the whole step
@@ -50,6 +60,15 @@ struct StageMemory {
   // Per microbatch, from I to the end of W: what the weight gradient needs. Unset: the same as `activation`,
   // so that I frees nothing.
   std::optional<std::int64_t> between_input_and_weight = std::nullopt;
+  // Microbatches that keep other amounts, such as those whose activations are recomputed. auto_schedule()
+  // reserves `activation` for all of them.
+  std::map<int, MicrobatchMemory> exceptions = {};
+
+  // Returns what is kept for a microbatch.
+  MicrobatchMemory of(int microbatch) const {
+    const auto found = exceptions.find(microbatch);
+    return found != exceptions.end() ? found->second : MicrobatchMemory{activation, between_input_and_weight};
+  }
 };
 
 // How communication and computation share a rank's time.

@@ -101,6 +101,7 @@ class HybridStageImpl : public ModelStage {
   // them.
   void parallelize(const comm::MeshGroups& mesh) override;
   void set_replicas(const comm::Group& replicas) override;
+  void set_recompute(const RecomputePlan& plan) override;
   at::Tensor separate_last_use(const std::string& tied) override;
   std::vector<StateBuffer> state_buffers() const override;
   void after_step(const FinishedStep& step) override;

@@ -49,6 +49,8 @@
 #include "penstock/pytree.h"
 #include "penstock/pytree_convert.h"
 #include "penstock/random.h"
+#include "penstock/recompute.h"
+#include "penstock/recompute_plan.h"
 #include "penstock/reduce_op.h"
 #include "penstock/schedule.h"
 #include "penstock/shard_options.h"

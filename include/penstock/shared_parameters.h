@@ -19,7 +19,7 @@
 // tensor-parallel (dtensor.h), on all stages alike.
 //
 // The sum of two gradients has the same bits in every layout. Three and more are added in the order of the
-// stages if the table is small (1 MiB of gradients in all), whichever ranks the stages are on; else first on
+// stages if they are small (1 MiB of gradients in all), whichever ranks the stages are on; else first on
 // each rank, then over the ranks. Either way all ranks get the same bits, and so do repeated runs. A use
 // without a gradient counts as zeros; if no use has one, all stay without, and optimizers skip the parameter.
 //

@@ -84,8 +84,8 @@ struct StepContext {
 // restored when it is destroyed.
 class StepGuard {
  public:
-  // Throws ValueError for an inconsistent context: not running, a microbatch or rows out of range, a loss
-  // scale that is not a finite number above 0.
+  // Throws ValueError for an inconsistent context: not running (unless recompute), a microbatch or rows out
+  // of range, a loss scale that is not a finite number above 0.
   explicit StepGuard(StepContext context);
   // As above, for a snapshot. Throws ValueError for a null pointer too.
   explicit StepGuard(std::shared_ptr<const StepContext> context);

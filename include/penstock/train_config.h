@@ -159,15 +159,21 @@ struct TrainingConfig {
   double weight_decay = 0.1;        // decoupled weight decay
   // AdamW decay rates of the running averages of gradients and squared gradients.
   std::vector<double> betas = {0.9, 0.95};
-  double epsilon = 1e-8;              // added to AdamW's denominator
-  double momentum = 0.9;              // SGD momentum
-  double clip_norm = 1;               // maximum norm of all gradients together; 0: no clipping
-  std::string precision = "fp32";     // compute precision: fp32, bf16 or fp16; parameters stay in fp32
-  double loss_scale = 0;              // loss scale for fp16; 0: dynamic
-  std::int64_t seed = 1;              // seed for initial parameters, dropout and data order
-  std::int64_t validate_every = 40;   // steps between validations; 0: no validation
-  std::int64_t validate_batches = 4;  // global batches per validation
-  double time_limit_s = 0;            // seconds after which the run saves a checkpoint and ends; 0: no limit
+  double epsilon = 1e-8;           // added to AdamW's denominator
+  double momentum = 0.9;           // SGD momentum
+  double clip_norm = 1;            // maximum norm of all gradients together; 0: no clipping
+  std::string precision = "fp32";  // compute precision: fp32, bf16 or fp16; parameters stay in fp32
+  double loss_scale = 0;           // loss scale for fp16; 0: dynamic
+  // Activations recomputed in the backward instead of kept: none, block (of every block), attention (A
+  // blocks), experts (E blocks), letters:ME, or pattern:.R.R with a mark for each block (. keeps, R or the
+  // letter of the block recomputes).
+  std::string recompute = "none";
+  std::vector<std::int64_t> recompute_stages;        // recompute in these stages only; empty: in all
+  std::vector<std::int64_t> recompute_microbatches;  // recompute for these microbatches only; empty: for all
+  std::int64_t seed = 1;                             // seed for initial parameters, dropout and data order
+  std::int64_t validate_every = 40;                  // steps between validations; 0: no validation
+  std::int64_t validate_batches = 4;                 // global batches per validation
+  double time_limit_s = 0;  // seconds after which the run saves a checkpoint and ends; 0: no limit
   // Compares all members.
   friend bool operator==(const TrainingConfig&, const TrainingConfig&) = default;
 };

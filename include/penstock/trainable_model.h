@@ -25,6 +25,7 @@
 #include "penstock/group.h"
 #include "penstock/model_plan.h"
 #include "penstock/pytree.h"
+#include "penstock/recompute_plan.h"
 #include "penstock/world.h"
 
 namespace penstock::models {
@@ -109,6 +110,10 @@ class ModelStage : public torch::nn::Module {
   // first forward in training mode. For losses that are not sums over rows. The default does nothing.
   virtual void set_replicas(const comm::Group& replicas);
 
+  // Chooses the blocks whose activations are recomputed in the backward (recompute.h). Gradients must not
+  // change. The default throws NotImplemented if any is chosen; see check_recompute() of TrainableModel.
+  virtual void set_recompute(const RecomputePlan& plan);
+
   // Makes the last use of a tied parameter (ModelPlan::tied) of a whole model an autograd leaf of its own
   // that shares memory with the first one, registered as a parameter, and returns it. Gradients are then
   // summed in the same order in every layout. The default returns an undefined tensor: autograd adds both.
@@ -168,6 +173,9 @@ class TrainableModel {
   // Throws ConfigError if parallelize() cannot divide experts over this many data-parallel ranks. The default
   // accepts 1 only.
   virtual void check_expert_parallel(int ranks) const;
+  // Throws ConfigError if set_recompute() of a stage would not accept the plan. The default accepts one that
+  // chooses nothing.
+  virtual void check_recompute(const RecomputePlan& plan) const;
   // Returns the inputs of the stages for a batch. The default passes tokens, targets and, if there are any,
   // documents under the keyword "documents", and metadata under its own keywords. Documents of the batch
   // replace those of the metadata.

@@ -58,10 +58,10 @@ TEST(LayerList, TakesAListOrAModelWithOne) {
 TEST(LayerList, OtherStructuresAreErrors) {
   const Model model;
   const auto error = [&](const auto& call) { return message_of<ValueError>(call); };
-  EXPECT_TRUE(has_text(error([&] { LayerList::of<BlockImpl>(model.ptr(), "blocks"); }),
-                       "it has no submodule blocks"));
+  EXPECT_TRUE(
+      has_text(error([&] { LayerList::of<BlockImpl>(model.ptr(), "blocks"); }), "no submodule blocks"));
   EXPECT_TRUE(has_text(error([&] { LayerList::of<BlockImpl>(model.ptr(), "other"); }),
-                       "its submodule other is a torch::nn::LinearImpl"));
+                       "its submodule other, a torch::nn::LinearImpl"));
   EXPECT_TRUE(has_text(error([&] { LayerList::of<BlockImpl>(nullptr); }), "no module"));
   EXPECT_TRUE(has_text(error([&] { LayerList::of<BlockImpl>(torch::nn::ModuleList().ptr()); }), "none"));
   EXPECT_TRUE(has_text(error([&] { LayerList::of(model.ptr()); }), "layer 0 of a torch::nn::ModuleList"));

@@ -160,7 +160,7 @@ TEST(SharedParameters, UsesOnOneRankShareMemory) {
 
 // Two copies of four parts, as DualPipe places them; both copies of a part have the same gradient.
 TEST(SharedParameters, CopiesOfBidirectionalPipelinesCountOnce) {
-  const Placed placed{{0, 3}, {1, 2}, {2, 1}, {3, 0}};
+  const Placed placed{{0, 3}, {1, 2}, {1, 2}, {0, 3}};
   const at::Tensor expected = ((gradient_of(0) + gradient_of(1)) + gradient_of(2)) + gradient_of(3);
   for (const at::Tensor& sum : summed(placed, [](int) { return true; })) EXPECT_TRUE(sum.equal(expected));
   std::mutex mutex;
@@ -300,16 +300,16 @@ TEST(SharedParameters, InvalidTiesFailOnEveryRank) {
   EXPECT_TRUE(has_text(refusal([](int rank) {
                          return Declared{{tie({"embed", "haed"})}, {{"embed", rank, parameter()}}};
                        }),
-                       "no stage has a parameter haed"));
+                       "got haed, which no stage has"));
   EXPECT_TRUE(has_text(refusal([](int rank) {
                          return Declared{{tie({rank == 1 ? "a" : "b"})}, {{"b", rank, parameter()}}};
                        }),
-                       "tie 0 of the pipeline's rank 1 = (a)"));
+                       "tie 0 of the pipeline's rank 1: got (a), expected (b)"));
   EXPECT_TRUE(has_text(refusal([](int) { return Declared{{tie({})}, {}}; }), "no names"));
   EXPECT_TRUE(has_text(refusal([](int rank) {
                          return Declared{{tie({"a"}), tie({"b", "a"})}, {{"a", rank, parameter()}}};
                        }),
-                       "a is named twice"));
+                       "a, which is named twice"));
   // The second copy of a part on one rank, without its other parts.
   EXPECT_TRUE(has_text(refusal([](int rank) {
                          return Declared{{tie({"a"})}, {{"a", rank == 2 ? 0 : rank, parameter()}}};

@@ -11,6 +11,7 @@
 #include "penstock/dtensor.h"
 #include "penstock/errors.h"
 #include "penstock/fully_shard.h"
+#include "penstock/recompute.h"
 #include "penstock/shard/state/shard_state.h"
 #include "penstock/shard_options.h"
 #include "penstock/tensor_parallel.h"
@@ -692,6 +693,45 @@ TEST(CustomFunctions, ParametersAsArguments) {
         return OwnLinear::apply(h, model->second->weight, model->second->bias);
       },
       chunk_of);
+}
+
+// ---- parts of a forward that the library recomputes ----
+
+// Parameters are gathered again for the second run, in the dtype of the first.
+TEST(RecomputedParts, HaveTheBitsOfPlainOnes) {
+  ensure_cpu_bfloat16();
+  for (const bool grouped : {false, true})
+    for (const bool low : {false, true})
+      comm::run_ranks(2, 60s, [&](comm::World& world) {
+        Chain model;
+        ShardOptions options;
+        if (low) options.mixed_precision.param_dtype = at::kBFloat16;
+        if (grouped)
+          fully_shard(*model->first, line(world), options), fully_shard(*model->second, line(world), options);
+        fully_shard(*model, line(world), options);
+        const auto gradients = [&](bool again) {
+          const auto first = [model](const std::vector<at::Tensor>& in) {
+            const ForwardScope scope(*model->first);
+            return at::tanh(Chain(model)->first(scope.input(in[0])));
+          };
+          const auto second = [model](const std::vector<at::Tensor>& in) {
+            return at::tanh(Chain(model)->second(Chain(model)->first(in[0])));
+          };
+          const at::Tensor x = at::Tensor(chunk_of(world, numbers({8, 6}, 1))).set_requires_grad(true);
+          const at::Tensor h = again ? recompute(first, {x}) : first({x});
+          (again ? recompute(second, {h}) : second({h})).pow(2).mean().backward();
+          std::vector<at::Tensor> all{x.grad()};
+          ensure_sharded(model->parameters());
+          for (const at::Tensor& parameter : model->parameters()) {
+            all.push_back(to_local(parameter.grad()));
+            parameter.mutable_grad() = at::Tensor();
+          }
+          return all;
+        };
+        const std::vector<at::Tensor> plain = gradients(false), again = gradients(true);
+        for (std::size_t i = 0; i < plain.size(); ++i)
+          EXPECT_TRUE(at::equal(again[i], plain[i])) << i << (low ? " bfloat16" : "");
+      });
 }
 
 // ---- weights that are derived from parameters ----

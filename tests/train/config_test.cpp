@@ -209,7 +209,7 @@ TEST(Config, InconsistentValuesNameTheRemedy) {
       {{"--global_batch", "32", "--accumulation", "3"}, {"needs 2 runs", "training.accumulation = 3"}},
       {{"--dp", "65536", "--pp", "1", "--microbatches", "1048576", "--microbatch_size", "1048576"},
        {"at most 2^40"}},
-      {{"--warmup_steps", "500"}, {"training.warmup_steps = 500", "training.steps = 120"}},
+      {{"--warmup_steps", "500"}, {"training.warmup_steps = 500", "training.steps = 240"}},
       {{"--loss_scale", "128"}, {"fp16"}},
       {{"--transport", "nccl", "--device", "cpu"}, {"layout.transport", "auto"}},
       {{"--data", "src", "--shards", "data"}, {"leave one of them out"}},

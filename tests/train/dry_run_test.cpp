@@ -221,7 +221,8 @@ TEST(DryRun, LongRowsAreExtrapolated) {
         small_config({"--pattern", "FMFM", "--attention_feed", "false", "--model.width", "256",
                       "--feed_width", "2048", "--context", context, "--state_size", "16",
                       "--state_head_width", "32", "--state_chunk", "128", "--microbatch_size", "1"});
-    return measure_parts(config, *models::trainable_hybrid(hybrid_options(config.model)), at::kCPU);
+    return measure_parts(config, *models::trainable_hybrid(hybrid_options(config.model)), at::kCPU, {},
+                         false);
   };
   const PartMeasurements small = measured("256"), twice = measured("512"), large = measured("32768");
   for (const auto& [kind, block] : large.blocks) {

@@ -120,7 +120,7 @@ TEST(DualPipeJob, TrainsHybridModelsWithEveryLoss) {
 
 // What a job ends with: the parameters of both copies by name.
 struct Ended {
-  std::vector<double> losses;
+  std::vector<double> losses, norms;
   double validation = 0;
   std::map<std::string, at::Tensor> tensors;
 };
@@ -143,7 +143,9 @@ Ended train(const Layout& layout, const Run& run, const Options& options = kHybr
     }
     while (job.steps_done() < run.steps) {
       const StepOutcome outcome = job.train_step();
-      if (world.rank() == 0) ended.losses.push_back(outcome.loss);
+      if (world.rank() != 0) continue;
+      ended.losses.push_back(outcome.loss);
+      ended.norms.push_back(outcome.grad_norm);
     }
     const double validation = job.validate();
     if (run.to != nullptr) {
@@ -173,6 +175,9 @@ TEST(DualPipeJob, CheckpointsMoveBetweenLayouts) {
   const Ended begun = train(dual_pipe("DualPipe"), {.steps = 2, .to = &first});
   const Ended moved = train(v, {.steps = 3, .from = &first, .to = &second});
   const Ended back = train(dual_pipe("DualPipe"), {.steps = 5, .from = &second});
+  // Each parameter counts once in the norm.
+  for (std::size_t i = 0; i < begun.norms.size(); ++i)
+    EXPECT_NEAR(begun.norms[i], whole.norms[i], 2e-4 * whole.norms[i]) << "step " << i + 1;
   std::vector<double> losses = begun.losses;
   losses.insert(losses.end(), moved.losses.begin(), moved.losses.end());
   losses.insert(losses.end(), back.losses.begin(), back.losses.end());

@@ -32,13 +32,20 @@ void run_inspect_costs(const CLI::App& command, const std::string& output) {
   if (device.is_cpu())
     train::require_memory(train::minimum_memory_of_parts(config), train::machine_memory_bytes());
   const train::PartMeasurements measured =
-      train::measure_parts(config, *train::configured_model(config), device);
-  CostFile costs{.embed = part_cost(measured.embed),
-                 .blocks = {},
-                 .head = part_cost(measured.head),
-                 .kept_by_stage = static_cast<double>(measured.kept_by_stage),
-                 .border = static_cast<double>(measured.border)};
-  for (const auto& [kind, block] : measured.blocks) costs.blocks[kind] = part_cost(block);
+      train::measure_parts(config, *train::configured_model(config), device, {}, /*splits=*/false);
+  const auto border = static_cast<double>(measured.border);
+  CostFile costs{
+      .embed = part_cost(measured.embed), .blocks = {}, .head = part_cost(measured.head), .border = border};
+  costs.head.kept += border;  // its input
+  for (const auto& [kind, block] : measured.blocks) {
+    PartCost& cost = costs.blocks[kind] = part_cost(block);
+    cost.kept += border;
+    const auto shared = measured.shared.find(kind);
+    if (shared == measured.shared.end()) continue;
+    // What the blocks of a kind share is kept once by a stage.
+    cost.kept -= static_cast<double>(shared->second);
+    costs.kept_by_stage += static_cast<double>(shared->second);
+  }
   write_text(output, to_json(costs));
 }
 

@@ -23,6 +23,7 @@
 #include "penstock/models/blocks/experts.h"
 #include "penstock/models/blocks/local_region.h"
 #include "penstock/models/blocks/multi_token_prediction.h"
+#include "penstock/models/blocks/recomputed_block.h"
 #include "penstock/models/blocks/relation_bias_table.h"
 #include "penstock/models/blocks/rotary.h"
 #include "penstock/models/hybrid/hybrid_block.h"
@@ -150,6 +151,16 @@ struct HybridStageImpl::Impl {
   // Whether the last stage uses the weight of the embedding, and whether this stage predicts further tokens.
   bool ties_embed() const { return options.tie_head || parts.multi_token.depth > 0; }
   bool predicts_more() const { return part.has_head() && parts.multi_token.depth > 0; }
+  // Whether the activations of this block are recomputed in this microbatch.
+  bool recomputes(const HybridBlock& block) const {
+    return recomputes_now(recompute, {.number = block->number(), .letter = letter_of(block->kind())},
+                          part.index);
+  }
+  static BlockResult run_again_later(const HybridBlock& block, const at::Tensor& x,
+                                     const HybridContext& context) {
+    return recomputed_block(
+        x, [block = block.ptr(), context](const at::Tensor& in) { return block->forward(in, context); });
+  }
   std::vector<NamedLoss> multi_token_losses(const at::Tensor& hidden, const HybridContext& context,
                                             const HybridMetadata& metadata);
   // The E blocks whose experts are balanced by a bias.
@@ -174,6 +185,7 @@ struct HybridStageImpl::Impl {
   double auxiliary_scale = 1;
   std::vector<AuxiliaryLoss> auxiliary;
   LossTotals totals;  // of the training steps since they were taken
+  RecomputePlan recompute;
 };
 
 void HybridStageImpl::Impl::register_modules() {
@@ -298,9 +310,12 @@ at::Tensor HybridStageImpl::Impl::run(const at::Tensor& input, HybridContext con
   if (!relations.is_empty() && metadata.relations.defined())
     context.attention.mask = context.attention.mask.with_bias(relations->forward(metadata.relations));
   if (part.has_embed()) x = first_input(x, metadata, cache);
+  // Blocks that run again derive masks for themselves: what other blocks have derived is not kept for them.
+  const HybridContext fresh = context;
   std::vector<NamedLoss> losses;
-  for (HybridBlock& block : blocks) {
-    BlockResult result = block->forward(x, context);
+  for (const HybridBlock& block : blocks) {
+    BlockResult result =
+        recomputes(block) ? run_again_later(block, x, fresh) : block.ptr()->forward(x, context);
     x = std::move(result.hidden);
     for (NamedLoss& loss : result.losses) losses.push_back(std::move(loss));
   }
@@ -334,8 +349,9 @@ std::vector<NamedLoss> HybridStageImpl::Impl::multi_token_losses(const at::Tenso
        .head = [&](const at::Tensor& rows) { return logits_of(rows); },
        .block =
            [&](std::int64_t d, const at::Tensor& rows) {
-             return multi_token_blocks[static_cast<std::size_t>(d - 1)]->forward(
-                 rows, first_context(context, rows.size(1)));
+             const HybridBlock& block = multi_token_blocks[static_cast<std::size_t>(d - 1)];
+             const HybridContext own = first_context(context, rows.size(1));
+             return recomputes(block) ? run_again_later(block, rows, own) : block.ptr()->forward(rows, own);
            }});
 }
 
@@ -379,6 +395,7 @@ const HybridOptions& HybridStageImpl::options() const { return impl_->options; }
 const StagePart& HybridStageImpl::part() const { return impl_->part; }
 const std::vector<AuxiliaryLoss>& HybridStageImpl::auxiliary_losses() const { return impl_->auxiliary; }
 std::vector<AuxiliaryLoss> HybridStageImpl::take_auxiliary_losses() { return impl_->totals.take(); }
+void HybridStageImpl::set_recompute(const RecomputePlan& plan) { impl_->recompute = plan; }
 void HybridStageImpl::set_auxiliary_scale(double scale) { impl_->auxiliary_scale = scale; }
 
 std::vector<std::shared_ptr<torch::nn::Module>> HybridStageImpl::blocks() const {

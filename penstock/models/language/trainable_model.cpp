@@ -23,6 +23,13 @@ void ModelStage::parallelize(const comm::MeshGroups&) {
       "ModelStage::parallelize()");
 }
 
+void ModelStage::set_recompute(const RecomputePlan& plan) {
+  if (plan.any())
+    throw NotImplemented(
+        "this model recomputes no activations; set training.recompute to none, or override "
+        "ModelStage::set_recompute()");
+}
+
 void ModelStage::after_step(const FinishedStep&) {}
 void ModelStage::set_replicas(const comm::Group&) {}
 
@@ -88,6 +95,12 @@ void TrainableModel::check_expert_parallel(int ranks) const {
     throw ConfigError(describe("layout.ep", fmt::format("{}", ranks),
                                "1, because this model has no experts that could be divided",
                                "use layout.dp or layout.shard alone"));
+}
+
+void TrainableModel::check_recompute(const RecomputePlan& plan) const {
+  if (plan.any())
+    throw ConfigError(describe("training.recompute", "blocks of a model that recomputes none", "none",
+                               "override check_recompute() and ModelStage::set_recompute() of the model"));
 }
 
 StageInputs TrainableModel::inputs(const TokenBatch& batch) const {

@@ -17,6 +17,7 @@
 #include "penstock/models/blocks/block.h"
 #include "penstock/models/blocks/local_region.h"
 #include "penstock/models/blocks/norm.h"
+#include "penstock/models/blocks/recomputed_block.h"
 #include "penstock/models/blocks/rotary.h"
 #include "penstock/models/transformer/transformer_access.h"
 #include "penstock/random.h"
@@ -68,6 +69,15 @@ struct TransformerStageImpl::Impl {
   // Rotary turns of `length` tokens after `before` others, on the device of `rows`.
   at::Tensor turns_of(const at::Tensor& rows, std::int64_t before, std::int64_t length);
   at::Tensor run(const at::Tensor& input, const AttentionContext& context);
+  // Whether the activations of this block are recomputed in this microbatch.
+  bool recomputes(const Block& block) const {
+    return recomputes_now(recompute, {.number = block->number(), .letter = 'A'}, part.index);
+  }
+  static at::Tensor run_again_later(const Block& block, const at::Tensor& x,
+                                    const AttentionContext& context) {
+    return recomputed_block(
+        x, [block = block.ptr(), context](const at::Tensor& in) { return block->forward(in, context); });
+  }
 
   TransformerStageImpl& stage;
   TransformerOptions options;
@@ -76,6 +86,7 @@ struct TransformerStageImpl::Impl {
   RmsNorm norm{nullptr};  // at the last stage
   Rotary rotary;
   at::Tensor tied_head;  // after separate_last_use
+  RecomputePlan recompute;
 };
 
 void TransformerStageImpl::Impl::register_modules() {
@@ -130,7 +141,10 @@ at::Tensor TransformerStageImpl::Impl::run(const at::Tensor& input, const Attent
     static const std::int64_t kPlace = layer_from_name("embed");
     x = drop(looked_up(stage.embed->weight, x), options.dropout, kPlace, stage.is_training());
   }
-  for (Block& block : blocks) x = block->forward(x, context);
+  // Blocks that run again derive masks for themselves: what other blocks have derived is not kept for them.
+  const AttentionContext fresh = context;
+  for (const Block& block : blocks)
+    x = recomputes(block) ? run_again_later(block, x, fresh) : block.ptr()->forward(x, context);
   if (!part.has_head()) return scope.output(x);
   x = norm->forward(x);
   const at::Tensor& weight = stage.head_weight();
@@ -231,6 +245,8 @@ at::Tensor TransformerStageImpl::forward_cached(const at::Tensor& x, StageCache&
 }
 
 void TransformerStageImpl::set_initial_values(std::uint64_t seed) { initialize(*this, {.seed = seed}); }
+
+void TransformerStageImpl::set_recompute(const RecomputePlan& plan) { impl_->recompute = plan; }
 
 void TransformerStageImpl::parallelize(const comm::MeshGroups& mesh) { parallelize_transformer(*this, mesh); }
 

@@ -19,6 +19,7 @@
 #include "penstock/pipeline/backward/graph_node.h"
 #include "penstock/tensor_subclass.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
+#include "penstock/torch/recompute/recomputed_state.h"
 
 namespace penstock {
 
@@ -245,8 +246,39 @@ void WeightQueue::run() {
   std::move(backward).run();
 }
 
+namespace {
+
+// A recomputed layer must save what it saved the first time, which depends on the queue.
+class QueueAsBefore {
+ public:
+  explicit QueueAsBefore(std::shared_ptr<WeightQueue::State> queue)
+      : previous_(std::exchange(current_queue, std::move(queue))) {}
+  ~QueueAsBefore() { current_queue = std::move(previous_); }
+  QueueAsBefore(const QueueAsBefore&) = delete;
+  QueueAsBefore& operator=(const QueueAsBefore&) = delete;
+
+ private:
+  std::shared_ptr<WeightQueue::State> previous_;
+};
+
+void restore_queues_when_recomputing() {
+  static const bool registered = [] {
+    register_recomputed_state([] {
+      return [queue = std::weak_ptr<WeightQueue::State>(current_queue)]() -> std::shared_ptr<void> {
+        return std::make_shared<QueueAsBefore>(queue.lock());
+      };
+    });
+    return true;
+  }();
+  static_cast<void>(registered);
+}
+
+}  // namespace
+
 WeightQueueGuard::WeightQueueGuard(WeightQueue& queue)
-    : previous_(std::exchange(current_queue, queue.state_)) {}
+    : previous_(std::exchange(current_queue, queue.state_)) {
+  restore_queues_when_recomputing();
+}
 WeightQueueGuard::~WeightQueueGuard() { current_queue = std::move(previous_); }
 
 at::Tensor deferred_linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias) {

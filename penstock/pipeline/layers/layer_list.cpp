@@ -63,8 +63,8 @@ ModulePointer find_list(const ModulePointer& source, const std::string& name) {
   if (found == nullptr || !is_list(*found))
     throw ValueError(describe(
         fmt::format("layers of a {}", source->name()),
-        found == nullptr ? fmt::format("it has no submodule {}", name)
-                         : fmt::format("its submodule {} is a {}", name, (*found)->name()),
+        found == nullptr ? fmt::format("no submodule {}", name)
+                         : fmt::format("its submodule {}, a {}", name, (*found)->name()),
         fmt::format("a torch::nn::ModuleList or torch::nn::Sequential, or a model that has one as {}", name),
         "pass the name of the list, or a vector of StageModules"));
   return *found;

@@ -26,7 +26,8 @@ namespace {
 
 constexpr comm::MessageKind kTiesMessage{"TIES"};
 constexpr int kTiesVersion = 1;
-// Gradients of more than two uses are gathered, and added in the order of stages, up to this size in all.
+// Gradients are gathered in one message for each tie, and added in the order of stages, up to this size in
+// all.
 constexpr std::int64_t kMostGatheredBytes = std::int64_t{1} << 20;
 
 at::Tensor local_of_use(const at::Tensor& tensor) { return local_if_distributed(tensor, kDetach); }
@@ -139,8 +140,7 @@ struct SharedParameters::Impl {
 
     bool is_gathered() const {
       const at::Tensor part = local_of_use(uses.front());
-      return cover.terms.size() > 2 &&
-             static_cast<std::int64_t>(part.nbytes() * cover.terms.size()) <= kMostGatheredBytes;
+      return static_cast<std::int64_t>(part.nbytes() * cover.terms.size()) <= kMostGatheredBytes;
     }
   };
 
@@ -150,8 +150,18 @@ struct SharedParameters::Impl {
                const SharedParameterOptions& options, const std::vector<int>& ranks, int own);
   void describe_tie(const TiePlan& plan, const std::vector<int>& ranks);
 
-  void add_gathered(const Tie& tie) const;
-  void add_over_ranks(const Tie& tie) const;
+  // The sum of one tie over ranks, in flight.
+  struct Sum {
+    const Tie* tie;
+    bool present;             // whether this rank has a gradient
+    at::Tensor sent, result;  // gathered: of this rank, of all ranks; reduced: the same tensor
+    at::Tensor mark;          // reduced: how many ranks have a gradient
+    comm::Work values, marks;
+  };
+  Sum start_gathered(const Tie& tie) const;
+  Sum start_reduced(const Tie& tie) const;
+  void finish_gathered(Sum& sum) const;
+  void finish_reduced(Sum& sum) const;
   const Tie* find(const at::Tensor& parameter) const;
 
   std::vector<Tie> ties;
@@ -245,49 +255,64 @@ void SharedParameters::Impl::add_tie(const ParameterTie& declared, const TiePlan
 }
 
 // Every rank sends the gradients of all its uses, each with a mark that says whether there is one.
-void SharedParameters::Impl::add_gathered(const Tie& tie) const {
+SharedParameters::Impl::Sum SharedParameters::Impl::start_gathered(const Tie& tie) const {
   const at::Tensor like = local_of_use(tie.uses.front());
   const std::int64_t elements = like.numel(), rows = static_cast<std::int64_t>(tie.most_uses);
-  const at::Tensor own = at::zeros({rows, elements + 1}, like.options());
-  bool present = false;
+  Sum sum{.tie = &tie, .present = false, .sent = at::zeros({rows, elements + 1}, like.options())};
   for (std::size_t i = 0; i < tie.uses.size(); ++i) {
     at::Tensor& gradient = tie.uses[i].mutable_grad();
     if (!gradient.defined()) continue;
-    const at::Tensor row = own.select(0, static_cast<std::int64_t>(i));
+    const at::Tensor row = sum.sent.select(0, static_cast<std::int64_t>(i));
     row.narrow(0, 0, elements).copy_(local_of_use(gradient).reshape({-1}));
     row.narrow(0, elements, 1).fill_(1);
-    present = true;
+    sum.present = true;
     if (i > 0) gradient.reset();
   }
   const auto members = static_cast<std::int64_t>(tie.cover.members.size());
-  const at::Tensor all = at::empty({members, rows, elements + 1}, like.options());
-  tie.group->all_gather(all, own, {.label = fmt::format("gradients of {}", tie.text), .timeout = {}}).wait();
-  at::Tensor sum;
-  for (const TieCover::Term& term : tie.cover.terms) {
-    const at::Tensor each =
-        all.select(0, static_cast<std::int64_t>(term.member)).select(0, static_cast<std::int64_t>(term.use));
-    sum = sum.defined() ? sum.add_(each) : each.clone();
-  }
-  // A rank that has a gradient itself need not wait for the device to know that there is one.
-  if (!present && sum[elements].item<double>() == 0) return;
-  gradient_or_zeros(tie.uses.front()).copy_(sum.narrow(0, 0, elements).view(like.sizes()));
+  sum.result = at::empty({members, rows, elements + 1}, like.options());
+  sum.values = tie.group->all_gather(sum.result, sum.sent,
+                                     {.label = fmt::format("gradients of {}", tie.text), .timeout = {}});
+  return sum;
 }
 
-void SharedParameters::Impl::add_over_ranks(const Tie& tie) const {
+void SharedParameters::Impl::finish_gathered(Sum& sum) const {
+  sum.values.wait();
+  const at::Tensor& parameter = sum.tie->uses.front();
+  at::Tensor total;
+  for (const TieCover::Term& term : sum.tie->cover.terms) {
+    const at::Tensor each = sum.result.select(0, static_cast<std::int64_t>(term.member))
+                                .select(0, static_cast<std::int64_t>(term.use));
+    total = total.defined() ? total.add_(each) : each.clone();
+  }
+  const std::int64_t elements = total.numel() - 1;
+  // A rank that has a gradient itself need not wait for the device to know that there is one.
+  if (!sum.present && total[elements].item<double>() == 0) return;
+  const at::Tensor gradient = gradient_or_zeros(parameter);
+  gradient.copy_(total.narrow(0, 0, elements).view(gradient.sizes()));
+}
+
+SharedParameters::Impl::Sum SharedParameters::Impl::start_reduced(const Tie& tie) const {
+  add_here(tie.uses);
   const at::Tensor& parameter = tie.uses.front();
   const bool present = parameter.grad().defined();
   const at::Tensor local = gradient_or_zeros(parameter);
-  const at::Tensor mark = at::full({1}, present ? 1.0 : 0.0, local.options());
-  tie.group
-      ->all_reduce(mark, comm::ReduceOp::Sum, {.label = fmt::format("uses of {}", tie.text), .timeout = {}})
-      .wait();
-  const at::Tensor sum = local.contiguous();
-  tie.group
-      ->all_reduce(sum, comm::ReduceOp::Sum,
-                   {.label = fmt::format("gradient of {}", tie.text), .timeout = {}})
-      .wait();
-  if (!sum.is_same(local)) local.copy_(sum);
-  if (!present && mark.item<double>() == 0) parameter.mutable_grad().reset();
+  Sum sum{.tie = &tie,
+          .present = present,
+          .sent = local,
+          .result = local.contiguous(),
+          .mark = at::full({1}, present ? 1.0 : 0.0, local.options())};
+  sum.marks = tie.group->all_reduce(sum.mark, comm::ReduceOp::Sum,
+                                    {.label = fmt::format("uses of {}", tie.text), .timeout = {}});
+  sum.values = tie.group->all_reduce(sum.result, comm::ReduceOp::Sum,
+                                     {.label = fmt::format("gradient of {}", tie.text), .timeout = {}});
+  return sum;
+}
+
+void SharedParameters::Impl::finish_reduced(Sum& sum) const {
+  sum.marks.wait();
+  sum.values.wait();
+  if (!sum.result.is_same(sum.sent)) sum.sent.copy_(sum.result);
+  if (!sum.present && sum.mark.item<double>() == 0) sum.tie->uses.front().mutable_grad().reset();
 }
 
 const SharedParameters::Impl::Tie* SharedParameters::Impl::find(const at::Tensor& parameter) const {
@@ -326,14 +351,20 @@ void SharedParameters::sum_gradients() {
     if (tie.trainable)
       for (const at::Tensor& use : tie.uses) uses.push_back({tie.name, use});
   optim::settle_gradients(uses);
+  // All are started before the first one is waited for: what they cost is mostly latency.
+  std::vector<Impl::Sum> sums;
   for (const Impl::Tie& tie : impl_->ties) {
     if (!tie.trainable) continue;
-    if (tie.group && tie.is_gathered()) {
-      impl_->add_gathered(tie);
-    } else {
+    if (!tie.group)
       add_here(tie.uses);
-      if (tie.group) impl_->add_over_ranks(tie);
-    }
+    else
+      sums.push_back(tie.is_gathered() ? impl_->start_gathered(tie) : impl_->start_reduced(tie));
+  }
+  for (Impl::Sum& sum : sums) {
+    if (sum.mark.defined())
+      impl_->finish_reduced(sum);
+    else
+      impl_->finish_gathered(sum);
   }
 }
 

@@ -42,7 +42,7 @@ void check_declarations(const std::vector<DeclaredUses>& ranks) {
     for (const std::string& name : names)
       if (!known.insert(name).second)
         throw ValueError(describe(fmt::format("tie of ({})", tie_text(names)),
-                                  fmt::format("{} is named twice", name), "each name once, in one tie",
+                                  fmt::format("{}, which is named twice", name), "each name once, in one tie",
                                   "declare one tie with all names of the parameter"));
   }
 }
@@ -76,7 +76,7 @@ void check_uses(const std::vector<std::string>& names, const std::vector<UseOnRa
   for (const std::string& name : names)
     if (std::none_of(uses.begin(), uses.end(), [&](const UseOnRank& each) { return each.use->name == name; }))
       throw ValueError(describe(fmt::format("tie of ({})", tie_text(names)),
-                                fmt::format("no stage has a parameter {}", name),
+                                fmt::format("{}, which no stage has", name),
                                 "names of parameters as named_parameters() of the stages lists them"));
   for (const UseOnRank& each : uses)
     if (each.use->layout != uses.front().use->layout)

@@ -74,8 +74,10 @@ void CostModel::check(int stage_count) const {
   }
   for (std::size_t stage = 0; stage < memory.size(); ++stage) {
     const StageMemory& bytes = memory[stage];
-    const std::int64_t least = std::min({bytes.parameters, bytes.unsharded, bytes.gradients, bytes.activation,
-                                         bytes.between_input_and_weight.value_or(0)});
+    std::int64_t least = std::min({bytes.parameters, bytes.unsharded, bytes.gradients, bytes.activation,
+                                   bytes.between_input_and_weight.value_or(0)});
+    for (const auto& [microbatch, other] : bytes.exceptions)
+      least = std::min({least, other.activation, other.between_input_and_weight.value_or(0)});
     if (least < 0) {
       throw ValueError(describe(fmt::format("cost model: memory of stage {}", stage),
                                 fmt::format("{} bytes", least), "at least 0 bytes"));
@@ -101,8 +103,10 @@ void CostModel::check(const schedule::StageMap& map, int microbatches) const {
   std::vector<double> most(static_cast<std::size_t>(map.ranks()), 0.0);
   for (int stage = 0; stage < map.stages(); ++stage) {
     const StageMemory& bytes = memory_of(stage);
-    const auto kept =
-        static_cast<double>(std::max(bytes.activation, bytes.between_input_and_weight.value_or(0)));
+    std::int64_t largest = std::max(bytes.activation, bytes.between_input_and_weight.value_or(0));
+    for (const auto& [microbatch, other] : bytes.exceptions)
+      largest = std::max({largest, other.activation, other.between_input_and_weight.value_or(0)});
+    const auto kept = static_cast<double>(largest);
     double& rank = most[static_cast<std::size_t>(map.rank_of(stage))];
     rank += static_cast<double>(bytes.parameters) + static_cast<double>(bytes.unsharded) +
             static_cast<double>(bytes.gradients) + kept * microbatches;
@@ -129,6 +133,10 @@ CostModel split_evenly(const CostModel& model, int parts) {
     bytes.gradients /= parts;
     bytes.activation /= parts;
     if (bytes.between_input_and_weight) *bytes.between_input_and_weight /= parts;
+    for (auto& [microbatch, other] : bytes.exceptions) {
+      other.activation /= parts;
+      if (other.between_input_and_weight) *other.between_input_and_weight /= parts;
+    }
   }
   return result;
 }

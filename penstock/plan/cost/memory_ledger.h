@@ -27,13 +27,13 @@ class MemoryLedger {
     switch (action.kind()) {
       case schedule::ActionKind::Forward:
         ++activations_;
-        bytes_ += memory.activation;
+        bytes_ += kept(memory, action).activation;
         break;
       case schedule::ActionKind::Backward:
         add_gradients(stage, memory);
         break;
       case schedule::ActionKind::BackwardInput:
-        bytes_ += std::max<std::int64_t>(0, growth_by_input(memory));
+        bytes_ += std::max<std::int64_t>(0, growth_by_input(kept(memory, action)));
         break;
       case schedule::ActionKind::BackwardWeight:
         add_gradients(stage, memory);
@@ -53,14 +53,14 @@ class MemoryLedger {
     switch (action.kind()) {
       case schedule::ActionKind::Backward:
         --activations_;
-        bytes_ -= memory.activation;
+        bytes_ -= kept(memory, action).activation;
         break;
       case schedule::ActionKind::BackwardInput:
-        bytes_ += std::min<std::int64_t>(0, growth_by_input(memory));
+        bytes_ += std::min<std::int64_t>(0, growth_by_input(kept(memory, action)));
         break;
       case schedule::ActionKind::BackwardWeight:
         --activations_;
-        bytes_ -= memory.between_input_and_weight.value_or(memory.activation);
+        bytes_ -= after_input(kept(memory, action));
         break;
       case schedule::ActionKind::Reshard:
         bytes_ -= memory.unsharded;
@@ -77,8 +77,15 @@ class MemoryLedger {
   std::int64_t peak_bytes() const { return peak_bytes_; }
 
  private:
-  static std::int64_t growth_by_input(const StageMemory& memory) {
-    return memory.between_input_and_weight.value_or(memory.activation) - memory.activation;
+  // Of an action of a microbatch: F, B, I or W.
+  static MicrobatchMemory kept(const StageMemory& memory, const schedule::Action& action) {
+    return memory.of(*action.microbatch());
+  }
+  static std::int64_t after_input(const MicrobatchMemory& memory) {
+    return memory.between_input_and_weight.value_or(memory.activation);
+  }
+  static std::int64_t growth_by_input(const MicrobatchMemory& memory) {
+    return after_input(memory) - memory.activation;
   }
   void add_gradients(int stage, const StageMemory& memory) {
     if (has_gradients_[static_cast<std::size_t>(stage)]) return;

@@ -17,6 +17,7 @@
 #include "penstock/shard/state/registry.h"
 #include "penstock/shard/state/shard_context.h"
 #include "penstock/shard/state/shard_group.h"
+#include "penstock/step_context.h"
 #include "penstock/torch/dispatch/any_operator_hook.h"
 #include "penstock/torch/dispatch/gradient_sink.h"
 
@@ -254,7 +255,8 @@ void on_operator(const c10::OperatorHandle& op, Stack* stack) {
       });
   if (uses.empty() && derived.empty()) return op.callBoxed(stack);
 
-  const bool backward = in_backward();
+  // A forward that is recomputed inside a backward is a forward.
+  const bool backward = in_backward() && !StepContext::current()->recompute;
   const bool recording = at::GradMode::is_enabled();
   bool compute = !uses.empty() && (backward || recording || traits.pure_view);
   // If only some of several groups are gathered: whole tensors and shards cannot be mixed.

@@ -80,6 +80,23 @@ AutocastState autocast_state() {
   return state;
 }
 
+AutocastStateScope::Device AutocastStateScope::set(at::DeviceType type, bool enabled, at::ScalarType dtype) {
+  const Device before{type, is_enabled(type), dtype_of(type)};
+  if (enabled) set_dtype(type, dtype);
+  set_enabled(type, enabled);
+  return before;
+}
+
+AutocastStateScope::AutocastStateScope(const AutocastState& state)
+    : cpu_(set(at::kCPU, state.cpu, state.cpu_dtype)), cuda_(set(at::kCUDA, state.cuda, state.cuda_dtype)) {}
+
+AutocastStateScope::~AutocastStateScope() {
+  for (const Device& device : {cpu_, cuda_}) {
+    set_enabled(device.type, device.was_enabled);
+    set_dtype(device.type, device.was_dtype);
+  }
+}
+
 OwnAutocastCache::OwnAutocastCache() { at::autocast::clear_cache(); }
 OwnAutocastCache::~OwnAutocastCache() { at::autocast::clear_cache(); }
 

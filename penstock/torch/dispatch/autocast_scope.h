@@ -41,6 +41,24 @@ struct AutocastState {
 };
 AutocastState autocast_state();
 
+// Makes a state that this or another thread had current within its scope, also if autocast is off in it.
+class AutocastStateScope {
+ public:
+  explicit AutocastStateScope(const AutocastState& state);
+  ~AutocastStateScope();
+  AutocastStateScope(const AutocastStateScope&) = delete;
+  AutocastStateScope& operator=(const AutocastStateScope&) = delete;
+
+ private:
+  struct Device {
+    at::DeviceType type;
+    bool was_enabled;
+    at::ScalarType was_dtype;
+  };
+  static Device set(at::DeviceType type, bool enabled, at::ScalarType dtype);
+  Device cpu_, cuda_;
+};
+
 // Clears autocast's cache of cast weights at the start and at the end of this scope, so that weights cast
 // outside are not used inside and the reverse.
 class OwnAutocastCache {

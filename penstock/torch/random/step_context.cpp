@@ -19,7 +19,8 @@ class StepInfo final : public c10::DebugInfoBase {
 };
 
 void check(const StepContext& context) {
-  if (!context.running)
+  // Outside of any step there is no context to make current, except to say that a forward is recomputed.
+  if (!context.running && !context.recompute)
     throw ValueError(
         "step context: got a context outside of any step; set `running` or create a new StepContext");
   if (context.microbatches < 1)

@@ -444,6 +444,8 @@ class Completion {
     idle(training.optimizer != "adamw", "training.betas", setting_text("training.optimizer"));
     idle(training.optimizer != "adamw", "training.epsilon", setting_text("training.optimizer"));
     idle(training.decay == "constant", "training.min_lr_ratio", setting_text("training.decay"));
+    for (const char* name : {"training.recompute_stages", "training.recompute_microbatches"})
+      idle(training.recompute == "none", name, setting_text("training.recompute"));
     idle(!config_.data.shards.empty(), "data.cap_bytes", setting_text("data.shards"));
     idle(!config_.data.shards.empty(), "data.skip_bad_files", setting_text("data.shards"));
     idle(config_.model.pattern.find('|') != std::string::npos, "layout.partition",

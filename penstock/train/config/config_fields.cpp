@@ -310,6 +310,17 @@ std::vector<ConfigField> make_fields() {
        {"fp32", "bf16", "fp16"}},
       {"training", "loss_scale", "Loss scale for fp16; 0: dynamic", at(&T::training, &R::loss_scale), 0,
        kHuge},
+      {"training", "recompute",
+       "Activations that are recomputed in the backward instead of kept, with the same bits: none; block: of "
+       "every block; attention: of A blocks; experts: of E blocks; letters:ME: of blocks with these letters; "
+       "pattern:.R.R: a mark for each block, where . keeps and R or the letter of the block recomputes",
+       at(&T::training, &R::recompute)},
+      {"training", "recompute_stages",
+       "Recompute in these stages only, counted from 0 over the whole model; empty: in all",
+       at(&T::training, &R::recompute_stages), 0, 1 << 20},
+      {"training", "recompute_microbatches",
+       "Recompute for these microbatches of a run of the schedule only, counted from 0; empty: for all",
+       at(&T::training, &R::recompute_microbatches), 0, 1 << 20},
       {"training", "seed", "Seed for initial parameters, dropout and data order", at(&T::training, &R::seed),
        0, kMany},
       {"training", "validate_every", "Steps between validations; 0: no validation",

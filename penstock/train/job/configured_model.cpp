@@ -70,6 +70,17 @@ std::shared_ptr<models::TrainableModel> configured_model(const TrainConfig& conf
   return model;
 }
 
+models::RecomputePlan configured_recompute(const TrainConfig& config, const models::TrainableModel& model,
+                                           int stages) {
+  const TrainingConfig& training = config.training;
+  models::RecomputePlan plan = models::parse_recompute(training.recompute, model.plan());
+  plan.stages = training.recompute_stages;
+  plan.microbatches = training.recompute_microbatches;
+  models::check_recompute(plan, stages, config.layout.microbatches);
+  model.check_recompute(plan);
+  return plan;
+}
+
 void register_model(const std::string& name, ModelFactory factory) {
   Models::all().add(name, std::move(factory));
 }

@@ -8,6 +8,7 @@
 
 #include <memory>
 
+#include "penstock/recompute_plan.h"
 #include "penstock/train_config.h"
 #include "penstock/trainable_model.h"
 
@@ -15,5 +16,10 @@ namespace penstock::train {
 
 // Throws ConfigError for an unknown type, with the names that are known, and for inconsistent options.
 std::shared_ptr<models::TrainableModel> configured_model(const TrainConfig& config);
+
+// Returns what training.recompute and its stages and microbatches choose in the model. Throws ConfigError for
+// what the model, a schedule of so many stages or the layout does not have.
+models::RecomputePlan configured_recompute(const TrainConfig& config, const models::TrainableModel& model,
+                                           int stages);
 
 }  // namespace penstock::train

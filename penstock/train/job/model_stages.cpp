@@ -77,6 +77,7 @@ void check_stages(const TrainConfig& config, const models::TrainableModel& model
   check_copies(schedule.stages(), config.layout.schedule);
   if (config.layout.tp > 1) model.check_tensor_parallel(static_cast<int>(config.layout.tp));
   if (config.layout.ep > 1) model.check_expert_parallel(static_cast<int>(config.layout.ep));
+  configured_recompute(config, model, parts_of_model(schedule.stages()));
 }
 
 ModelStages::ModelStages(const RankLayout& layout, const TrainConfig& config,
@@ -86,6 +87,7 @@ ModelStages::ModelStages(const RankLayout& layout, const TrainConfig& config,
       indices_(schedule.stages().stages_of(layout.pp())) {
   const schedule::StageMap& map = schedule.stages();
   check_stages(config, *model_, schedule);
+  const models::RecomputePlan recompute = configured_recompute(config, *model_, parts_of_model(map));
   for (const int index : indices_) {
     std::shared_ptr<models::ModelStage> module =
         model_->make_stage(parts_[static_cast<std::size_t>(part_of_stage(map, index))]);
@@ -93,6 +95,7 @@ ModelStages::ModelStages(const RankLayout& layout, const TrainConfig& config,
     if (const auto mesh = layout.split_mesh()) module->parallelize(*mesh);
     if (layout.dp_size() > 1) module->set_replicas(layout.copies());
     module->set_initial_values(static_cast<std::uint64_t>(config.training.seed));
+    module->set_recompute(recompute);
     modules_.push_back(std::move(module));
   }
   const std::vector<ParameterUse> uses = uses_of_shared(layout.is_sharded());

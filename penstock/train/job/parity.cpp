@@ -217,6 +217,10 @@ TrainConfig one_process(const TrainConfig& config) {
   one.layout.schedule = "1F1B";
   one.layout.microbatch_size = config.layout.microbatch_size * config.layout.dp;
   std::erase(one.model.pattern, '|');
+  // Recomputation must not change anything: what it is compared with keeps all activations.
+  one.training.recompute = "none";
+  one.training.recompute_stages.clear();
+  one.training.recompute_microbatches.clear();
   return one;
 }
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <map>
 #include <sstream>
 #include <utility>
 
@@ -42,6 +43,52 @@ double slowdown(const DryRun& run) {
   return std::max(1.0, static_cast<double>(run.config.layout.ranks) / run.cores);
 }
 
+bool has_weight_backwards(const schedule::Schedule& schedule) {
+  for (const schedule::Row& row : schedule.rows())
+    for (const schedule::Slot slot : row)
+      for (const schedule::Action& action : slot)
+        if (action.kind() == schedule::ActionKind::BackwardWeight) return true;
+  return false;
+}
+
+// What a stage takes and keeps for a microbatch whose activations are recomputed, or kept.
+struct StageEstimate {
+  double forward = 0, backward = 0;  // seconds
+  plan::MicrobatchMemory memory;
+};
+
+StageEstimate estimate_stage(const DryRun& run, const models::StagePart& part, bool recomputes) {
+  const PartMeasurements& measured = run.measured;
+  StageEstimate stage;
+  std::int64_t& kept = stage.memory.activation;
+  std::int64_t for_weights = 0;
+  bool knows_weights = true;
+  const auto add = [&](const PartMeasurement& each) {
+    stage.forward += each.forward;
+    stage.backward += each.backward;
+    kept += each.kept;
+    for_weights += each.kept_for_weights.value_or(0);
+    knows_weights = knows_weights && each.kept_for_weights;
+  };
+  std::map<std::string, int> sharing;  // blocks, by kind
+  for (std::int64_t i = part.first_block; i < part.end_block; ++i) {
+    const models::BlockPlan& block = run.plan.blocks[static_cast<std::size_t>(i)];
+    const bool again =
+        recomputes && run.recompute.recomputes({.number = i, .letter = block.letter}, part.index, {});
+    add((again ? measured.recomputed : measured.blocks).at(block.kind));
+    kept += measured.border;  // the input
+    const auto shared = measured.shared.find(block.kind);
+    if (!again && shared != measured.shared.end() && sharing[block.kind]++ > 0) kept -= shared->second;
+  }
+  if (part.has_embed()) add(measured.embed);
+  if (part.has_head()) {
+    add(measured.head);
+    kept += measured.border;
+  }
+  if (knows_weights) stage.memory.between_input_and_weight = for_weights;
+  return stage;
+}
+
 plan::CostModel cost_model(const DryRun& run) {
   plan::CostModel model;
   model.stages.clear();
@@ -49,39 +96,32 @@ plan::CostModel cost_model(const DryRun& run) {
   model.latency = kLatency;
   model.bandwidth = kBandwidth;
   const double share = slowdown(run) / static_cast<double>(run.config.layout.tp);
-  const PartMeasurements& measured = run.measured;
+  const std::vector<std::int64_t>& chosen = run.recompute.microbatches;
+  const double recomputed =
+      chosen.empty() ? 1
+                     : static_cast<double>(chosen.size()) / static_cast<double>(run.schedule.microbatches());
   const schedule::StageMap& map = run.schedule.stages();
   for (int stage = 0; stage < map.stages(); ++stage) {
     const models::StagePart& part = run.parts[static_cast<std::size_t>(part_of_stage(map, stage))];
-    double forward = 0, backward = 0;
-    std::int64_t kept = measured.kept_by_stage;
-    for (std::int64_t i = part.first_block; i < part.end_block; ++i) {
-      const PartMeasurement& block = measured.blocks.at(run.plan.blocks[static_cast<std::size_t>(i)].kind);
-      forward += block.forward;
-      backward += block.backward;
-      kept += block.kept;
-    }
-    if (part.has_embed()) {
-      forward += measured.embed.forward;
-      backward += measured.embed.backward;
-      kept += measured.embed.kept;
-    } else {
-      kept += measured.border;  // the input
-    }
-    if (part.has_head()) {
-      forward += measured.head.forward;
-      backward += measured.head.backward;
-      kept += measured.head.kept;
-    }
+    const StageEstimate plain = estimate_stage(run, part, false);
+    StageEstimate again = estimate_stage(run, part, true);
+    // The first half of a backward computes again what a plain one has kept.
+    if (!again.memory.between_input_and_weight)
+      again.memory.between_input_and_weight = plain.memory.activation;
+    const double backward = plain.backward + (again.backward - plain.backward) * recomputed;
     plan::StageCost cost;
-    cost.forward = forward * share;
+    cost.forward = (plain.forward + (again.forward - plain.forward) * recomputed) * share;
     cost.backward = backward * share;
     cost.backward_input = cost.backward_weight = backward * share / 2;
-    cost.output_bytes = static_cast<double>(measured.border);
+    cost.output_bytes = static_cast<double>(run.measured.border);
     model.stages.push_back(cost);
+    const plan::MicrobatchMemory& usual = (chosen.empty() ? again : plain).memory;
     plan::StageMemory memory;
-    memory.activation = kept;
-    model.memory.push_back(memory);
+    memory.activation = usual.activation;
+    memory.between_input_and_weight = usual.between_input_and_weight;
+    for (const std::int64_t microbatch : chosen)
+      memory.exceptions[static_cast<int>(microbatch)] = again.memory;
+    model.memory.push_back(std::move(memory));
   }
   return model;
 }
@@ -123,6 +163,9 @@ std::string kept_text(const DryRun& run) {
   for (const auto& [kind, measured] : blocks)
     texts.push_back(
         fmt::format("{} in {}", bytes_text(measured.kept), blocks.size() == 1 ? "a block" : kind));
+  for (const auto& [kind, measured] : run.measured.recomputed)
+    texts.push_back(fmt::format("{} in {} that is recomputed", bytes_text(measured.kept),
+                                blocks.size() == 1 ? "a block" : kind));
   return fmt::format("{}", fmt::join(texts, ", "));
 }
 
@@ -290,8 +333,10 @@ DryRun dry_run(const TrainConfig& config, const DataCheckProgress& progress) {
       configured_device(config.layout, comm::World::fake(0, static_cast<int>(config.layout.ranks)));
   require_precision(config, device);
   if (device.is_cpu()) require_memory(minimum_memory_of_parts(config), machine_memory_bytes());
-  std::vector<models::StagePart> parts =
-      configured_parts(config, model->plan(), parts_of_model(schedule.stages()));
+  const int stages = parts_of_model(schedule.stages());
+  std::vector<models::StagePart> parts = configured_parts(config, model->plan(), stages);
+  const models::RecomputePlan recompute = configured_recompute(config, *model, stages);
+  const bool splits = has_weight_backwards(schedule);
   std::string data = check_data(config, DataCheck::Reading, progress);
   now("measuring an embedding, a block and a head");
   DryRun run{.config = config,
@@ -301,7 +346,8 @@ DryRun dry_run(const TrainConfig& config, const DataCheckProgress& progress) {
              .schedule = std::move(schedule),
              .plan = model->plan(),
              .parts = std::move(parts),
-             .measured = measure_parts(config, *model, device),
+             .recompute = recompute,
+             .measured = measure_parts(config, *model, device, recompute, splits),
              .simulation = {},
              .memory = {},
              .step_seconds = 0,
@@ -309,7 +355,7 @@ DryRun dry_run(const TrainConfig& config, const DataCheckProgress& progress) {
   now("simulating a step");
   run.simulation = plan::simulate(run.schedule, cost_model(run));
   now("planning memory");
-  run.memory = plan_memory(config, run.plan, run.schedule, run.parts, run.simulation);
+  run.memory = plan_memory(config, run.plan, run.schedule, run.parts, run.simulation, run.measured.border);
   run.step_seconds = run.simulation.time * static_cast<double>(config.training.accumulation);
   return run;
 }
@@ -345,8 +391,9 @@ std::string to_text(const DryRun& run) {
   add(memory);
   fmt::format_to(
       std::back_inserter(text),
-      "  activations: measured on real parts; one microbatch keeps {} and {} in the head{}\n", kept_text(run),
-      bytes_text(run.measured.head.kept),
+      "  activations: measured on real parts; one microbatch keeps {} and {} in the head, and their "
+      "inputs{}\n",
+      kept_text(run), bytes_text(run.measured.head.kept),
       run.config.layout.tp > 1 ? "; the part that tensor parallelism splits is not subtracted" : "");
   write_time(text, run);
   return text;

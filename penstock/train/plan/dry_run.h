@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "penstock/model_plan.h"
+#include "penstock/recompute_plan.h"
 #include "penstock/schedule.h"
 #include "penstock/simulator.h"
 #include "penstock/train/job/configured_data.h"
@@ -36,6 +37,7 @@ struct DryRun {
   schedule::Schedule schedule;
   models::ModelPlan plan;
   std::vector<models::StagePart> parts;  // of the model; a bidirectional schedule runs each twice
+  models::RecomputePlan recompute;
   PartMeasurements measured;
   plan::Simulation simulation;     // of one run of the schedule, in seconds
   std::vector<RankMemory> memory;  // by pipeline rank

@@ -11,11 +11,13 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "penstock/comm/launch/launch_cores.h"
 #include "penstock/mode.h"
 #include "penstock/pipeline/backward/graph_node.h"
+#include "penstock/pipeline/backward/split_backward.h"
 #include "penstock/step_context.h"
 #include "penstock/torch/compat/thread_count.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
@@ -78,8 +80,9 @@ class LiveMemory final : public Mode {
 class Trial {
  public:
   Trial(const TrainConfig& config, const models::TrainableModel& model, const models::StagePart& part,
-        at::Device device, std::int64_t rows, std::int64_t length)
+        at::Device device, std::int64_t rows, std::int64_t length, bool recomputes)
       : config_(config), device_(device), stage_(model.make_stage(part)) {
+    if (recomputes) stage_->set_recompute(models::RecomputePlan::all());
     stage_->to(device);
     stage_->set_initial_values(static_cast<std::uint64_t>(config.training.seed));
     const at::TensorOptions numbers = at::TensorOptions().dtype(at::kLong).device(device);
@@ -143,13 +146,43 @@ class Trial {
       const ModeGuard guard(memory);
       graph = forward().grad_fn();
     }
-    std::vector<at::Tensor> others = stage_->parameters();
-    others.insert(others.end(), {targets_, input_});
-    for (const at::Tensor& tensor : tensors_of(inputs_.keywords)) others.push_back(tensor);
-    return memory.bytes_without(others);
+    return memory.bytes_without(not_kept());
+  }
+
+  // Between the halves of a split backward. On the CPU, whose backward runs on this thread.
+  std::int64_t kept_for_weights() {
+    LiveMemory memory;
+    InputBackward half;
+    {
+      const ModeGuard guard(memory);
+      OutputEdges edges;
+      at::Tensor gradient;
+      {
+        const at::Tensor output = forward();
+        edges = OutputEdges::of({output});
+        gradient = at::ones_like(output);
+      }
+      StepContext context;
+      context.microbatch = 0;
+      const StepGuard step(context);
+      half = stage_backward_input(std::move(edges), {std::move(gradient)}, {input_});
+    }
+    half.input_grads.clear();
+    const std::int64_t bytes = memory.bytes_without(not_kept());
+    for (const at::Tensor& parameter : stage_->parameters()) parameter.mutable_grad() = at::Tensor();
+    return bytes;
   }
 
  private:
+  // Tensors that exist anyway.
+  std::vector<at::Tensor> not_kept() const {
+    std::vector<at::Tensor> others = stage_->parameters();
+    for (const at::Tensor& parameter : stage_->parameters())
+      if (parameter.grad().defined()) others.push_back(parameter.grad());
+    others.insert(others.end(), {targets_, input_});
+    for (const at::Tensor& tensor : tensors_of(inputs_.keywords)) others.push_back(tensor);
+    return others;
+  }
   std::optional<at::ScalarType> autocast() const {
     if (config_.training.precision == "bf16") return at::kBFloat16;
     if (config_.training.precision == "fp16") return at::kHalf;
@@ -183,14 +216,18 @@ std::int64_t rounded_up(std::int64_t value, std::int64_t unit) { return (value +
 // Measures parts of a model, each by trials of one row or, where a row would take too long, of shorter ones.
 class PartMeter {
  public:
-  PartMeter(const TrainConfig& config, const models::TrainableModel& model, at::Device device)
+  PartMeter(const TrainConfig& config, const models::TrainableModel& model, at::Device device, bool splits)
       : config_(config),
         model_(model),
         device_(device),
+        splits_(splits && device.is_cpu()),
         rows_(config.layout.microbatch_size),
         length_(config.model.context),
         measured_rows_(rows_),
         measured_tokens_(length_) {}
+
+  // Whether the blocks of the parts to come are recomputed.
+  void set_recomputes(bool recomputes) { recomputes_ = recomputes; }
 
   // For a microbatch.
   PartMeasurement measure(const models::StagePart& part) {
@@ -208,19 +245,23 @@ class PartMeter {
       measured.backward = all.backward;
     }
     measured.kept *= rows_;
+    if (splits_) measured.kept_for_weights = bytes(part, slow, &Trial::kept_for_weights);
     return measured;
   }
   // Bytes that a microbatch keeps.
-  std::int64_t kept(const models::StagePart& part) {
-    return (is_slow(part) ? extrapolated_bytes(part) : trial(part, 1, length_).kept()) * rows_;
-  }
+  std::int64_t kept(const models::StagePart& part) { return bytes(part, is_slow(part), &Trial::kept); }
 
   std::int64_t measured_rows() const { return measured_rows_; }
   std::int64_t measured_tokens() const { return measured_tokens_; }
 
  private:
+  using Bytes = std::int64_t (Trial::*)();
+
   Trial trial(const models::StagePart& part, std::int64_t rows, std::int64_t tokens) const {
-    return Trial(config_, model_, part, device_, rows, tokens);
+    return Trial(config_, model_, part, device_, rows, tokens, recomputes_);
+  }
+  std::int64_t bytes(const models::StagePart& part, bool slow, Bytes count) const {
+    return (slow ? extrapolated_bytes(part, count) : (trial(part, 1, length_).*count)()) * rows_;
   }
 
   // Of one row: the second of two runs, because the first loads kernels and allocates memory, unless it takes
@@ -258,10 +299,10 @@ class PartMeter {
     };
     return {.forward = row(few.forward, more.forward),
             .backward = row(few.backward, more.backward),
-            .kept = extrapolated_bytes(part)};
+            .kept = extrapolated_bytes(part, &Trial::kept)};
   }
 
-  std::int64_t extrapolated_bytes(const models::StagePart& part) const {
+  std::int64_t extrapolated_bytes(const models::StagePart& part, Bytes count) const {
     // Chunks of state-space blocks must be whole.
     const std::vector<models::BlockPlan>& blocks = model_.plan().blocks;
     std::int64_t unit = kMoreTokens;
@@ -270,8 +311,10 @@ class PartMeter {
         unit = rounded_up(unit, config_.model.state_chunk);
     const bool in_blocks = length_ > kPairsAtOnce;
     const std::int64_t n = in_blocks ? rounded_up(kPairsAtOnce + 1, unit) : unit;
-    if (length_ <= (in_blocks ? 2 : 3) * n) return trial(part, 1, length_).kept();
-    const auto at = [&](std::int64_t tokens) { return static_cast<double>(trial(part, 1, tokens).kept()); };
+    if (length_ <= (in_blocks ? 2 : 3) * n) return (trial(part, 1, length_).*count)();
+    const auto at = [&](std::int64_t tokens) {
+      return static_cast<double>((trial(part, 1, tokens).*count)());
+    };
     const auto to = static_cast<double>(length_), from = static_cast<double>(n);
     return static_cast<std::int64_t>(in_blocks ? on_a_line(from, at(n), 2 * from, at(2 * n), to)
                                                : on_a_parabola(at(n), at(2 * n), at(3 * n), from, to));
@@ -280,35 +323,61 @@ class PartMeter {
   const TrainConfig& config_;
   const models::TrainableModel& model_;
   const at::Device device_;
+  const bool splits_;
   const std::int64_t rows_, length_;
+  bool recomputes_ = false;
   std::int64_t measured_rows_, measured_tokens_;
 };
+
+// One block, as the middle one of three stages.
+models::StagePart blocks_alone(std::int64_t first, std::int64_t end) {
+  return {.index = 1, .count = 3, .first_block = first, .end_block = end};
+}
+
+// What two blocks of a kind in one stage keep only once. `kept`: by one of them.
+std::int64_t shared_bytes(PartMeter& meter, const std::vector<models::BlockPlan>& blocks, std::int64_t first,
+                          std::int64_t kept, std::int64_t border) {
+  constexpr std::int64_t kFar = 8;  // blocks in between take time
+  const auto count = static_cast<std::int64_t>(blocks.size());
+  const std::string& kind = blocks[static_cast<std::size_t>(first)].kind;
+  for (std::int64_t i = first + 1; i < std::min(count, first + kFar); ++i) {
+    if (blocks[static_cast<std::size_t>(i)].kind != kind) continue;
+    const std::int64_t before = i == first + 1 ? kept : meter.kept(blocks_alone(first, i)),
+                       after = meter.kept(blocks_alone(first, i + 1));
+    return std::max<std::int64_t>(0, kept - (after - before - border));
+  }
+  return 0;
+}
 
 }  // namespace
 
 PartMeasurements measure_parts(const TrainConfig& config, const models::TrainableModel& model,
-                               at::Device device) {
+                               at::Device device, const models::RecomputePlan& recompute, bool splits) {
   PartMeasurements result;
   result.threads = comm::threads_per_rank(comm::available_cores(), static_cast<int>(config.layout.ranks));
   result.border = config.layout.microbatch_size * config.model.context * config.model.width *
                   static_cast<std::int64_t>(sizeof(float));
   const ThreadCountScope threads(result.threads);
-  PartMeter meter(config, model, device);
+  PartMeter meter(config, model, device, splits);
   // Of three stages: only the embedding, only one block, only the head.
   const std::vector<models::BlockPlan>& blocks = model.plan().blocks;
   const auto layers = static_cast<std::int64_t>(blocks.size());
   result.embed = meter.measure({.index = 0, .count = 3, .first_block = 0, .end_block = 0});
-  for (std::int64_t i = 0; i < layers; ++i)
-    if (const std::string& kind = blocks[static_cast<std::size_t>(i)].kind; !result.blocks.contains(kind))
-      result.blocks[kind] = meter.measure({.index = 1, .count = 3, .first_block = i, .end_block = i + 1});
-  result.head = meter.measure({.index = 2, .count = 3, .first_block = layers, .end_block = layers});
-  // Two blocks show what blocks share.
-  if (layers > 1) {
-    const std::int64_t two = meter.kept({.index = 1, .count = 3, .first_block = 0, .end_block = 2});
-    result.kept_by_stage = std::max<std::int64_t>(
-        0, result.blocks.at(blocks[0].kind).kept + result.blocks.at(blocks[1].kind).kept - two);
-    for (auto& [kind, measured] : result.blocks) measured.kept -= result.kept_by_stage;
+  for (std::int64_t i = 0; i < layers; ++i) {
+    const models::BlockPlan& block = blocks[static_cast<std::size_t>(i)];
+    if (!result.blocks.contains(block.kind)) {
+      const PartMeasurement& measured = result.blocks[block.kind] = meter.measure(blocks_alone(i, i + 1));
+      // Blocks of other letters share nothing.
+      if (block.letter == 'A')
+        result.shared[block.kind] = shared_bytes(meter, blocks, i, measured.kept, result.border);
+    }
+    if (recompute.chooses({.number = i, .letter = block.letter}) && !result.recomputed.contains(block.kind)) {
+      meter.set_recomputes(true);
+      result.recomputed[block.kind] = meter.measure(blocks_alone(i, i + 1));
+      meter.set_recomputes(false);
+    }
   }
+  result.head = meter.measure({.index = 2, .count = 3, .first_block = layers, .end_block = layers});
   result.measured_rows = meter.measured_rows();
   result.measured_tokens = meter.measured_tokens();
   return result;

@@ -1,7 +1,7 @@
 // Measures time and memory of an embedding, a block of each kind and a head of the model on this machine, for
 // one microbatch.
 //
-//   const PartMeasurements measured = measure_parts(config, *model, device);
+//   const PartMeasurements measured = measure_parts(config, *model, device, recompute, /*splits=*/true);
 //   measured.blocks.at("attention").forward   // seconds
 //   measured.blocks.at("attention").kept      // bytes that one microbatch keeps until its backward
 //
@@ -16,8 +16,10 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 
+#include "penstock/recompute_plan.h"
 #include "penstock/train_config.h"
 #include "penstock/trainable_model.h"
 
@@ -25,22 +27,28 @@ namespace penstock::train {
 
 struct PartMeasurement {
   double forward = 0, backward = 0;  // seconds
-  std::int64_t kept = 0;             // bytes
+  // Bytes between forward and backward, without the input, which counts as a border, and without the output.
+  std::int64_t kept = 0;
+  // Bytes between the halves of a split backward; nothing if it was not measured.
+  std::optional<std::int64_t> kept_for_weights = {};
 };
 
 struct PartMeasurements {
   PartMeasurement embed;
-  std::map<std::string, PartMeasurement> blocks;  // by kind (BlockPlan)
-  PartMeasurement head;                           // with the last norm and the loss
-  std::int64_t kept_by_stage = 0;    // bytes per stage besides its parts: masks, rotary embedding
+  std::map<std::string, PartMeasurement> blocks;      // by kind (BlockPlan)
+  std::map<std::string, PartMeasurement> recomputed;  // the same, of kinds of which blocks are recomputed
+  PartMeasurement head;                               // with the last norm and the loss
+  // Bytes that the blocks of a kind keep once per stage, part of `kept` of each: masks, rotary embedding.
+  std::map<std::string, std::int64_t> shared;
   std::int64_t border = 0;           // bytes of the activation between two stages
   std::int64_t measured_rows = 0;    // if fewer than in a microbatch, times are extrapolated
   std::int64_t measured_tokens = 0;  // of a row; if fewer than the context, of some parts, the same
   int threads = 1;
 };
 
-// For a rank that computes whole blocks, regardless of tp. Throws ConfigError like the model.
+// For a rank that computes whole blocks, regardless of tp. `recompute`: the kinds of blocks that it chooses
+// are measured both ways. `splits`: the schedule splits backwards. Throws ConfigError like the model.
 PartMeasurements measure_parts(const TrainConfig& config, const models::TrainableModel& model,
-                               at::Device device);
+                               at::Device device, const models::RecomputePlan& recompute, bool splits);
 
 }  // namespace penstock::train

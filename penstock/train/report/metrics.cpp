@@ -166,6 +166,7 @@ StepMetrics step_of(const Line& line) {
   step.resident_bytes = line.count("resident_bytes");
   step.device_bytes = line.count("device_bytes");
   if (line.has("auxiliary")) step.outcome.auxiliary = auxiliary_of(line);
+  if (line.has("border_error")) step.outcome.border_error = line.number("border_error");
   return step;
 }
 
@@ -300,6 +301,7 @@ std::string step_line(const StepOutcome& outcome, const StepExtras& extras, doub
               {"total", outcome.times.total}}},
             {"resident_bytes", extras.resident_bytes},
             {"device_bytes", extras.device_bytes}};
+  if (outcome.border_error > 0) line["border_error"] = outcome.border_error;
   for (const LossTerm& term : outcome.auxiliary)
     line["auxiliary"][term.name] = {{"value", term.value}, {"weight", term.weight}};
   line["time"] = time;

@@ -110,5 +110,29 @@ TEST_F(InspectCli, PredictedAgreesWithMeasured) {
   }
 }
 
+// Whatever is recomputed, the prediction knows it, and memory really falls.
+TEST_F(InspectCli, PredictsRecomputedActivations) {
+  const std::string model =
+      "--steps 1 --pattern AEME --attention_feed false --model.width 64 --context 128 --expert_width 64 "
+      "--experts 4 --state_size 16 --state_head_width 16 --state_chunk 32 ";
+  for (const std::string layout : {"--pp 1 --schedule 1F1B ", "--pp 2 --schedule 1F1B ",
+                                   "--pp 2 --virtual_stages 2 --schedule ZBVZeroBubble "}) {
+    double all = 0;
+    for (const std::string recompute :
+         {"none", "experts", "block", "pattern:R..R", "block --recompute_microbatches 0,1"}) {
+      const nlohmann::json memory_of = memory(model + layout + "--recompute " + recompute);
+      double sum = 0;
+      for (const auto& rank : memory_of.at("ranks")) {
+        const double predicted = rank.at("predicted").at("activations"),
+                     measured = rank.at("measured").at("activations");
+        EXPECT_NEAR(predicted / measured, 1, 0.05) << layout << recompute << " rank " << rank.at("rank");
+        sum += measured;
+      }
+      if (all == 0) all = sum;
+      EXPECT_TRUE(recompute == "none" || sum < 0.9 * all) << layout << recompute;
+    }
+  }
+}
+
 }  // namespace inspect_cli_test
 }  // namespace penstock::test

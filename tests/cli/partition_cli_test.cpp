@@ -92,6 +92,9 @@ TEST_F(PartitionCli, ThePatternIsTheSamePartition) {
   EXPECT_EQ(again["by"], "pattern");
   EXPECT_EQ(again["stages"], first["stages"]);
   EXPECT_EQ(json_of(model + "--pattern AAEAAMEA --cuts 3,7")["stages"], first["stages"]);
+  const nlohmann::json configured = json_of(model + "--pattern AAEAAMEA --partition weight");
+  EXPECT_EQ(configured["by"], "weight");
+  EXPECT_EQ(configured["stages"], first["stages"]);
 }
 
 TEST_F(PartitionCli, PlacesStagesInEveryWay) {

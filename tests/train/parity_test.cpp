@@ -84,8 +84,11 @@ TEST(Parity, AuxiliaryLossesAreCompared) {
   const ParityReport other =
       compare_sides(scratch / "one", scratch / "layout", kSteps, {.gradients = 1e9, .parameters = 1e9});
   EXPECT_FALSE(other.ok());
-  for (const ParityRow& row : other.rows)
-    if (row.tensor == "balance") EXPECT_EQ(row.note, "only in one process");
+  for (const ParityRow& row : other.rows) {
+    if (row.tensor == "balance") {
+      EXPECT_EQ(row.note, "only in one process");
+    }
+  }
 }
 
 TEST(Parity, ReplicasAndTensorParallelRanksDifferByRounding) {

@@ -47,7 +47,6 @@ double state_bytes(const std::vector<models::ParameterShape>& parameters, const 
 // By stage: the most microbatches between forward and backward at once.
 std::vector<double> kept_microbatches(const schedule::Schedule& schedule) {
   std::vector<double> now(static_cast<std::size_t>(schedule.stages().stages()), 0), most = now;
-  std::vector<bool> splits(now.size(), false);
   for (const schedule::Row& row : schedule.rows())
     for (const schedule::Slot slot : row)
       for (const schedule::Action& action : slot) {
@@ -103,7 +102,7 @@ class PartitionPlanner {
     }
     const bool both = layers.placement == StagePlacement::Bidirectional;
     const int of_layout = map.chains().size() > 1 ? map.stages() / 2 : map.stages();
-    int parts = request_.stages > 0 ? request_.stages : both ? layers.ranks : of_layout;
+    const int parts = request_.stages > 0 ? request_.stages : both ? layers.ranks : of_layout;
     if (both && parts != layers.ranks)
       throw ConfigError(describe("--stages", fmt::format("{}", parts),
                                  fmt::format("{}, one for each rank and direction", layers.ranks),

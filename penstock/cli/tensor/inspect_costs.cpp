@@ -10,6 +10,7 @@
 #include "penstock/train/job/configured_model.h"
 #include "penstock/train/job/host_check.h"
 #include "penstock/train/job/job.h"
+#include "penstock/train/job/process_memory.h"
 #include "penstock/train/plan/part_costs.h"
 #include "penstock/world.h"
 
@@ -28,14 +29,23 @@ void run_inspect_costs(const CLI::App& command, const std::string& output) {
   const at::Device device =
       train::configured_device(config.layout, comm::World::fake(0, static_cast<int>(config.layout.ranks)));
   train::require_precision(config, device);
+  if (device.is_cpu())
+    train::require_memory(train::minimum_memory_of_parts(config), train::machine_memory_bytes());
   const train::PartMeasurements measured =
-      train::measure_parts(config, *train::configured_model(config), device);
-  CostFile costs{.embed = part_cost(measured.embed),
-                 .blocks = {},
-                 .head = part_cost(measured.head),
-                 .kept_by_stage = static_cast<double>(measured.kept_by_stage),
-                 .border = static_cast<double>(measured.border)};
-  for (const auto& [kind, block] : measured.blocks) costs.blocks[kind] = part_cost(block);
+      train::measure_parts(config, *train::configured_model(config), device, {}, /*splits=*/false);
+  const auto border = static_cast<double>(measured.border);
+  CostFile costs{
+      .embed = part_cost(measured.embed), .blocks = {}, .head = part_cost(measured.head), .border = border};
+  costs.head.kept += border;  // its input
+  for (const auto& [kind, block] : measured.blocks) {
+    PartCost& cost = costs.blocks[kind] = part_cost(block);
+    cost.kept += border;
+    const auto shared = measured.shared.find(kind);
+    if (shared == measured.shared.end()) continue;
+    // What the blocks of a kind share is kept once by a stage.
+    cost.kept -= static_cast<double>(shared->second);
+    costs.kept_by_stage += static_cast<double>(shared->second);
+  }
   write_text(output, to_json(costs));
 }
 

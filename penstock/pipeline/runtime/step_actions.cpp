@@ -119,6 +119,7 @@ void TorchStepActions::clear() {
   arrivals_.clear();
   waiting_for_sizes_.clear();
   sends_.clear();
+  unanswered_.clear();
 }
 
 StageRunner& TorchStepActions::runner(int stage) { return *by_stage_.at(stage); }
@@ -393,6 +394,7 @@ void TorchStepActions::await(const Instruction& instruction, const Channel& chan
   for (std::size_t i = 0; i < arrival.messages.size(); ++i)
     if (const auto& [message, meta] = arrival.messages[i]; message.defined())
       codec_.decode(message, memory_of(arrival.tensors[i]), meta);
+  if (!forward) free_answered(channel, microbatch);
   StageRunner& stage = runner(channel.to_stage);
   const Span span = received_by(channel, plan(channel.to_stage, microbatch));
   if (forward) {
@@ -416,6 +418,7 @@ void TorchStepActions::send(const Instruction& instruction, const Channel& chann
   const int peer = groups_.global_rank(channel.to_rank);
   const std::string label = schedule::to_text(instruction.action);
   const bool logs = transfer_log_.on();
+  const std::size_t earlier = sends_.size();
   std::vector<LoggedTransfer> logged;
   if (agreed.announced) {
     for (auto& meta : made)
@@ -441,7 +444,18 @@ void TorchStepActions::send(const Instruction& instruction, const Channel& chann
     sends_.push_back(
         group.isend(message, peer, {.tag = groups_.tag(channel, i), .label = label, .timeout = {}}));
   }
+  if (agreed.forward)
+    unanswered_[{channel.from_stage, channel.to_stage, channel.skip, microbatch}].assign(
+        sends_.begin() + static_cast<std::ptrdiff_t>(earlier), sends_.end());
   if (logs) transfer_log_.batch("send", instruction, channel, logged);
+}
+
+// A gradient answers an output: whoever sent it has received the output, so that waiting for the send does
+// not block, and the output can be freed. Not every backend can tell without waiting that a send has
+// completed.
+void TorchStepActions::free_answered(const Channel& gradient, int microbatch) {
+  auto sent = unanswered_.extract({gradient.to_stage, gradient.from_stage, gradient.skip, microbatch});
+  if (!sent.empty()) comm::wait_all(sent.mapped());
 }
 
 // Passed on unchanged: with their strides, and without a copy.
@@ -506,6 +520,7 @@ void TorchStepActions::finish() {
     each.sharded().end_step();
   }
   for (; !sends_.empty(); sends_.pop_front()) sends_.front().wait();
+  unanswered_.clear();
 }
 
 }  // namespace penstock

@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <tuple>
 #include <vector>
 
 #include "penstock/pipeline/contract/stage_meta.h"
@@ -99,6 +100,8 @@ class TorchStepActions final : public StepActions {
   void receive(Arrival& arrival, at::Tensor tensor, const Channel& channel, int tag,
                const std::string& label);
   void reap();
+  // Frees the output that a gradient which has arrived belongs to.
+  void free_answered(const Channel& gradient, int microbatch);
   void count_live();
 
   std::vector<StageRunner>& runners_;
@@ -114,6 +117,9 @@ class TorchStepActions final : public StepActions {
   std::map<std::pair<int, int>, Arrival> arrivals_;   // by channel and microbatch
   std::map<int, std::deque<int>> waiting_for_sizes_;  // by channel: announced microbatches
   std::deque<comm::Work> sends_;
+  // Sends of outputs, by sending and receiving stage, skip connection and microbatch, until their gradients
+  // arrive.
+  std::map<std::tuple<int, int, int, int>, std::vector<comm::Work>> unanswered_;
   int peak_live_ = 0;
   std::optional<OverlapStreams> streams_;
   int units_on_two_streams_ = 0;

@@ -89,7 +89,7 @@ at::Tensor to_float8(const at::Tensor& values) {
   at::Tensor rows = at::zeros({blocks * kFloat8Block}, values.options().dtype(at::kFloat));
   rows.narrow(0, 0, count).copy_(values);
   rows = rows.view({blocks, kFloat8Block});
-  at::Tensor scales = rows.abs().amax({1}, /*keepdim=*/true).div_(kFloat8Largest);
+  at::Tensor scales = rows.abs().amax({1}, /*keepdim=*/true).mul_(1 / kFloat8Largest);
   // Also where a tiny maximum has a scale that is not a normal number: its values become 0.
   const at::Tensor usable = at::isfinite(scales).logical_and_(scales.ge(std::numeric_limits<float>::min()));
   scales = at::where(usable, scales, at::ones_like(scales));

@@ -17,6 +17,7 @@
 #include "penstock/errors.h"
 #include "penstock/step_context.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
+#include "penstock/torch/dispatch/gradient_sink.h"
 #include "penstock/torch/recompute/recomputed_state.h"
 #include "penstock/torch/recompute/saved_tensor_hooks.h"
 
@@ -250,10 +251,13 @@ class LeaveOut final : public torch::autograd::SavedVariableHooks {
   void call_pack_hook(const at::Tensor& tensor) override {
     const bool keep = tensor.is_leaf() && tensor.requires_grad();
     const std::size_t slot = run_->add(tensor, keep);
-    if (keep)
-      leaf_ = tensor;
-    else
+    if (!keep) {
       slot_ = slot;
+      return;
+    }
+    leaf_ = tensor;
+    // LibTorch holds it weakly, and a split backward removes the edges that lead to inputs.
+    accumulator_ = torch::autograd::impl::grad_accumulator(tensor);
   }
   at::Tensor call_unpack_hook() override { return slot_ ? run_->get(*slot_) : leaf_; }
 
@@ -261,6 +265,7 @@ class LeaveOut final : public torch::autograd::SavedVariableHooks {
   std::shared_ptr<RecomputedRun> run_;
   std::optional<std::size_t> slot_;
   at::Tensor leaf_;
+  AccumulatorPtr accumulator_;
 };
 
 // Takes a tensor of the second run; its own graph has no backward.

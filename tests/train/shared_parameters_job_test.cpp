@@ -57,7 +57,6 @@ class WithRelations : public models::TrainableModel {
       stage->named_parameters()["relations.weight"].set_requires_grad(false);
     return stage;
   }
-  void check_tensor_parallel(int ranks) const override { model_->check_tensor_parallel(ranks); }
   models::StageInputs inputs(const models::TokenBatch& batch) const override {
     models::TokenBatch whole = batch;
     const at::Tensor same = batch.tokens.unsqueeze(1).eq(batch.tokens.unsqueeze(2));
@@ -185,7 +184,6 @@ TEST_P(SharedParametersJob, PipelinesAgreeWithOneProcess) {
   near({.name = "ZBV", .pp = 2, .virtual_stages = 2, .schedule = "ZBVZeroBubble", .microbatch_size = 4});
   near({.name = "DualPipeV", .pp = 2, .virtual_stages = 2, .schedule = "DualPipeV", .microbatch_size = 4});
   near({.name = "pp2 dp2", .pp = 2, .dp = 2});
-  near({.name = "pp2 tp2", .pp = 2, .tp = 2, .microbatch_size = 4});
   near({.name = "pp2 shard2", .pp = 2, .dp = 2}, {"--shard", "2"});
   near({.name = "ZBV shard2", .pp = 2, .virtual_stages = 2, .dp = 2, .schedule = "ZBVZeroBubble"},
        {"--shard", "2"});

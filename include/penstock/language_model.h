@@ -64,6 +64,10 @@ struct GenerateOptions {
   // Allows more tokens than the context: the model then sees the last ones, and each new token costs a whole
   // forward, because the cache holds keys by position.
   bool slide = false;
+  // Returns keyword arguments for tokens [batch, length], of which the model is given those from `first` on:
+  // their dim 1 is length - first. Called once for each forward, with all tokens so far. Empty: none. A model
+  // must support them in forward_cached_with(), or use_cache must be false.
+  std::function<Tree(const at::Tensor& tokens, std::int64_t first)> metadata = {};
 };
 
 // Receives the new token of each row and its position; returns false to end the generation.

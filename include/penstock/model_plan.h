@@ -1,5 +1,5 @@
 // What a model is without tensors: its blocks, parameters and costs, and its partition into the stages of a
-// pipeline, by number of blocks, by cost, or by a pattern.
+// pipeline, by number of blocks, by parameters, by cost, at given blocks, or by a pattern.
 //
 //   models::TransformerOptions options{.vocabulary = 256, .layers = 5};
 //   models::ModelPlan plan = options.plan();
@@ -44,6 +44,12 @@ struct SharedParameter {
   std::vector<std::int64_t> blocks = {};  // those that use it, ascending
 };
 
+// A term of the training loss besides that of the tokens: an auxiliary loss.
+struct AuxiliaryTerm {
+  std::string name;   // "balance"
+  double weight = 0;  // by which it is multiplied
+};
+
 // A model, described by its parts.
 struct ModelPlan {
   std::int64_t vocabulary = 0;                // number of different tokens
@@ -63,6 +69,8 @@ struct ModelPlan {
   std::int64_t inactive_embed_parameters = 0;
   // As in BlockPlan, for what is added to the embedding of tokens.
   double embed_moved_per_token = 0;
+  // The auxiliary losses that stages report, in the order in which they are shown.
+  std::vector<AuxiliaryTerm> auxiliary = {};
 };
 
 // Returns the parameters of the whole model in model order. A tied or shared parameter is listed once.
@@ -107,8 +115,9 @@ PartCosts estimated_costs(const ModelPlan& plan);
 
 // What partition_model makes even.
 enum class Balance {
-  Count,  // the number of blocks; the first stages get one more
-  Cost    // the time of the slowest stage, including embedding and head
+  Count,   // the number of blocks; the first stages get one more
+  Weight,  // the parameters of the blocks, by a greedy rule: plan::partition_by_weight()
+  Cost     // the time of the slowest stage, including embedding and head
 };
 
 // How to partition.
@@ -116,10 +125,17 @@ struct PartitionOptions {
   Balance balance = Balance::Count;     // used if the pattern has no cuts
   std::string pattern = {};             // one letter per block, '|' between stages; empty: no cuts
   std::optional<PartCosts> costs = {};  // for Balance::Cost; default: estimated_costs()
+  std::vector<int> cuts = {};           // the first blocks of stages 1, 2, ...; empty: none. Not with a
+                                        // pattern that has cuts
 };
 
-// Returns the parts of all stages, in stage order. Throws ConfigError for a pattern with other blocks or
-// another number of stages, ValueError for more stages than are possible and for the wrong number of costs.
+// Returns the number of elements of the parameters of each block: what Balance::Weight divides.
+std::vector<double> block_weights(const ModelPlan& plan);
+
+// Returns the parts of all stages, in stage order. Cuts override the balance. Throws ConfigError for a
+// pattern with other blocks or another number of stages, for cuts that are not increasing blocks of the model
+// or give another number of stages, ValueError for more stages than are possible and for the wrong number of
+// costs.
 std::vector<StagePart> partition_model(const ModelPlan& plan, int stages, const PartitionOptions& how = {});
 
 // Returns the stages that hold the parameter of this name: several for a tied or shared parameter, whose

@@ -48,17 +48,29 @@ struct StepTimes {
   double total = 0;     // the whole step
 };
 
+// An auxiliary loss of a step (ModelPlan::auxiliary).
+struct LossTerm {
+  std::string name;   // "balance"
+  double value = 0;   // unweighted: the mean over the microbatches of the global batch
+  double weight = 0;  // its factor in the training loss, which is the loss plus all weight * value
+};
+
 // The result of one step. All values but the times are the same on every rank.
 struct StepOutcome {
-  std::int64_t step = 0;    // steps done, including this one
-  double loss = 0;          // mean over the targets that are not ignored
-  double grad_norm = 0;     // before clipping
-  double lr = 0;            // learning rate
-  double loss_scale = 1;    // fp16: the factor on the loss
-  bool skipped = false;     // fp16: the gradients overflowed and the update was skipped
+  std::int64_t step = 0;  // steps done, including this one
+  double loss = 0;        // mean over the targets that are not ignored
+  double grad_norm = 0;   // before clipping
+  double lr = 0;          // learning rate
+  double loss_scale = 1;  // fp16: the factor on the loss
+  bool skipped = false;   // fp16: the gradients overflowed and the update was skipped
+  // Relative error (root mean square) of what was sent between stages in a narrower dtype
+  // (layout.border_dtype); 0: nothing was rounded.
+  double border_error = 0;
   std::int64_t tokens = 0;  // of the global batch
   bool stop = false;        // some rank requested the end of the run
   StepTimes times;          // of this rank
+  // The auxiliary losses in the order of the model; empty if it has none.
+  std::vector<LossTerm> auxiliary = {};
 };
 
 // Additional measurements of a step.

@@ -56,6 +56,30 @@ struct PipeInfo {
   bool has_loss_and_backward = false;  // whether it was cut for training
 };
 
+// The dtype of floating-point tensors between stages.
+enum class BorderDtype {
+  Same,      // as computed
+  BFloat16,  // 16 bits; tensors that have 16 bits already are unchanged
+  Float8     // 8 bits (e4m3), with a scale for each 128 values
+};
+
+// How tensors travel between stages on different ranks. Stages of one rank pass tensors on unchanged.
+struct BorderOptions {
+  // Activations and gradients are rounded to this. StepReport::border tells the error.
+  BorderDtype dtype = BorderDtype::Same;
+  // Ranks that run the same stages on the same values, such as tensor-parallel ranks: each sends its share of
+  // a tensor, and the receivers gather the shares from each other. Values are unchanged. Tensors that are
+  // split over ranks already are sent as they are. All of these ranks must set it, in all stages.
+  std::optional<comm::Group> equal_ranks = {};
+};
+
+// What this rank sent to other stages in a step.
+struct BorderReport {
+  std::int64_t bytes = 0;     // of tensors
+  double squared_error = 0;   // sum over the values that were rounded, of the squared errors
+  double squared_values = 0;  // sum of their squares
+};
+
 // Options of a pipeline. `world` has no default.
 struct PipelineOptions {
   comm::World world;            // the processes
@@ -91,6 +115,7 @@ struct PipelineOptions {
   // If .grad() held earlier gradients, it is this step's gradient alone. It may start communication that the
   // caller waits for after the step.
   std::function<void(int stage)> gradients_done = {};
+  BorderOptions borders = {};  // how tensors travel between ranks
 };
 
 // What a step returns, without graphs.
@@ -112,6 +137,7 @@ struct StepReport {
   // Replayed from a recording; the other fields are from when it was recorded.
   bool replayed = false;
   int units_on_two_streams = 0;  // overlapped units whose forward and backward ran concurrently on CUDA
+  BorderReport border;           // what this rank sent to other ranks
 };
 
 // Executes one schedule over the stages of this rank. The classes below name the usual schedules.
@@ -146,7 +172,7 @@ class PipelineRuntime {
   int rank() const;
   // Stages of this rank in order.
   std::vector<PipelineStage>& stages();
-  // Facts about the last step.
+  // Facts about the last step. Waits for the device if BorderOptions::dtype is narrower than the tensors.
   StepReport report() const;
 
   // [collective over the pipeline] Writes what all ranks did in the last step, and when, to a file on the

@@ -32,7 +32,7 @@ namespace penstock::train {
 
 // Section [model]: the model.
 struct ModelConfig {
-  std::string preset = "tiny";  // named set of values; all other settings override it
+  std::string preset = "hybrid-tiny";  // named set of values; all other settings override it
   // Which model: auto, transformer, hybrid, or one that the program registered; auto: transformer if it can
   // have all settings, else hybrid.
   std::string type = "auto";
@@ -129,10 +129,15 @@ struct LayoutConfig {
   std::string schedule = "auto";
   std::int64_t microbatches = 8;     // microbatches per run of the schedule
   std::int64_t microbatch_size = 2;  // samples per microbatch
-  std::string partition = "cost";    // balance stages by the number of blocks (count) or by their cost (cost)
+  // What is balanced over the stages: the number of blocks (count), their parameters by a greedy rule
+  // (weight), or their cost (cost): the slowest stage is as fast as possible; penstock partition shows it.
+  std::string partition = "cost";
   // Transport for tensors between stages: auto, gloo, ucx or nccl; auto: nccl for cuda, ucx within one
   // machine if available, else gloo. nccl works with cuda only, gloo and ucx with the CPU only.
   std::string transport = "auto";
+  // Dtype of activations and gradients between pipeline ranks: same, bf16 or fp8 (8 bits, with a scale for
+  // each 128 values).
+  std::string border_dtype = "same";
   // Device that the model runs on: auto, cpu or cuda; auto: cuda if there is a GPU for each rank, else cpu.
   std::string device = "auto";
   // Compares all members.
@@ -194,6 +199,10 @@ struct DataConfig {
   // Mask attention between documents; false: tokens also attend to earlier documents of the sample, which is
   // faster on GPUs.
   bool document_mask = true;
+  // Metadata about the tokens for models that use it: auto, none or cpp; cpp: the structure of C++ text,
+  // found by a lexer; auto: cpp for the C++ headers of this machine if the model uses structure, else none.
+  // After loading it is none or cpp.
+  std::string structure = "auto";
   bool skip_bad_files = false;  // skip unreadable, empty and binary files instead of failing
   // Compares all members.
   friend bool operator==(const DataConfig&, const DataConfig&) = default;

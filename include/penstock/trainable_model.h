@@ -44,6 +44,15 @@ struct StateBuffer {
   at::Tensor tensor;  // changed in place when a checkpoint is loaded
 };
 
+// The value of an auxiliary loss at one stage.
+struct AuxiliaryLoss {
+  std::string name;  // "balance"
+  // A scalar without gradient: the part of the loss that this stage contributes. The sum over the stages is
+  // the loss of the model, for example the mean over all blocks that have it.
+  at::Tensor value;
+  double weight = 0;  // by which it is multiplied
+};
+
 // A step of the trainer that has ended.
 struct FinishedStep {
   bool updated = true;  // whether the optimizer changed the parameters; false: skipped, fp16 overflowed
@@ -70,6 +79,11 @@ class ModelStage : public torch::nn::Module {
   // Returns the loss of a microbatch at the last stage, a scalar: a sum over its targets divided by `tokens`.
   // The default is token_loss() of logits and targets.
   virtual at::Tensor loss(const at::Tensor& output, const at::Tensor& targets, double tokens);
+
+  // Returns the auxiliary losses of the training forwards of pipelines since the last call, each summed over
+  // these forwards, and forgets them. Evaluations, trial runs and recomputations do not count. Must not wait
+  // for the device. Names must be among ModelPlan::auxiliary. The default has none.
+  virtual std::vector<AuxiliaryLoss> take_auxiliary_losses() { return {}; }
 
   // Returns the buffers that checkpoints hold besides the parameters. They must be equal on all data-parallel
   // and tensor-parallel ranks. The default has none.
@@ -111,6 +125,9 @@ class ModelStage : public torch::nn::Module {
   // Computes tokens that follow those in the cache, and adds them to it. Records no graph. `cache` is from
   // make_cache() of this stage. The default throws NotImplemented.
   virtual at::Tensor forward_cached(const at::Tensor& x, StageCache& cache);
+  // The same with keyword arguments of the new tokens, as in forward_with(). The default accepts none: it
+  // calls forward_cached() without keywords, and throws NotImplemented otherwise.
+  virtual at::Tensor forward_cached_with(const at::Tensor& x, StageCache& cache, const Tree& keywords);
 };
 
 // Text as tensors [batch, length], Long, and what is known about it.
@@ -119,7 +136,8 @@ struct TokenBatch {
   at::Tensor targets = {};    // the token after each one; kIgnoredTarget (language_model.h) does not count
   at::Tensor documents = {};  // the document of each token; undefined: attention is not masked
   // What else is known about the tokens, for models that use it: a dict of keyword arguments for every stage,
-  // or None. Dim 0 of its tensors is the batch. Penstock's data sets have none.
+  // or None. Dim 0 of its tensors is the batch. Penstock's data sets have the structure of C++ text, if
+  // data.structure is cpp.
   Tree metadata = {};
 };
 

@@ -41,7 +41,7 @@ namespace penstock::models {
 // the final norm and the head at the last one. A whole model is a single stage.
 //
 // A tied head has no weight of its own: it uses embed.weight. If the last stage is not the first, it holds a
-// copy under the same name, and the gradients of both must be added (stages_of_parameter).
+// copy under the same name, and the gradients of both must be added (shared_parameters.h).
 //
 // Inputs may be distributed tensors (parallelize_transformer). In fake mode only shapes are computed. On CUDA
 // nothing waits for the device except the first forward on a device. Thread safety: one thread at a time.

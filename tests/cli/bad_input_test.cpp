@@ -154,10 +154,9 @@ TEST_F(KnownBadInput, SizesBeyondMemory) {
     expect_refused(
         here(std::string(command) + " --data.sources text.txt --device cpu --pp 1 --vocabulary 4294967296"),
         {"penstock: memory: got a need of at least", "TiB", "model.vocabulary = 4294967296"});
-    expect_refused(
-        here(std::string(command) +
-             " --data.sources text.txt --device cpu --pp 1 --width 1048576 --heads 1 --key_value_heads 1"),
-        {"penstock: memory: got a need of at least", "model.width = 1048576"});
+    expect_refused(here(std::string(command) + " --data.sources text.txt --device cpu --pp 1 --preset tiny "
+                                               "--width 1048576 --heads 1 --key_value_heads 1"),
+                   {"penstock: memory: got a need of at least", "model.width = 1048576"});
   }
   expect_refused(here("inspect graph --vocabulary 4294967296"),
                  {"the embedding, model.vocabulary = 4294967296"});

@@ -191,6 +191,10 @@ const std::map<std::string, GoodLine>& good_lines() {
         Input::File,
         {},
         true}},
+      {"inspect costs",
+       {[](const GoodFiles& good) { return Words{good.config.string()}; }, Input::File, {"--output"}, true}},
+      {"partition",
+       {[](const GoodFiles& good) { return Words{good.config.string()}; }, Input::File, {"--output"}, true}},
       {"inspect graph",
        {[](const GoodFiles& good) {
           return Words{good.graph.string(), "--nodes", "2"};
@@ -432,7 +436,8 @@ GoodFiles make_good_files(const std::string& program, const fs::path& folder) {
                   std::string(300, static_cast<char>('a' + file % 26)) + "\n");
   write_all(good.text, "One text file for training, " + std::string(2000, 'x') + "\n");
   write_all(good.config,
-            "[model]\nlayers = 2\nwidth = 16\nheads = 2\nkey_value_heads = 2\nfeed_width = 32\ncontext = 16\n"
+            "[model]\npreset = \"tiny\"\nlayers = 2\nwidth = 16\nheads = 2\nkey_value_heads = 2\nfeed_width "
+            "= 32\ncontext = 16\n"
             "[layout]\npp = 1\nmicrobatches = 2\nmicrobatch_size = 2\ndevice = \"cpu\"\n"
             "[training]\nsteps = 2\nwarmup_steps = 1\nvalidate_every = 0\n"
             "[output]\ntrace_steps = [1]\nsample_tokens = 0\n"

@@ -33,7 +33,8 @@ class InspectCli : public ::testing::Test {
           << "int value_" << file << " = " << 17 * file << ";\n"
           << std::string(300, static_cast<char>('a' + file));
     std::ofstream(folder_ / "train.toml")
-        << "[model]\nlayers = 4\nwidth = 32\nheads = 2\nkey_value_heads = 2\nfeed_width = 64\ncontext = 32\n"
+        << "[model]\npreset = \"tiny\"\nlayers = 4\nwidth = 32\nheads = 2\nkey_value_heads = 2\nfeed_width = "
+           "64\ncontext = 32\n"
         << "[layout]\nmicrobatches = 4\nmicrobatch_size = 2\ndevice = \"cpu\"\n"
         << "[training]\nwarmup_steps = 2\nvalidate_every = 0\n"
         << "[data]\nvalidation_fraction = 0\nsources = [\"" << (folder_ / "text").string() << "\"]\n";

@@ -33,7 +33,8 @@ class TrainCli : public ::testing::Test {
           << "int value_" << file << " = " << 17 * file << ";\n"
           << std::string(300, static_cast<char>('a' + file));
     std::ofstream(folder_ / "train.toml")
-        << "[model]\nlayers = 4\nwidth = 16\nheads = 2\nkey_value_heads = 2\nfeed_width = 32\ncontext = 16\n"
+        << "[model]\npreset = \"tiny\"\nlayers = 4\nwidth = 16\nheads = 2\nkey_value_heads = 2\nfeed_width = "
+           "32\ncontext = 16\n"
         << "[layout]\nmicrobatches = 4\nmicrobatch_size = 2\ndevice = \"cpu\"\n"
         << "[training]\nwarmup_steps = 2\nvalidate_every = 0\n"
         << "[data]\nvalidation_fraction = 0\nsources = [\"" << (folder_ / "text").string() << "\"]\n";
@@ -234,7 +235,7 @@ TEST_F(TrainCli, OneTextFileJustTrains) {
   for (int i = 0; text.size() < 1'100'000; ++i) text += "line " + std::to_string(i * 7919 % 1000) + "\n";
   std::ofstream(folder_ / "input.txt") << text;
   const std::string sizes =
-      " --layers 2 --model.width 16 --heads 2 --key_value_heads 2 --feed_width 32 --context 16 "
+      " --preset tiny --layers 2 --model.width 16 --heads 2 --key_value_heads 2 --feed_width 32 --context 16 "
       "--microbatches 4 --microbatch_size 2 --device cpu --steps 2";
   const std::string there = "cd '" + folder_.string() + "' && '" + environment("PENSTOCK_BIN") +
                             "/penstock' train --data input.txt" + sizes;

@@ -39,7 +39,8 @@ class Runs : public ::testing::Test {
 
   std::string flags(const std::string& name, int steps) const {
     return fmt::format(
-        "--data '{}' --run_folder '{}' --pp 2 --width 32 --layers 4 --heads 2 --key_value_heads 2 "
+        "--data '{}' --run_folder '{}' --pp 2 --preset tiny --width 32 --layers 4 --heads 2 "
+        "--key_value_heads 2 "
         "--feed_width 64 --context 32 --microbatches 4 --microbatch_size 2 --steps {} --warmup_steps 2 "
         "--validate_every 0 --validation_fraction 0.2 --checkpoint.every 2 --sample_tokens 0 --trace_steps 1 "
         "--progress lines --device cpu --transport gloo",

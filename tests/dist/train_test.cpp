@@ -35,7 +35,8 @@ class Train : public ::testing::Test {
   // Settings common to all runs of these tests; `name` is the folder.
   std::string flags(const std::string& name, int steps = 12) const {
     return fmt::format(
-        "--data '{}' --run_folder '{}' --width 32 --layers 4 --heads 2 --key_value_heads 2 --feed_width 64 "
+        "--data '{}' --run_folder '{}' --preset tiny --width 32 --layers 4 --heads 2 --key_value_heads 2 "
+        "--feed_width 64 "
         "--context 32 --microbatches 4 --microbatch_size 2 --steps {} --warmup_steps 2 --validate_every 6 "
         "--validate_batches 1 --validation_fraction 0.2 --checkpoint.every 2 --sample_tokens 16 --progress "
         "lines --device cpu",

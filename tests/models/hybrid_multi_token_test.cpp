@@ -239,17 +239,6 @@ TEST(HybridMultiToken, EveryStageIsGivenTokensAndTargets) {
   EXPECT_TRUE(at::equal(inputs.keywords["documents"].tensor(), text.documents));
 }
 
-TEST(HybridMultiToken, TensorParallelRanksAreRefused) {
-  EXPECT_TRUE(has_text(
-      message_of<ConfigError>([] { trainable_hybrid(predicting("AM", 1))->check_tensor_parallel(2); }),
-      "model.multi_token_depth"));
-  HybridOptions options = predicting("AM", 0);
-  options.depth_layers = {1};
-  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { trainable_hybrid(options)->check_tensor_parallel(2); }),
-                       "model.depth_layers"));
-  EXPECT_NO_THROW(trainable_hybrid(options)->check_tensor_parallel(1));
-}
-
 // A module whose arguments are tensors, as compile() wants it.
 struct PredictingModule : torch::nn::Module {
   explicit PredictingModule(HybridStage inner) : stage(register_module("stage", std::move(inner))) {}

@@ -84,13 +84,15 @@ std::map<std::string, at::Tensor> whole_gradients(const HybridStageImpl& stage) 
 }
 
 // Every rank has the same tokens.
-void expect_tensor_parallel(const HybridOptions& options, int ranks, const std::string& what) {
+void expect_tensor_parallel(const HybridOptions& options, int ranks, const std::string& what,
+                            HybridMetadata metadata = {}) {
   SCOPED_TRACE(what + ", " + std::to_string(ranks) + " ranks");
   const Input input;
+  metadata.documents = input.documents;
   const double tokens = static_cast<double>(input.tokens.numel());
   HybridStage alone = made(options);
   fill(*alone);
-  const at::Tensor expected = alone->forward(input.tokens, input.documents);
+  const at::Tensor expected = alone->forward_with(input.tokens, metadata);
   token_loss(expected, input.tokens, tokens).backward();
   const auto gradients = whole_gradients(*alone);
   std::mutex mutex;
@@ -98,7 +100,7 @@ void expect_tensor_parallel(const HybridOptions& options, int ranks, const std::
     HybridStage stage = made(options);
     stage->parallelize(world.mesh("cpu", {{"tp", ranks}}));
     fill(*stage);
-    const at::Tensor logits = stage->forward(input.tokens, input.documents);
+    const at::Tensor logits = stage->forward_with(input.tokens, metadata);
     token_loss(logits, input.tokens, tokens).backward();
     const at::Tensor all = full_tensor(logits.detach());
     const auto own = whole_gradients(*stage);
@@ -140,6 +142,51 @@ TEST(HybridParallel, GroupsOfStateSpaces) {
       options.state_groups = groups;
       expect_tensor_parallel(options, ranks, std::to_string(groups) + " groups");
     }
+}
+
+TEST(HybridParallel, Depths) {
+  HybridOptions options = small("AEMF");
+  options.depth_layers = {0, 1, 2, 3};
+  options.depth_kind = "gamma";
+  options.depth_weight = 0.1;
+  expect_tensor_parallel(options, 2, "depths");
+}
+
+TEST(HybridParallel, MultiToken) {
+  const Input input;
+  const HybridMetadata known{.tokens = input.tokens, .targets = input.tokens.roll(-1, 1)};
+  for (const bool tied : {false, true})
+    for (const char* block : {"A", "E"}) {
+      HybridOptions options = small("AM");
+      options.multi_token_depth = 2;
+      options.multi_token_block = block;
+      options.tie_head = tied;
+      expect_tensor_parallel(options, 2, block, known);
+    }
+}
+
+TEST(HybridParallel, EmbeddingsAndRelationsFromMetadata) {
+  const auto ids = [](int seed) {
+    return at::randint(0, 4, {4, 9}, at::detail::createCPUGenerator(static_cast<std::uint64_t>(seed)),
+                       at::kLong);
+  };
+  HybridMetadata metadata{.structure_kinds = ids(1),
+                          .dependency_levels = ids(2),
+                          .syntax_depths = ids(3),
+                          .sibling_indices = ids(4),
+                          .node_types = ids(5),
+                          .parents = at::arange(-1, 8).expand({4, 9}).contiguous(),
+                          .platforms = ids(6).select(1, 0).contiguous()};
+  metadata.relations = at::rand({4, 3, 9, 9}, at::detail::createCPUGenerator(7)).gt(0.5);
+  HybridOptions options = small("AFEA");
+  options.structure_embedding = true;
+  options.platforms = 4;
+  options.ngram_orders = {2, 3};
+  options.ngram_buckets = 32;
+  options.embed_norm = "dynamic_tanh";
+  options.relations = 3;
+  options.tree_feed = true;
+  for (const int ranks : {2, 4}) expect_tensor_parallel(options, ranks, "metadata", metadata);
 }
 
 // One token at a time equals the whole row on split blocks, too.

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "penstock/errors.h"
+#include "penstock/hybrid_options.h"
 #include "penstock/models/plan/pattern.h"
 #include "penstock/partition.h"
 #include "penstock/transformer_options.h"
@@ -160,6 +161,38 @@ TEST(StageParts, PatternsOverrideTheBalance) {
   EXPECT_TRUE(has_text(message_of<ConfigError>([] { partition_model(layers(4), 3, {.pattern = "A|A|AAA"}); }),
                        "model.layers"));
   EXPECT_THROW(partition_model(layers(2), 3), ValueError);
+}
+
+TEST(StageParts, CutsOverrideTheBalance) {
+  const auto parts = partition_model(layers(5), 3, {.balance = Balance::Cost, .cuts = {1, 2}});
+  EXPECT_EQ(parts, partition_model(layers(5), 3, {.pattern = "A|A|AAA"}));
+  EXPECT_EQ(partition_model(layers(5), 3, {.pattern = "AAAAA", .cuts = {1, 2}}), parts);
+  const auto message = [](int stages, const PartitionOptions& how) {
+    return message_of<ConfigError>([&] { partition_model(layers(5), stages, how); });
+  };
+  EXPECT_TRUE(has_text(message(2, {.cuts = {1, 2}}), "cuts 1, 2: got 3 stages, expected 2"));
+  EXPECT_TRUE(has_text(message(3, {.cuts = {2, 2}}), "increasing numbers from 1 to 4"));
+  EXPECT_TRUE(has_text(message(3, {.cuts = {0, 2}}), "got 0"));
+  EXPECT_TRUE(has_text(message(3, {.cuts = {2, 5}}), "got 5"));
+  EXPECT_TRUE(has_text(message(3, {.pattern = "A|A|AAA", .cuts = {1, 2}}), "leave out one of the two"));
+}
+
+// Experts have most of the parameters, but a token passes through few of them.
+TEST(StageParts, ByWeightCountsParametersOfBlocks) {
+  HybridOptions options{.pattern = "AAEAAAEA", .vocabulary = 64, .width = 32, .context = 32};
+  options.experts = 16;
+  const ModelPlan plan = options.plan();
+  const std::vector<double> weights = block_weights(plan);
+  ASSERT_EQ(weights.size(), 8u);
+  EXPECT_GT(weights[2], 8 * weights[0]);
+  const auto parts = partition_model(plan, 3, {.balance = Balance::Weight});
+  const auto ranges = plan::partition_by_weight(weights, 3);
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    EXPECT_EQ(parts[i].first_block, ranges[i].begin);
+    EXPECT_EQ(parts[i].end_block, ranges[i].end);
+  }
+  EXPECT_EQ(parts[0].end_block, 3);  // up to the first E
+  EXPECT_EQ(partition_model(layers(7), 3, {.balance = Balance::Weight}), partition_model(layers(7), 3));
 }
 
 TEST(StageParts, StagesOfAParameter) {

@@ -73,6 +73,54 @@ TEST(Partition, AtBoundaries) {
     EXPECT_THROW(partition_at(5, bad), ValueError);
 }
 
+TEST(Partition, ByWeight) {
+  // A stage ends once it has its share of what is left: 31/3, then 11/2.
+  EXPECT_EQ(sizes(partition_by_weight({10, 10, 10, 1}, 3)), (std::vector<int>{2, 1, 1}));
+  EXPECT_EQ(sizes(partition_by_weight({1, 1, 1, 9, 9, 9}, 3)), (std::vector<int>{4, 1, 1}));
+  EXPECT_EQ(sizes(partition_by_weight({9, 1, 1, 9}, 2)), (std::vector<int>{2, 2}));
+  // One layer is left for each later stage, however light the first ones are.
+  EXPECT_EQ(sizes(partition_by_weight({0, 0, 0, 5}, 3)), (std::vector<int>{2, 1, 1}));
+  EXPECT_EQ(sizes(partition_by_weight({3, 0, 0, 0}, 4)), (std::vector<int>{1, 1, 1, 1}));
+  EXPECT_EQ(sizes(partition_by_weight({0, 0, 0, 0, 0}, 2)), (std::vector<int>{3, 2})) << "no weight at all";
+  EXPECT_TRUE(has_text(message_of<ValueError>([] { partition_by_weight({1, 1}, 3); }), "at most 2"));
+  EXPECT_TRUE(has_text(message_of<ValueError>([] { partition_by_weight({1, 1}, 0); }), "at least 1"));
+  EXPECT_TRUE(has_text(message_of<ValueError>([] { partition_by_weight({1, -1}, 1); }), "layer 1"));
+}
+
+// The rule in other words: all that a stage could end at, and the first that reaches its share.
+TEST(Partition, ByWeightFollowsItsRule) {
+  std::mt19937 random(3);
+  for (int trial = 0; trial < 500; ++trial) {
+    const int layers = 1 + static_cast<int>(random() % 20),
+              stages = 1 + static_cast<int>(random() % static_cast<unsigned>(layers));
+    std::vector<double> weights;
+    for (int i = 0; i < layers; ++i) weights.push_back(static_cast<double>(random() % 50));
+    const auto sum = [&](int begin, int end) {
+      return std::accumulate(weights.begin() + begin, weights.begin() + end, 0.0);
+    };
+    const auto parts = partition_by_weight(weights, stages);
+    expect_contiguous(parts, layers);
+    ASSERT_EQ(static_cast<int>(parts.size()), stages);
+    for (int stage = 0; stage + 1 < stages; ++stage) {
+      const LayerRange part = parts[static_cast<std::size_t>(stage)];
+      ASSERT_GE(part.size(), 1);
+      const double share = sum(part.begin, layers) / (stages - stage);
+      const bool at_last = part.end == layers - (stages - stage - 1);
+      if (!at_last) {
+        EXPECT_GE(sum(part.begin, part.end), share);
+      }
+      if (part.size() > 1) {
+        EXPECT_LT(sum(part.begin, part.end - 1), share);
+      }
+    }
+  }
+  for (int layers = 1; layers < 80; ++layers)
+    for (int stages = 1; stages <= layers; ++stages)
+      for (const double weight : {7.0, 0.1})
+        ASSERT_EQ(partition_by_weight(std::vector<double>(static_cast<std::size_t>(layers), weight), stages),
+                  partition_by_count(layers, stages));
+}
+
 TEST(Partition, ByCostIsOptimalWhereGreedyIsNot) {
   EXPECT_EQ(sizes(partition_by_cost({10, 10, 10, 1}, 3)), (std::vector<int>{1, 1, 2}));
   EXPECT_EQ(heaviest(partition_by_cost({10, 10, 10, 1}, 3), {10, 10, 10, 1}), 11);

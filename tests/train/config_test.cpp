@@ -16,6 +16,7 @@
 
 #include "penstock/errors.h"
 #include "penstock/train/config/config_fields.h"
+#include "penstock/train/config/configured_plan.h"
 #include "penstock/train_config.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
@@ -77,7 +78,10 @@ TEST(Config, AutomaticSchedule) {
 
 TEST(Config, DefaultsAreComplete) {
   const ResolvedConfig resolved = with({});
-  EXPECT_EQ(resolved.config.model.preset, "tiny");
+  EXPECT_EQ(resolved.config.model.preset, "hybrid-tiny");
+  EXPECT_EQ(resolved.config.model.pattern, "AEME");
+  EXPECT_EQ(resolved.config.layout.schedule, "ZBVZeroBubble");
+  EXPECT_EQ(resolved.config.data.structure, "cpp");
   EXPECT_EQ(resolved.config.layout.ranks, 2);
   EXPECT_EQ(resolved.config.layout.virtual_stages, 2);
   EXPECT_EQ(resolved.config.training.accumulation, 1);
@@ -185,12 +189,12 @@ TEST(Config, InconsistentValuesNameTheRemedy) {
   const std::vector<Bad> cases = {
       {{"--ranks", "3"}, {"layout.ranks = 3 (--ranks)", "2 * 1 * 1 = 2", "set layout.ranks to 2"}},
       {{"--ranks", "8"}, {"set layout.dp to 4"}},
-      {{"--width", "200"},
+      {{"--preset", "tiny", "--width", "200"},
        {"model.width = 200 (--width) is not a multiple of model.heads = 6 (default)",
         "set model.width to 204"}},
-      {{"--width", "6"}, {"even width", "set model.width to 12"}},
-      {{"--key_value_heads", "4"}, {"model.heads = 6", "model.key_value_heads = 4"}},
-      {{"--tp", "4"}, {"model.heads = 6", "layout.tp = 4"}},
+      {{"--preset", "tiny", "--width", "6"}, {"even width", "set model.width to 12"}},
+      {{"--preset", "tiny", "--key_value_heads", "4"}, {"model.heads = 6", "model.key_value_heads = 4"}},
+      {{"--preset", "tiny", "--tp", "4"}, {"model.heads = 6", "layout.tp = 4"}},
       {{"--pp", "8"}, {"8 model stages", "model.layers = 4"}},
       {{"--pp", "70000"}, {"from 1 to 65536"}},
       {{"--pp", "60000", "--dp", "60000"}, {"at most 65536"}},
@@ -205,7 +209,7 @@ TEST(Config, InconsistentValuesNameTheRemedy) {
       {{"--global_batch", "32", "--accumulation", "3"}, {"needs 2 runs", "training.accumulation = 3"}},
       {{"--dp", "65536", "--pp", "1", "--microbatches", "1048576", "--microbatch_size", "1048576"},
        {"at most 2^40"}},
-      {{"--warmup_steps", "500"}, {"training.warmup_steps = 500", "training.steps = 120"}},
+      {{"--warmup_steps", "500"}, {"training.warmup_steps = 500", "training.steps = 240"}},
       {{"--loss_scale", "128"}, {"fp16"}},
       {{"--transport", "nccl", "--device", "cpu"}, {"layout.transport", "auto"}},
       {{"--data", "src", "--shards", "data"}, {"leave one of them out"}},
@@ -233,12 +237,43 @@ TEST(Config, WhatIsDerived) {
   EXPECT_EQ(with({"--schedule", "zbv"}).config.layout.schedule, "ZBVZeroBubble");
   EXPECT_EQ(with({"--schedule", "dualpipe", "--layers", "2"}).config.layout.virtual_stages,
             2);  // two copies of two parts
-  EXPECT_EQ(with({"--key_value_heads", "0"}).config.model.key_value_heads, 6);
-  EXPECT_EQ(with({"--feed_width", "0"}).config.model.feed_width, 512);
+  EXPECT_EQ(with({"--preset", "tiny", "--key_value_heads", "0"}).config.model.key_value_heads, 6);
+  EXPECT_EQ(with({"--preset", "tiny", "--feed_width", "0"}).config.model.feed_width, 512);
   EXPECT_EQ(with({"--feed_width", "0", "--width", "196", "--heads", "2"}).config.model.feed_width,
             544);  // 523, rounded up
   EXPECT_EQ(with({"--pattern", "AAA|AA"}).config.model.layers, 5);
   EXPECT_EQ(with({"--steps", "5"}).config.training.warmup_steps, 0);
+  // The pattern of a preset is repeated; one that is given has its own number of layers.
+  EXPECT_EQ(with({"--layers", "6"}).config.model.pattern, "AEMEAE");
+  EXPECT_EQ(with({"--layers", "2", "--pp", "1"}).config.model.pattern, "AE");
+  EXPECT_EQ(with({"--layers", "6"}).origins.at("model.pattern"), "derived");
+}
+
+TEST(Config, StructureOfTheData) {
+  const auto structure = [](const Arguments& arguments) { return with(arguments).config.data.structure; };
+  EXPECT_EQ(structure({}), "cpp") << "the model uses it, and the default sources are C++";
+  EXPECT_EQ(with({}).origins.at("data.structure"), "derived");
+  EXPECT_EQ(structure({"--preset", "tiny"}), "none");
+  EXPECT_EQ(structure({"--structure_embedding", "false"}), "none");
+  EXPECT_EQ(structure({"--structure_embedding", "false", "--relations", "2"}), "cpp");
+  EXPECT_EQ(structure({"--structure_embedding", "false", "--tree_feed", "true"}), "cpp");
+  EXPECT_EQ(structure({"--data", "text"}), "none") << "any text";
+  EXPECT_EQ(structure({"--shards", "shards"}), "none");
+  EXPECT_EQ(structure({"--data", "src", "--structure", "cpp"}), "cpp");
+  EXPECT_EQ(structure({"--structure", "none"}), "none");
+  EXPECT_EQ(structure({"--model.type", "mine"}), "none") << "a registered model is asked for it";
+  EXPECT_EQ(structure({"--model.type", "mine", "--structure", "cpp"}), "cpp");
+  const std::vector<Bad> cases = {
+      {{"--structure", "python"}, {"one of auto, none, cpp"}},
+      {{"--preset", "tiny", "--structure", "cpp"}, {"data.structure = \"cpp\" (--structure)", "no effect"}},
+      {{"--structure_kinds", "15"}, {"model.structure_kinds = 15", "16 ids", "set model.structure_kinds"}},
+      {{"--node_types", "2"}, {"model.node_types = 2", "16 ids"}},
+      {{"--data", "x.bin", "--data.format", "uint16", "--structure", "cpp"}, {"needs text", "data.format"}},
+  };
+  for (const Bad& item : cases) {
+    const std::string message = message_of<ConfigError>([&] { (void)with(item.arguments); });
+    for (const std::string& part : item.says) EXPECT_TRUE(has_text(message, part)) << item.arguments.front();
+  }
 }
 
 TEST(Config, ASchedulesOwnFile) {
@@ -356,6 +391,33 @@ TEST(Config, InterleavedSchedulesHaveTwoStagesARank) {
                          (void)with({"--schedule", "Interleaved1F1B", "--pp", "4"});
                        }),
                        "lower layout.pp or layout.virtual_stages"));
+}
+
+TEST(Config, PartitionBalancesWhatItNames) {
+  const auto ends = [](const Arguments& arguments) {
+    const TrainConfig config = with(arguments).config;
+    std::vector<std::int64_t> all;
+    for (const models::StagePart& part :
+         models::partition_model(configured_plan(config.model), 3, configured_partition(config)))
+      all.push_back(part.end_block);
+    return all;
+  };
+  Arguments arguments{"--preset", "hybrid-tiny", "--pattern", "AAEAAAEA", "--partition"};
+  const auto by = [&](const char* value) {
+    Arguments more = arguments;
+    more.emplace_back(value);
+    return ends(more);
+  };
+  EXPECT_EQ(by("count"), (std::vector<std::int64_t>{3, 6, 8}));
+  EXPECT_EQ(by("weight"), (std::vector<std::int64_t>{3, 7, 8}));  // a stage ends with each E
+  EXPECT_NE(by("cost"), by("weight"));
+  EXPECT_EQ(ends({"--preset", "hybrid-tiny", "--pattern", "A|AEAAA|EA", "--schedule", "1F1B", "--pp", "3"}),
+            (std::vector<std::int64_t>{1, 6, 8}));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { by("weights"); }), "count, weight, cost"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] {
+                         configured_plan(with({"--type", "mine"}).config.model);
+                       }),
+                       "model.type: got \"mine\", expected transformer, hybrid or auto"));
 }
 
 TEST(Config, KeysWithoutEffectAreRefusedOnTheCommandLine) {

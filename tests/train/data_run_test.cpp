@@ -42,7 +42,9 @@ struct Seen final : Observer {
 };
 
 TrainConfig config_with(const std::vector<std::string>& more) {
-  std::vector<std::string> arguments{"--model.width",
+  std::vector<std::string> arguments{"--preset",
+                                     "tiny",
+                                     "--model.width",
                                      "16",
                                      "--layers",
                                      "2",

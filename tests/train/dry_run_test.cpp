@@ -13,6 +13,7 @@
 #include "penstock/errors.h"
 #include "penstock/models/hybrid/trainable_hybrid.h"
 #include "penstock/train/data/token_shard_writer.h"
+#include "penstock/train/config/configured_plan.h"
 #include "penstock/train/job/configured_model.h"
 #include "penstock/train/plan/part_costs.h"
 #include "penstock/transformer_options.h"
@@ -37,11 +38,11 @@ TrainConfig with_data(const Layout& layout, const std::vector<std::string>& more
 // The same model with other values: (key, value) pairs.
 TrainConfig small_config(const std::vector<std::string>& more) {
   std::vector<std::string> arguments{
-      "--model.width",      "16",  "--layers",          "4",    "--heads",   "2",
-      "--key_value_heads",  "2",   "--feed_width",      "32",   "--context", "16",
-      "--model.vocabulary", "260", "--schedule",        "1F1B", "--pp",      "1",
-      "--microbatches",     "4",   "--microbatch_size", "2",    "--steps",   "20",
-      "--warmup_steps",     "2",   "--layout.device",   "cpu"};
+      "--preset",  "tiny", "--model.width",      "16",  "--layers",          "4",
+      "--heads",   "2",    "--key_value_heads",  "2",   "--feed_width",      "32",
+      "--context", "16",   "--model.vocabulary", "260", "--schedule",        "1F1B",
+      "--pp",      "1",    "--microbatches",     "4",   "--microbatch_size", "2",
+      "--steps",   "20",   "--warmup_steps",     "2",   "--layout.device",   "cpu"};
   for (std::size_t i = 0; i < more.size(); i += 2) {
     const auto place = std::find(arguments.begin(), arguments.end(), more[i]);
     if (place != arguments.end()) arguments.erase(place, place + 2);
@@ -100,6 +101,27 @@ TEST(DryRun, OnePipeline) {
   EXPECT_GE(
       run.step_seconds,
       4 * 2 * (run.measured.blocks.at("attention").forward + run.measured.blocks.at("attention").backward));
+}
+
+// Every rank has two parts of the model; those of the first and the last also share a tied weight.
+TEST(DryRun, DualPipeHasTheModelTwice) {
+  const Layout layout{.name = "DualPipe", .pp = 2, .virtual_stages = 2, .schedule = "DualPipe"};
+  const DryRun run = dry_run(with_data(layout, {"--partition", "count"}));
+  ASSERT_EQ(run.parts.size(), 2u);
+  const std::int64_t whole = 4 * models::parameter_count(run.plan), tied = 4 * 260 * 16;
+  ASSERT_EQ(run.memory.size(), 2u);
+  for (const RankMemory& rank : run.memory) {
+    EXPECT_EQ(rank.parameters, whole);
+    EXPECT_EQ(rank.gradients, whole + tied);
+    EXPECT_EQ(rank.optimizer, 2 * whole);
+  }
+  const std::string text = to_text(run);
+  EXPECT_TRUE(has_text(text, "rank 0: pp 0, dp 0, tp 0; stages 0, 3\n")) << text;
+  EXPECT_TRUE(has_text(text, "stage 1: blocks 2-3, norm, tied head")) << text;
+  EXPECT_TRUE(has_text(text, "schedule: DualPipe, 4 stages, 4 microbatches of 2 rows")) << text;
+  Layout two_runs = layout;
+  two_runs.accumulation = 2;
+  EXPECT_EQ(dry_run(with_data(two_runs, {"--partition", "count"})).memory[0].gradients, 2 * (whole + tied));
 }
 
 TEST(DryRun, ReplicasTensorParallelRanksAndVirtualStages) {

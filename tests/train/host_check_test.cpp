@@ -65,10 +65,11 @@ TEST(HostCheck, TooLittleMemoryNamesTheLargestNeed) {
   EXPECT_TRUE(has_text(text, "of model.context = 16777216, expected at most the 8.0 GiB of this machine"));
   EXPECT_TRUE(has_text(text, "lower model.context"));
   // Products of the largest sizes overflow 64 bits.
-  const TrainConfig huge =
-      config_of({"--pp", "1", "--width", "1048576", "--heads", "65536", "--key_value_heads", "65536",
-                 "--layers", "65536", "--vocabulary", "4294967296", "--context", "16777216",
-                 "--microbatch_size", "1048576", "--microbatches", "1"});
+  const TrainConfig huge = config_of({"--preset",          "tiny",       "--pp",           "1",
+                                      "--width",           "1048576",    "--heads",        "65536",
+                                      "--key_value_heads", "65536",      "--layers",       "65536",
+                                      "--vocabulary",      "4294967296", "--context",      "16777216",
+                                      "--microbatch_size", "1048576",    "--microbatches", "1"});
   for (const MinimumMemory& need :
        {minimum_memory(huge, 1), minimum_memory_of_parts(huge), minimum_memory_of_capture(huge)})
     EXPECT_TRUE(has_text(message_of<ConfigError>([&] { require_memory(need, 8LL << 30); }), "TiB"));
@@ -77,6 +78,18 @@ TEST(HostCheck, TooLittleMemoryNamesTheLargestNeed) {
 TEST(HostCheck, ThisMachineHasMemory) {
   EXPECT_GT(machine_memory_bytes(), 1 << 28);
   EXPECT_GT(machine_memory_bytes(), resident_bytes());
+}
+
+// A bidirectional schedule has the model twice.
+TEST(HostCheck, DualPipeNeedsTwiceTheParameters) {
+  const auto need = [](const char* schedule) {
+    return minimum_memory(
+               config_of({"--preset", "small", "--pp", "2", "--schedule", schedule, "--microbatches", "4"}),
+               2)
+        .parts.at(0)
+        .bytes;
+  };
+  EXPECT_EQ(need("DualPipe"), 2 * need("DualPipeV"));
 }
 
 }  // namespace host_check_test

@@ -171,6 +171,14 @@ TEST_P(HybridPartsJob, ReplicasShardsAndAccumulatedRunsAgreeWithOneProcess) {
   near({.name = "two runs", .pp = 2, .microbatch_size = 4, .accumulation = 2, .microbatches = 2});
 }
 
+// Also the shares that tensor-parallel ranks send from stage to stage.
+TEST_P(HybridPartsJob, TensorParallelRanksAgreeWithOneProcess) {
+  const Outcome one = train({.name = "one"}, GetParam().options);
+  expect_near(train({.name = "tp2", .tp = 2}, GetParam().options), one);
+  if (GetParam().name == "All")
+    expect_near(train({.name = "pp2 tp2", .pp = 2, .tp = 2}, GetParam().options), one);
+}
+
 INSTANTIATE_TEST_SUITE_P(Parts, HybridPartsJob,
                          ::testing::Values(Parts{"Depths", kDepths},
                                            Parts{"MultiTokenWithATiedHead", kMultiToken},

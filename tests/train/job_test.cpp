@@ -1,5 +1,6 @@
 // Training in every layout compared with one process: losses, gradient norms, and continuing in another
 // layout.
+#include "penstock/train/config/configured_plan.h"
 #include "penstock/train/job/job.h"
 
 #include <gtest/gtest.h>
@@ -238,17 +239,6 @@ TEST(HybridJob, PartsWithoutMetadataDoNotDisturbSharding) {
     EXPECT_NEAR(two.losses[i], one.losses[i], 2e-5 * one.losses[i]);
     EXPECT_NEAR(two.norms[i], one.norms[i], 2e-2 * one.norms[i]);  // auxiliary losses of each rank's tokens
   }
-}
-
-TEST(HybridJob, RelationsOfSeveralStagesAreRefused) {
-  std::vector<std::string> more = kHybrid;
-  more.insert(more.end(), {"--relations", "2"});
-  EXPECT_NO_THROW(train({.name = "one"}, 1, more));
-  EXPECT_NO_THROW(train({.name = "all attention on one stage", .pp = 2}, 1, more));
-  more[1] = "AE|AE";
-  const std::string message =
-      penstock::test::message_of<ConfigError>([&] { train({.name = "pp2", .pp = 2}, 1, more); });
-  EXPECT_TRUE(penstock::test::has_text(message, "2 stages, of which 2 use relations.weight")) << message;
 }
 
 // Sums in another order: differences are float32 rounding only.

@@ -135,6 +135,35 @@ TEST(Metrics, LinesAsDocumented) {
             "{\"type\":\"end\",\"step\":10,\"end\":\"stopped\",\"time\":2.0}\n");
 }
 
+TEST(Metrics, AuxiliaryLossesAreWrittenAndReadByName) {
+  StepOutcome outcome = made_step(1);
+  outcome.auxiliary = {{.name = "router_z", .value = 0.125, .weight = 0.001},
+                       {.name = "balance", .value = 1.0625, .weight = 0.01}};
+  const std::string line = step_line(outcome, {}, 1.5);
+  EXPECT_TRUE(has_text(line,
+                       "\"device_bytes\":0,\"auxiliary\":{\"router_z\":{\"value\":0.125,\"weight\":0.001},"
+                       "\"balance\":{\"value\":1.0625,\"weight\":0.01}},\"time\":1.5}"))
+      << line;
+  const ScratchFolder folder;
+  {
+    MetricsFile file;
+    file.on_start(made_description(folder.path()));
+    file.on_step(outcome, {});
+    outcome.step = 2;
+    outcome.auxiliary[0].value = std::numeric_limits<double>::quiet_NaN();
+    file.on_step(outcome, {});
+    file.on_step(made_step(3), {});
+  }
+  const RunMetrics metrics = read_metrics(folder / "metrics.jsonl");
+  const std::vector<LossTerm>& read = metrics.steps.at(0).outcome.auxiliary;
+  ASSERT_EQ(read.size(), 2u);
+  EXPECT_EQ(read[0].name, "router_z");
+  EXPECT_EQ(read[1].value, 1.0625);
+  EXPECT_EQ(read[1].weight, 0.01);
+  EXPECT_TRUE(std::isnan(metrics.steps.at(1).outcome.auxiliary.at(0).value));
+  EXPECT_TRUE(metrics.steps.at(2).outcome.auxiliary.empty());
+}
+
 TEST(Metrics, NonFiniteNumbersAreReadAsNaN) {
   const ScratchFolder folder;
   MetricsFile file;

@@ -23,7 +23,9 @@ using namespace train;
 using namespace std::chrono_literals;
 
 TrainConfig small_config(const ScratchFolder& folder, int steps) {
-  const std::vector<std::string> arguments{"--model.width",
+  const std::vector<std::string> arguments{"--preset",
+                                           "tiny",
+                                           "--model.width",
                                            "16",
                                            "--layers",
                                            "4",

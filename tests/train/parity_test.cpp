@@ -67,13 +67,37 @@ TEST(Parity, PipelinesAreEqual) {
   }
 }
 
+// Auxiliary losses are compared by name, in pipelines up to the rounding of their sums.
+TEST(Parity, AuxiliaryLossesAreCompared) {
+  const std::vector<std::string> experts{"--pattern", "AEFE", "--attention_feed", "false",
+                                         "--experts", "4",    "--expert_width",   "16"};
+  const ParityReport report = compare({.name = "pp2", .pp = 2}, experts);
+  EXPECT_TRUE(report.ok()) << to_text(report, true);
+  for (const char* name : {"loss", "balance", "router_z"})
+    EXPECT_EQ(rows_of(report, name, ParityRow::Kind::Loss), static_cast<std::size_t>(kSteps)) << name;
+  // A loss that one side lacks is an error, whatever the tolerance.
+  const ScratchFolder scratch;
+  std::vector<std::string> without = experts;
+  without[1] = "AAFA";
+  record(config_of({.name = "one"}, experts), scratch / "one");
+  record(config_of({.name = "one"}, without), scratch / "layout");
+  const ParityReport other =
+      compare_sides(scratch / "one", scratch / "layout", kSteps, {.gradients = 1e9, .parameters = 1e9});
+  EXPECT_FALSE(other.ok());
+  for (const ParityRow& row : other.rows) {
+    if (row.tensor == "balance") {
+      EXPECT_EQ(row.note, "only in one process");
+    }
+  }
+}
+
 TEST(Parity, ReplicasAndTensorParallelRanksDifferByRounding) {
   const Layout layout{.name = "pp2 dp2 tp2", .pp = 2, .dp = 2, .tp = 2};
   EXPECT_FALSE(expects_same_bits(config_of(layout)));
   const ParityReport report = compare(layout);
   EXPECT_TRUE(report.ok()) << to_text(report, true);
   EXPECT_GT(report.rows.front().relative, 0);
-  EXPECT_EQ(rows_of(report, "embed.weight (at the head) (replica 1)", ParityRow::Kind::Parameter),
+  EXPECT_EQ(rows_of(report, "embed.weight (pipeline rank 1) (replica 1)", ParityRow::Kind::Parameter),
             static_cast<std::size_t>(kSteps));
 }
 

@@ -69,6 +69,18 @@ TEST(ProgressText, BarsOfEveryWidth) {
     EXPECT_LT(bar_line(state, columns).size(), static_cast<std::size_t>(std::max(columns, 2)));
 }
 
+// They come after what everybody wants to know, and go first where there is no room.
+TEST(ProgressText, AuxiliaryLosses) {
+  ProgressState state = some_state();
+  state.auxiliary = {{.name = "balance", .value = 1.02345678, .weight = 0.01},
+                     {.name = "router_z", .value = 0.00314159, .weight = 0.001}};
+  EXPECT_EQ(
+      plain_line(state),
+      "step  86/200  loss 2.4513  15.2 ktok/s  0:31 left  balance 1.023  router_z 0.003142  MFU 41.2 %  "
+      "312.0 MiB");
+  EXPECT_EQ(bar_line(state, 66), " 86/200  loss 2.4513  15.2 ktok/s  0:31 left  balance 1.023");
+}
+
 TEST(ProgressText, UnknownValuesAreOmitted) {
   EXPECT_EQ(bar_line({.step = 200, .steps = 200, .loss = 2}, 50),
             "[" + std::string(25, '#') + "]  200/200  loss 2.0000");

@@ -144,20 +144,20 @@ void with_model(const Layout& layout, const std::vector<std::string>& more, cons
     const schedule::Schedule schedule = configured_schedule(config.layout);
     ModelStages stages(place, config, schedule, at::kCPU);
     ReplicaGradientSync sync(place, stages, true);
-    const auto& tied = stages.tied();
-    const auto is_head = [&](const at::Tensor& tensor) {
-      return tied.head.defined() && tensor.is_same(tied.head);
+    // The use at the head: of the last stage, or the second one of the only stage.
+    const SharedParameters& shared = stages.shared();
+    const auto is_head = [&](const PipelineStage& stage, const at::Tensor& tensor) {
+      return shared.is_shared(tensor) && stage.is_last() &&
+             (!stage.is_first() || shared.is_further_use(tensor));
     };
     for (const PipelineStage& stage : stages.stages()) {
-      for (const NamedParameter& parameter : stages.parameters_of(stage.index()))
-        if (has(place.dp(), stages.is_tied(parameter.tensor) ? "embed.weight" : parameter.name,
-                is_head(parameter.tensor)))
-          set_grad(parameter.tensor, 1 + place.dp() + (is_head(parameter.tensor) ? 10 : 0));
+      for (const NamedParameter& parameter : stages.parameters_of(stage.index())) {
+        const bool head = is_head(stage, parameter.tensor);
+        if (has(place.dp(), shared.is_shared(parameter.tensor) ? "embed.weight" : parameter.name, head))
+          set_grad(parameter.tensor, 1 + place.dp() + (head ? 10 : 0));
+      }
       sync.stage_done(stage.index());
     }
-    // The second leaf of a stage with both uses is not among its parameters.
-    if (tied.embed.defined() && tied.head.defined() && has(place.dp(), "embed.weight", true))
-      set_grad(tied.head, 1 + place.dp() + 10);
     sync.finish();
     for (const NamedParameter& parameter : stages.parameters()) check(parameter);
   });

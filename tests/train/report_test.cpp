@@ -76,6 +76,44 @@ TEST(ReportPage, OneRun) {
   EXPECT_EQ(count_of(page, "class=\"notes\""), 0u);
 }
 
+// By name: a table with weights, and a chart of each loss; runs without any have none.
+TEST(ReportPage, AuxiliaryLosses) {
+  const ScratchFolder folder;
+  const auto make = [&](const std::string& name, bool with_depths) {
+    MetricsFile file;
+    file.on_start(made_description(folder / name));
+    for (std::int64_t step = 1; step <= 40; ++step) {
+      StepOutcome outcome = made_step(step);
+      outcome.auxiliary = {{.name = "balance", .value = step <= 20 ? 9.0 : 1.25, .weight = 0.5}};
+      if (with_depths) outcome.auxiliary.push_back({.name = "<depth>", .value = 0.75, .weight = 0.25});
+      file.on_step(outcome, made_extras(step));
+    }
+    return load_run(folder / name);
+  };
+  const RunReport run = make("first", true);
+  ASSERT_EQ(run.numbers.auxiliary.size(), 2u);
+  EXPECT_EQ(run.numbers.auxiliary[0].value, 1.25);  // of the last 20 steps
+  EXPECT_EQ(run.numbers.auxiliary[1].weight, 0.25);
+  EXPECT_TRUE(
+      has_text(summary_text(run), "auxiliary   balance 1.25 (weight 0.5), <depth> 0.75 (weight 0.25)"));
+  const std::string page = report_page({run});
+  EXPECT_EQ(markup_problem(page), "");
+  EXPECT_EQ(count_of(page, "<svg class=\"chart\""), 8u);
+  EXPECT_TRUE(page_has(page, "<h2>Auxiliary losses</h2>"));
+  const double whole = run.numbers.loss + 0.5 * 1.25 + 0.25 * 0.75;
+  EXPECT_TRUE(
+      page_has(page, fmt::format("<td>balance</td><td class=\"n\">1.25</td><td class=\"n\">0.5</td><td "
+                                 "class=\"n\">{:.1f} %</td>",
+                                 100 * 0.5 * 1.25 / whole)));
+  EXPECT_TRUE(page_has(page, "<td>&lt;depth&gt;</td>"));
+  const std::string both = report_page({run, make("second", false)});
+  EXPECT_EQ(markup_problem(both), "");
+  EXPECT_TRUE(page_has(both, "<th class=\"n\">second weight</th>"));
+  EXPECT_TRUE(page_has(both, "<td class=\"n\">none</td>"));
+  make_run_folder(folder / "third", {});
+  EXPECT_EQ(count_of(report_page({load_run(folder / "third")}), "Auxiliary losses"), 0u);
+}
+
 TEST(ReportPage, NeedsNoNetwork) {
   const ScratchFolder folder;
   make_run_folder(folder / "first", {});

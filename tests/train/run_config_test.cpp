@@ -87,7 +87,7 @@ TEST(RunConfig, KeysNotGivenComeFromTheRun) {
 
 TEST(RunConfig, WhatTheRunDependsOnCannotChange) {
   const ScratchFolder scratch;
-  const fs::path folder = make_run(scratch, "run", {"--data", "/text", "--width", "96"});
+  const fs::path folder = make_run(scratch, "run", {"--preset", "tiny", "--data", "/text", "--width", "96"});
   EXPECT_TRUE(
       has_text(refusal(folder, {"--width", "192", "--layers", "6"}),
                "these cannot change when it continues: model.width = 192 (--width), but the run was started "

@@ -9,6 +9,7 @@
 #include "penstock/train/data/sampler.h"
 #include "penstock/train/data/token_dataset.h"
 #include "penstock/train/job/job.h"
+#include "penstock/train/job/structure_metadata.h"
 #include "penstock/train_config.h"
 #include "tests/train/scratch_folder.h"
 
@@ -32,8 +33,10 @@ struct SmallData {
     const auto sampler = [&](train::DataSplit split) {
       return std::make_shared<const train::Sampler>(
           train::TokenDataset::open(folder / "shards", split, 0.3),
-          train::SamplerOptions{
-              .context = config.model.context, .seed = 5, .shuffle = split == train::DataSplit::Training});
+          train::SamplerOptions{.context = config.model.context,
+                                .seed = 5,
+                                .shuffle = split == train::DataSplit::Training,
+                                .cpp_structure = train::trains_on_structure(config)});
     };
     return {sampler(train::DataSplit::Training), sampler(train::DataSplit::Validation)};
   }
@@ -56,7 +59,9 @@ struct Layout {
 
 inline train::ResolvedConfig resolved_config_of(const Layout& layout,
                                                 const std::vector<std::string>& more = {}) {
-  std::vector<std::string> arguments{"--model.width",
+  std::vector<std::string> arguments{"--preset",
+                                     "tiny",
+                                     "--model.width",
                                      "16",
                                      "--layers",
                                      "4",

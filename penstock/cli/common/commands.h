@@ -24,6 +24,7 @@ void add_schedule_command(CLI::App& app, CommandOutcome& outcome);
 void add_check_command(CLI::App& app, CommandOutcome& outcome);
 void add_simulate_command(CLI::App& app, CommandOutcome& outcome);
 void add_compare_command(CLI::App& app, CommandOutcome& outcome);
+void add_partition_command(CLI::App& app, CommandOutcome& outcome);
 void add_trace_command(CLI::App& app, CommandOutcome& outcome);
 void add_data_command(CLI::App& app, CommandOutcome& outcome);
 void add_train_command(CLI::App& app, CommandOutcome& outcome);
@@ -42,6 +43,7 @@ void check_environment();
 // The subcommands of `inspect`.
 void add_inspect_memory_command(CLI::App& inspect, CommandOutcome& outcome);
 void add_inspect_graph_command(CLI::App& inspect, CommandOutcome& outcome);
+void add_inspect_costs_command(CLI::App& inspect, CommandOutcome& outcome);
 
 // Returns the configuration sources on a command line: CONFIG.toml if it comes first, then --key value.
 train::ConfigSources config_sources(const CLI::App& command);

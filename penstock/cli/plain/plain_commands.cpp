@@ -20,6 +20,7 @@ void add_plain_commands(CLI::App& app, CommandOutcome& outcome) {
   add_check_command(app, outcome);
   add_simulate_command(app, outcome);
   add_compare_command(app, outcome);
+  add_partition_command(app, outcome);
   add_trace_command(app, outcome);
   add_data_command(app, outcome);
   add_report_command(app, outcome);

@@ -22,6 +22,7 @@
 #include "penstock/train/data/byte_tokenizer.h"
 #include "penstock/train/job/configured_data.h"
 #include "penstock/train/job/load_model.h"
+#include "penstock/train/job/prompt_structure.h"
 #include "penstock/transformer.h"
 
 namespace penstock::cli {
@@ -101,13 +102,15 @@ void run(const GenerateFlags& flags) {
   const std::int64_t wanted = flags.tokens > 0                         ? flags.tokens
                               : loaded.config.output.sample_tokens > 0 ? loaded.config.output.sample_tokens
                                                                        : train::OutputConfig{}.sample_tokens;
+  const train::PromptStructure structure(loaded.config, device);
   const models::GenerateOptions how{.max_tokens = wanted,
                                     .temperature = flags.temperature,
                                     .top_k = flags.top_k,
                                     .seed = flags.seed,
                                     .stop_token = kEndOfDocument,
-                                    .use_cache = true,
-                                    .slide = true};
+                                    .use_cache = structure.allows_cache(),
+                                    .slide = true,
+                                    .metadata = structure.metadata()};
   fmt::print("{}", printable(prompt));
   TextPrinter printer;
   const at::Tensor start = at::tensor(tokens, at::kLong).unsqueeze(0).to(device);

@@ -13,6 +13,7 @@ void add_inspect_command(CLI::App& app, CommandOutcome& outcome) {
       "model.html\nEach subcommand has its own --help.");
   add_inspect_memory_command(*command, outcome);
   add_inspect_graph_command(*command, outcome);
+  add_inspect_costs_command(*command, outcome);
 }
 
 }  // namespace penstock::cli

@@ -30,6 +30,7 @@
 #include "penstock/models/hybrid/hybrid_parallel.h"
 #include "penstock/models/hybrid/input_embeddings.h"
 #include "penstock/models/hybrid/routed_context.h"
+#include "penstock/models/language/loss_totals.h"
 #include "penstock/models/plan/hybrid_parts.h"
 #include "penstock/random.h"
 #include "penstock/step_context.h"
@@ -82,6 +83,24 @@ AttentionMetadata attention_metadata(const HybridMetadata& metadata) {
           .row_valid_slots = metadata.row_valid_slots,
           .base_block_tokens = metadata.base_block_tokens,
           .row_block_tokens = metadata.row_block_tokens};
+}
+
+// Metadata of tokens that follow those in a cache: what concerns each of them alone.
+HybridMetadata per_token_metadata(const Tree& keywords) {
+  const HybridMetadata given = HybridMetadata::from_keywords(keywords);
+  const HybridMetadata rest{.structure_kinds = given.structure_kinds,
+                            .dependency_levels = given.dependency_levels,
+                            .syntax_depths = given.syntax_depths,
+                            .sibling_indices = given.sibling_indices,
+                            .node_types = given.node_types,
+                            .platforms = given.platforms};
+  const Tree kept = rest.keywords();
+  if (keywords.size() != kept.size())
+    throw NotImplemented(describe(
+        "HybridStage: metadata with a cache", keywords.to_string(),
+        "structure_kinds, dependency_levels, syntax_depths, sibling_indices, node_types or platforms",
+        "generate without the cache"));
+  return rest;
 }
 
 std::string input_text(const at::Tensor& x) {
@@ -165,6 +184,7 @@ struct HybridStageImpl::Impl {
   at::Tensor tied_embed;  // after separate_last_use
   double auxiliary_scale = 1;
   std::vector<AuxiliaryLoss> auxiliary;
+  LossTotals totals;  // of the training steps since they were taken
   RecomputePlan recompute;
 };
 
@@ -357,6 +377,7 @@ at::Tensor HybridStageImpl::Impl::with_losses(const at::Tensor& hidden,
       same->value = same->value + value;
   }
   if (!stage.is_training() || !at::GradMode::is_enabled()) return hidden;
+  totals.add(auxiliary);
   return inject_loss(hidden, total, auxiliary_scale * StepContext::current()->loss_scale);
 }
 
@@ -373,6 +394,7 @@ HybridStageImpl::~HybridStageImpl() = default;
 const HybridOptions& HybridStageImpl::options() const { return impl_->options; }
 const StagePart& HybridStageImpl::part() const { return impl_->part; }
 const std::vector<AuxiliaryLoss>& HybridStageImpl::auxiliary_losses() const { return impl_->auxiliary; }
+std::vector<AuxiliaryLoss> HybridStageImpl::take_auxiliary_losses() { return impl_->totals.take(); }
 void HybridStageImpl::set_recompute(const RecomputePlan& plan) { impl_->recompute = plan; }
 void HybridStageImpl::set_auxiliary_scale(double scale) { impl_->auxiliary_scale = scale; }
 
@@ -428,12 +450,19 @@ std::unique_ptr<StageCache> HybridStageImpl::make_cache(std::int64_t capacity) c
 }
 
 at::Tensor HybridStageImpl::forward_cached(const at::Tensor& x, StageCache& cache) {
+  return forward_cached_with(x, cache, Tree());
+}
+
+at::Tensor HybridStageImpl::forward_cached_with(const at::Tensor& x, StageCache& cache,
+                                                const Tree& keywords) {
   auto* own = dynamic_cast<HybridCache*>(&cache);
   if (own == nullptr)
     throw TypeError(describe("HybridStage: cache", "a cache of another model", "one of make_cache()"));
   const c10::AutoGradMode no_grad(false);
   impl_->check_input(x, own->seen);
-  at::Tensor result = impl_->run(x, impl_->cached_context_of(x, *own), {}, own);
+  const HybridMetadata metadata = per_token_metadata(keywords);
+  metadata.check(x.size(0), x.size(1));
+  at::Tensor result = impl_->run(x, impl_->cached_context_of(x, *own), metadata, own);
   if (part().has_embed()) own->keep_last(x, impl_->inputs.reach());
   own->advance(x.size(1));
   return result;
@@ -482,6 +511,7 @@ at::Tensor HybridStageImpl::separate_last_use(const std::string& tied) {
                     part().index, part().count, tied));
   const at::Tensor& weight = impl_->embed->weight;
   impl_->tied_embed = register_parameter("tied_embed", weight.detach(), weight.requires_grad());
+  set_embedding_boundary(impl_->tied_embed);
   return impl_->tied_embed;
 }
 

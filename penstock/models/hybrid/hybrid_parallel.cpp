@@ -11,12 +11,15 @@
 #include <vector>
 
 #include "penstock/base/describe.h"
+#include "penstock/dtensor.h"
 #include "penstock/errors.h"
 #include "penstock/models/blocks/attention.h"
 #include "penstock/models/blocks/expert_parallel.h"
 #include "penstock/models/blocks/experts.h"
 #include "penstock/models/blocks/feed_forward.h"
+#include "penstock/models/blocks/relation_bias_table.h"
 #include "penstock/models/blocks/state_space.h"
+#include "penstock/models/blocks/tree_feed_forward.h"
 #include "penstock/models/plan/hybrid_parts.h"
 #include "penstock/tensor_parallel.h"
 
@@ -36,7 +39,15 @@ void split_columns(const torch::nn::Linear& part, const comm::MeshGroups& tensor
   distribute_parameter(part->weight, tensor, {Shard{1}});
 }
 
-// By the kind of module, wherever it is in the stage.
+template <class Feed>
+void split_feed(const Feed& feed, const comm::MeshGroups& tensor) {
+  split_rows(feed.gate, tensor);
+  split_rows(feed.up, tensor);
+  split_columns(feed.down, tensor);
+}
+
+// By the kind of module, wherever it is in the stage. Others (norms, routers, embeddings of metadata and
+// n-grams) stay whole: every rank computes the same with them.
 void parallelize_tensors(torch::nn::Module& stage, const comm::MeshGroups& tensor) {
   for (const auto& module : stage.modules(/*include_self=*/false)) {
     if (const auto* attention = module->as<AttentionImpl>()) {
@@ -44,40 +55,39 @@ void parallelize_tensors(torch::nn::Module& stage, const comm::MeshGroups& tenso
         split_rows(part, tensor);
       split_columns(attention->output, tensor);
     } else if (const auto* feed = module->as<FeedForwardImpl>()) {
-      split_rows(feed->gate, tensor);
-      split_rows(feed->up, tensor);
-      split_columns(feed->down, tensor);
+      split_feed(*feed, tensor);
+    } else if (const auto* tree = module->as<TreeFeedForwardImpl>()) {
+      split_feed(*tree, tensor);
+    } else if (const auto* table = module->as<RelationBiasTableImpl>()) {
+      distribute_parameter(table->weight, tensor, {Shard{1}});  // each rank has the columns of its heads
     } else if (auto* states = module->as<StateSpaceImpl>()) {
       parallelize_state_space(*states, tensor);
     }
   }
   for (const auto& child : stage.named_children()) {
-    if (child.key() == "embed") parallelize_module(stage, tensor, {{"embed", rowwise_parallel()}});
+    if (child.key() == "embed") {
+      const at::Tensor& weight = child.value()->as<torch::nn::EmbeddingImpl>()->weight;
+      distribute_parameter(weight, tensor, {Shard{0}});
+      set_embedding_boundary(weight);
+    }
     if (child.key() == "head")
       distribute_parameter(child.value()->as<torch::nn::LinearImpl>()->weight, tensor, {Shard{0}});
   }
 }
 
-// The option in use that has no tensor-parallel form; null: none.
-const char* unsplit_option(const HybridOptions& options) {
-  if (!options.depth_layers.empty()) return "depth_layers";
-  if (options.multi_token_depth > 0) return "multi_token_depth";
-  if (!options.ngram_orders.empty()) return "ngram_orders";
-  if (options.structure_embedding) return "structure_embedding";
-  if (options.platforms > 0) return "platforms";
-  if (options.embed_norm != "none") return "embed_norm";
-  if (options.relations > 0) return "relations";
-  return options.tree_feed ? "tree_feed" : nullptr;
-}
-
 }  // namespace
+
+void set_embedding_boundary(const at::Tensor& weight) {
+  if (!is_dtensor(weight)) return;
+  set_boundary(weight, {.mesh = mesh_of(weight),
+                        .axis = 0,
+                        .plain_input = Replicate{},
+                        .desired_input = Replicate{},
+                        .output = Replicate{}});
+}
 
 void check_tensor_parallel(const HybridOptions& options, int ranks) {
   const HybridOptions whole = options.resolved();
-  if (const char* const option = unsplit_option(whole); ranks > 1 && option != nullptr)
-    throw ConfigError(describe("layout.tp", fmt::format("{}", ranks),
-                               fmt::format("1 for a model with model.{}", option),
-                               "use layout.dp, layout.shard, layout.ep or layout.pp instead"));
   const HybridParts parts = hybrid_parts(whole);
   const auto divides = [&](const char* field, std::int64_t size, const char* remedy) {
     if (size % ranks != 0)

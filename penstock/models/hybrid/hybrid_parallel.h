@@ -5,10 +5,11 @@
 //   E     with "tp" the columns of every expert, with "ep" the experts; the router is whole on every rank
 //   M     gate, value, step and what belongs to a head; keys and queries by groups (state_space.h)
 //   embed, head    by vocabulary
+//   relations      by heads
 //
-// Everything else (norms, routers) stays plain. It is computed from activations that are equal on all
-// tensor-parallel ranks, so that its gradients are complete and equal on each of them, and auxiliary losses
-// count once. A residual sends one sum forward and one backward.
+// Everything else (norms, routers, tables of n-grams and of metadata) stays plain. It is computed from
+// activations that are equal on all tensor-parallel ranks, so that its gradients are complete and equal on
+// each of them, and auxiliary losses count once. A residual sends one sum forward and one backward.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -25,5 +26,8 @@ void check_expert_parallel(const HybridOptions& options, int ranks);
 
 // [collective] Splits the parameters of a stage over a mesh with the axes "ep", "tp", or both.
 void parallelize_hybrid(torch::nn::Module& stage, const comm::MeshGroups& mesh);
+
+// Lets plain tokens be looked up in a weight that is split by vocabulary; does nothing for a plain weight.
+void set_embedding_boundary(const at::Tensor& weight);
 
 }  // namespace penstock::models

@@ -87,7 +87,9 @@ at::Tensor generate(ModelStage& model, const at::Tensor& prompt, const GenerateO
     if (position > context) cache.reset();
     const std::int64_t known = cache ? cache->length() : std::max<std::int64_t>(position - context, 0);
     const at::Tensor fresh = tokens.narrow(1, known, position - known);
-    const at::Tensor logits = cache ? model.forward_cached(fresh, *cache) : model.forward_with(fresh, Tree());
+    const Tree keywords = how.metadata ? how.metadata(tokens.narrow(1, 0, position), known) : Tree();
+    const at::Tensor logits =
+        cache ? model.forward_cached_with(fresh, *cache, keywords) : model.forward_with(fresh, keywords);
     at::Tensor next = sample(logits.select(1, logits.size(1) - 1), {how.temperature, how.top_k},
                              {.seed = how.seed, .step = position, .purpose = kSampling});
     if (how.stop_token) {

@@ -41,6 +41,12 @@ at::Tensor ModelStage::forward_cached(const at::Tensor&, StageCache&) {
   throw NotImplemented("this model has no cache for generation; use forward_with()");
 }
 
+at::Tensor ModelStage::forward_cached_with(const at::Tensor& x, StageCache& cache, const Tree& keywords) {
+  if (!keywords.is_none())
+    throw NotImplemented("this model takes no keyword arguments with a cache; generate without the cache");
+  return forward_cached(x, cache);
+}
+
 namespace {
 
 std::vector<ParameterShape> shapes_of(const ModelStage& stage) {

@@ -229,6 +229,14 @@ std::int64_t HybridParts::blocks_with(std::string_view loss) const {
   return experts + (multi_token_kind == BlockKind::Experts ? multi_token.depth : 0);
 }
 
+std::vector<AuxiliaryTerm> HybridParts::auxiliary_terms() const {
+  std::vector<AuxiliaryTerm> terms;
+  for (const char* each : {"balance", "router_z", "depth_router"})
+    if (blocks_with(each) > 0) terms.push_back({each, weights.of(each)});
+  if (multi_token.depth > 0) terms.push_back({"multi_token", weights.of("multi_token")});
+  return terms;
+}
+
 HybridParts HybridParts::with_multi_token_blocks() const {
   HybridParts more = *this;
   more.pattern.blocks.insert(more.pattern.blocks.end(), static_cast<std::size_t>(multi_token.depth),
@@ -329,6 +337,7 @@ ModelPlan HybridOptions::plan() const {
   plan.head_moved_per_token =
       2.0 * static_cast<double>(whole.vocabulary) + 4.0 * static_cast<double>(whole.width);
   if (whole.multi_token_depth > 0) add_multi_token(plan, whole, parts);
+  plan.auxiliary = parts.auxiliary_terms();
   return plan;
 }
 

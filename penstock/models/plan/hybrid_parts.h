@@ -4,8 +4,10 @@
 #include <cstdint>
 #include <optional>
 #include <string_view>
+#include <vector>
 
 #include "penstock/hybrid_options.h"
+#include "penstock/model_plan.h"
 #include "penstock/models/plan/attention_options.h"
 #include "penstock/models/plan/depth_options.h"
 #include "penstock/models/plan/expert_options.h"
@@ -39,6 +41,8 @@ struct HybridParts {
   bool is_routed(std::int64_t block) const;
   // Number of blocks of the whole model that have this auxiliary loss; 1 for a loss of the model itself.
   std::int64_t blocks_with(std::string_view loss) const;
+  // The auxiliary losses that the model has, whatever their weight.
+  std::vector<AuxiliaryTerm> auxiliary_terms() const;
   // The same parts with one more block for each depth of multi-token prediction, after those of the pattern:
   // they have no window and no mixture of depths.
   HybridParts with_multi_token_blocks() const;

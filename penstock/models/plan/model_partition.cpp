@@ -1,10 +1,12 @@
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <cstddef>
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/model_plan.h"
+#include "penstock/models/plan/element_count.h"
 #include "penstock/models/plan/pattern.h"
 #include "penstock/partition.h"
 
@@ -26,21 +28,47 @@ void check_blocks(const std::string& text, const BlockPattern& pattern, const Mo
                                  fmt::format("{}, which the model has there", plan.blocks[i].letter)));
 }
 
+// Throws if cuts, from a pattern or given as numbers, make another number of stages.
+void check_stages_of_cuts(const std::string& what, std::size_t cuts, int stages) {
+  if (cuts + 1 != static_cast<std::size_t>(stages))
+    throw ConfigError(describe(what, fmt::format("{} stages", cuts + 1),
+                               fmt::format("{}, as in the layout", stages),
+                               "move the cuts, or remove them to let the blocks be balanced"));
+}
+
+std::vector<plan::LayerRange> cut_ranges(int layers, int stages, const std::vector<int>& cuts) {
+  const std::string what = fmt::format("cuts {}", fmt::join(cuts, ", "));
+  for (std::size_t i = 0; i < cuts.size(); ++i)
+    if (cuts[i] <= (i == 0 ? 0 : cuts[i - 1]) || cuts[i] >= layers)
+      throw ConfigError(describe(
+          what, fmt::format("{}", cuts[i]),
+          fmt::format("increasing numbers from 1 to {}, the first blocks of stages 1, 2, ...", layers - 1)));
+  check_stages_of_cuts(what, cuts.size(), stages);
+  return plan::partition_at(layers, cuts);
+}
+
+// The cuts that a pattern has.
+std::vector<int> pattern_cuts(const ModelPlan& plan, const std::string& text) {
+  if (text.empty()) return {};
+  const BlockPattern pattern = parse_pattern(text);
+  check_blocks(text, pattern, plan);
+  return pattern.boundaries;
+}
+
 std::vector<plan::LayerRange> ranges_of(const ModelPlan& plan, int stages, const PartitionOptions& how) {
   const int layers = static_cast<int>(plan.blocks.size());
-  if (!how.pattern.empty()) {
-    const BlockPattern pattern = parse_pattern(how.pattern);
-    check_blocks(how.pattern, pattern, plan);
-    if (pattern.has_cuts()) {
-      if (pattern.stages() != stages)
-        throw ConfigError(describe(fmt::format("pattern \"{}\"", how.pattern),
-                                   fmt::format("{} stages", pattern.stages()),
-                                   fmt::format("{}, as in the layout", stages),
-                                   "move the cuts, or remove them to let the blocks be balanced"));
-      return plan::partition_at(layers, pattern.boundaries);
-    }
+  const std::vector<int> in_pattern = pattern_cuts(plan, how.pattern);
+  if (!in_pattern.empty()) {
+    if (!how.cuts.empty())
+      throw ConfigError(describe("cuts", fmt::format("{}", fmt::join(how.cuts, ", ")),
+                                 fmt::format("none, because the pattern \"{}\" has cuts", how.pattern),
+                                 "leave out one of the two"));
+    check_stages_of_cuts(fmt::format("pattern \"{}\"", how.pattern), in_pattern.size(), stages);
+    return plan::partition_at(layers, in_pattern);
   }
+  if (!how.cuts.empty()) return cut_ranges(layers, stages, how.cuts);
   if (how.balance == Balance::Count) return plan::partition_by_count(layers, stages);
+  if (how.balance == Balance::Weight) return plan::partition_by_weight(block_weights(plan), stages);
   const PartCosts costs = how.costs ? *how.costs : estimated_costs(plan);
   std::vector<double> blocks = costs.blocks;
   if (blocks.size() == 1) blocks.assign(static_cast<std::size_t>(layers), blocks[0]);
@@ -64,6 +92,13 @@ PartCosts estimated_costs(const ModelPlan& plan) {
   costs.embed = 3 * kMovedElement * (static_cast<double>(plan.width) + plan.embed_moved_per_token);
   costs.head = 3 * (plan.head_flops_per_token + kMovedElement * plan.head_moved_per_token);
   return costs;
+}
+
+std::vector<double> block_weights(const ModelPlan& plan) {
+  std::vector<double> weights;
+  for (const BlockPlan& block : plan.blocks)
+    weights.push_back(static_cast<double>(element_count(block.parameters)));
+  return weights;
 }
 
 std::vector<StagePart> partition_model(const ModelPlan& plan, int stages, const PartitionOptions& how) {

@@ -136,7 +136,7 @@ struct PipelineRuntime::Impl {
         groups(options.world, ranks, lowered.stages(), connections(options.skips), options.p2p),
         planner(stages, lowered.stages(), options.skips, loss, groups.control(), ranks, own),
         runners(make_runners()),
-        actions(runners, groups, options.skips, has_overlaps(training)),
+        actions(runners, groups, options.skips, has_overlaps(training), options.borders),
         copies(options.world, ranks, lowered.stages(), stages) {
     if (options.device_graph) record_steps();
   }
@@ -454,7 +454,11 @@ int PipelineRuntime::n_microbatches() const { return impl_->lowered.microbatches
 const schedule::Schedule& PipelineRuntime::schedule() const { return impl_->lowered; }
 int PipelineRuntime::rank() const { return impl_->own; }
 std::vector<PipelineStage>& PipelineRuntime::stages() { return impl_->stages; }
-StepReport PipelineRuntime::report() const { return impl_->last; }
+StepReport PipelineRuntime::report() const {
+  StepReport report = impl_->last;
+  report.border = impl_->actions.border_report();
+  return report;
+}
 void PipelineRuntime::write_trace(const std::string& path) {
   if (const auto trace = impl_->trace(false)) penstock::write_trace(*trace, path);
 }

@@ -82,8 +82,12 @@ std::optional<OverlapStreams> streams_of(const std::vector<StageRunner>& runners
 }  // namespace
 
 TorchStepActions::TorchStepActions(std::vector<StageRunner>& runners, const ChannelGroups& groups,
-                                   std::vector<SkipTensor> skips, bool overlaps)
-    : runners_(runners), groups_(groups), skips_(std::move(skips)), streams_(streams_of(runners_, overlaps)) {
+                                   std::vector<SkipTensor> skips, bool overlaps, BorderOptions borders)
+    : runners_(runners),
+      groups_(groups),
+      skips_(std::move(skips)),
+      codec_(std::move(borders)),
+      streams_(streams_of(runners_, overlaps)) {
   for (StageRunner& each : runners_) by_stage_[each.stage().index()] = &each;
 }
 
@@ -97,6 +101,7 @@ void TorchStepActions::begin(const StepDescription& step,
   reduce_ = std::move(reduce);
   peak_live_ = 0;
   units_on_two_streams_ = 0;
+  codec_.begin_step();
   if (streams_) streams_->begin_step();
   for (StageRunner& each : runners_) {
     std::vector<const StagePlan*> of_stage;
@@ -336,7 +341,13 @@ void TorchStepActions::start_receive(Arrival& arrival, const Instruction& instru
       meta = &*arrival.announced.back();
     }
     arrival.tensors.push_back(make_raw_tensor(*meta, stage.stage().device()));
-    receive(arrival, memory_of(arrival.tensors.back()), channel, groups_.tag(channel, i), label);
+    at::Tensor memory = memory_of(arrival.tensors.back());
+    if (codec_.changes(*meta)) {
+      arrival.messages.resize(agreed.span.count, {at::Tensor(), *meta});
+      memory = codec_.buffer_for(memory, *meta);
+      arrival.messages[i] = {memory, *meta};
+    }
+    receive(arrival, memory, channel, groups_.tag(channel, i), label);
     if (logs)
       logged.push_back({LoggedTransfer::Type::Receive, peer, arrival.tensors.back(), agreed.needs_grad(i)});
   }
@@ -380,6 +391,9 @@ void TorchStepActions::await(const Instruction& instruction, const Channel& chan
     arrival.works.empty() ? transfer_log_.bypassed_wait(instruction, channel)
                           : transfer_log_.waits(instruction, channel, arrival.works.size());
   comm::wait_all(arrival.works);
+  for (std::size_t i = 0; i < arrival.messages.size(); ++i)
+    if (const auto& [message, meta] = arrival.messages[i]; message.defined())
+      codec_.decode(message, memory_of(arrival.tensors[i]), meta);
   if (!forward) free_answered(channel, microbatch);
   StageRunner& stage = runner(channel.to_stage);
   const Span span = received_by(channel, plan(channel.to_stage, microbatch));
@@ -417,14 +431,18 @@ void TorchStepActions::send(const Instruction& instruction, const Channel& chann
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     if (!tensors[i].defined()) continue;
     // Sent in the layout that the receiver expects, whatever the stage made.
-    const TensorRecord& record = local_record(agreed.varies(i) ? *made[i] : *agreed.meta(i));
+    const TensorMeta& meta = agreed.varies(i) ? *made[i] : *agreed.meta(i);
+    const TensorRecord& record = local_record(meta);
     const bool fits = tensors[i].strides() == at::IntArrayRef(record.stride()) &&
                       tensors[i].is_contiguous() && !tensors[i].is_conj() && !tensors[i].is_neg();
     const at::Tensor sent =
         fits ? tensors[i] : in_layout(tensors[i], dense_strides(record.shape(), record.stride()));
     if (logs) logged.push_back({LoggedTransfer::Type::Send, peer, sent, agreed.needs_grad(i)});
+    at::Tensor message = memory_of(sent);
+    if (codec_.changes(meta)) message = codec_.encode(message, meta);
+    codec_.count(message);
     sends_.push_back(
-        group.isend(memory_of(sent), peer, {.tag = groups_.tag(channel, i), .label = label, .timeout = {}}));
+        group.isend(message, peer, {.tag = groups_.tag(channel, i), .label = label, .timeout = {}}));
   }
   if (agreed.forward)
     unanswered_[{channel.from_stage, channel.to_stage, channel.skip, microbatch}].assign(

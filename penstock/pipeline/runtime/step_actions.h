@@ -13,6 +13,7 @@
 #include "penstock/pipeline/contract/stage_meta.h"
 #include "penstock/pipeline/infer/stage_plan.h"
 #include "penstock/pipeline/program/executor.h"
+#include "penstock/pipeline/runtime/border_codec.h"
 #include "penstock/pipeline/runtime/channel_groups.h"
 #include "penstock/pipeline/runtime/overlap_streams.h"
 #include "penstock/pipeline/runtime/stage_runner.h"
@@ -25,7 +26,7 @@ class TorchStepActions final : public StepActions {
   // `overlaps`: the program has units of several actions. On CUDA, their forward and backward then run on two
   // streams.
   TorchStepActions(std::vector<StageRunner>& runners, const ChannelGroups& groups,
-                   std::vector<SkipTensor> skips, bool overlaps);
+                   std::vector<SkipTensor> skips, bool overlaps, BorderOptions borders = {});
 
   // Prepares the next step. `reduce` is called where the schedule completes the gradients of a stage.
   void begin(const StepDescription& step, const std::vector<std::shared_ptr<const MicrobatchPlan>>& plans,
@@ -34,6 +35,8 @@ class TorchStepActions final : public StepActions {
   void clear();
   // Highest number of microbatches in flight, summed over this rank's stages.
   int peak_live() const { return peak_live_; }
+  // What was sent in the step.
+  BorderReport border_report() const { return codec_.report(); }
   // Number of overlapped units of the step whose forward and backward ran on two streams.
   int units_on_two_streams() const { return units_on_two_streams_; }
 
@@ -55,6 +58,8 @@ class TorchStepActions final : public StepActions {
   struct Arrival {
     std::vector<at::Tensor> tensors;  // undefined where no gradient is sent
     OptionalTensorMetas announced;    // empty if the channel is not announced
+    // Where BorderCodec changes what is sent: the message, and the record of the tensor; otherwise undefined.
+    std::vector<std::pair<at::Tensor, TensorMeta>> messages;
     std::vector<comm::Work> works;
     at::Tensor announcement;
     bool started = false;  // its receives are posted
@@ -102,6 +107,7 @@ class TorchStepActions final : public StepActions {
   std::vector<StageRunner>& runners_;
   const ChannelGroups& groups_;
   std::vector<SkipTensor> skips_;
+  BorderCodec codec_;
   std::map<int, StageRunner*> by_stage_;
 
   const StepDescription* step_ = nullptr;

@@ -31,6 +31,10 @@ double cost_between(const std::vector<double>& sums, int begin, int end) {
   return sums[static_cast<std::size_t>(end)] - sums[static_cast<std::size_t>(begin)];
 }
 
+bool all_equal(const std::vector<double>& values) {
+  return std::adjacent_find(values.begin(), values.end(), std::not_equal_to<>()) == values.end();
+}
+
 // Costs divided by their mean: equal costs become exactly 1, so that even splits tie exactly in any unit.
 struct Scaled {
   std::vector<double> sums;  // of the first i layers
@@ -41,7 +45,7 @@ Scaled scaled(const std::vector<double>& costs, const PartitionEnds& ends) {
   const double total = std::accumulate(costs.begin(), costs.end(), 0.0);
   const double mean = total > 0 ? total / static_cast<double>(costs.size()) : 1;
   Scaled result{{0}, ends.first / mean, ends.last / mean};
-  const bool equal = std::adjacent_find(costs.begin(), costs.end(), std::not_equal_to<>()) == costs.end();
+  const bool equal = all_equal(costs);
   // If all layers cost nothing, they are split by count.
   for (const double cost : costs) result.sums.push_back(result.sums.back() + (equal ? 1.0 : cost / mean));
   return result;
@@ -217,6 +221,27 @@ std::vector<LayerRange> partition_at(int layers, const std::vector<int>& boundar
                    fmt::format("increasing numbers from 1 to {}, where stages 1, 2, ... begin", layers - 1)));
     parts.push_back({begin, boundary});
     begin = boundary;
+  }
+  parts.push_back({begin, layers});
+  return parts;
+}
+
+std::vector<LayerRange> partition_by_weight(const std::vector<double>& weights, int stages) {
+  const int layers = static_cast<int>(weights.size());
+  for (std::size_t i = 0; i < weights.size(); ++i) check_cost(weights[i], fmt::format("layer {}", i));
+  check_counts(layers, stages, layers);
+  if (all_equal(weights)) return partition_by_count(layers, stages);  // exactly, however sums round
+  double remaining = std::accumulate(weights.begin(), weights.end(), 0.0);
+  std::vector<LayerRange> parts;
+  int begin = 0;
+  for (int left = stages; left > 1; --left) {
+    const double share = remaining / left;
+    double own = weights[static_cast<std::size_t>(begin)];
+    int end = begin + 1;
+    while (end < layers - (left - 1) && own < share) own += weights[static_cast<std::size_t>(end++)];
+    parts.push_back({begin, end});
+    remaining -= own;
+    begin = end;
   }
   parts.push_back({begin, layers});
   return parts;

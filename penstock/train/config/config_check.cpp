@@ -20,6 +20,8 @@
 #include "penstock/generators.h"
 #include "penstock/schedule.h"
 #include "penstock/train/config/config_fields.h"
+#include "penstock/train/data/cpp_lexer.h"
+#include "penstock/train/data/cpp_structure.h"
 #include "penstock/validate.h"
 
 namespace penstock::train {
@@ -40,6 +42,7 @@ class Completion {
     batch();
     training();
     data();
+    structure();
     without_effect();
     if (problems_.empty()) return;
     if (problems_.size() == 1) throw ConfigError(problems_.front());
@@ -90,6 +93,15 @@ class Completion {
     if (!block_before)
       return problem(describe(setting_text("model.pattern"), "a stage without blocks",
                               "at least one block after the last |"));
+    // The pattern of a preset is a period: it is repeated, or cut, for another number of layers.
+    if (given("model.layers") && !given("model.pattern")) {
+      std::string letters = model.pattern;
+      std::erase(letters, '|');
+      std::string repeated;
+      for (std::int64_t i = 0; i < model.layers; ++i)
+        repeated += letters[static_cast<std::size_t>(i) % letters.size()];
+      return derive("model.pattern", model.pattern, repeated);
+    }
     if (given("model.layers") && model.layers != blocks)
       return problem(fmt::format("{} has {}, but {}; leave out one of the two", setting_text("model.pattern"),
                                  count_of(blocks, "block"), setting_text("model.layers")));
@@ -396,6 +408,28 @@ class Completion {
       problem(describe(setting_text("checkpoint.resume"), "", "auto, never or the path of a checkpoint"));
   }
 
+  void structure() {
+    DataConfig& data = config_.data;
+    const ModelConfig& model = config_.model;
+    const bool used = model.structure_embedding || model.tree_feed || model.relations > 0;
+    if (data.structure == "auto") {
+      const bool own_model = model.type != "auto" && model.type != "hybrid";
+      const bool headers = data.sources.empty() && data.shards.empty();
+      derive<std::string>("data.structure", data.structure, used && headers && !own_model ? "cpp" : "none");
+    }
+    if (data.structure != "cpp") return;
+    if (data.format == "uint16")
+      problem(fmt::format("{} needs text, but {}; set data.structure to \"none\"",
+                          setting_text("data.structure"), setting_text("data.format")));
+    const auto needs = [&](const char* key, std::int64_t entries, int ids) {
+      if (model.structure_embedding && entries < ids)
+        problem(fmt::format("{} is less than the {} ids of {}; set {} to at least {}", setting_text(key), ids,
+                            setting_text("data.structure"), key, ids));
+    };
+    needs("model.structure_kinds", model.structure_kinds, kCppKinds);
+    needs("model.node_types", model.node_types, kCppTokens);
+  }
+
   // Rejects keys given on the command line that have no effect because of other keys. Files may have them:
   // the config.toml of a run has all keys. Keys of a feature that is switched off (validate_batches with
   // validate_every = 0) are accepted.
@@ -416,6 +450,11 @@ class Completion {
     idle(!config_.data.shards.empty(), "data.skip_bad_files", setting_text("data.shards"));
     idle(config_.model.pattern.find('|') != std::string::npos, "layout.partition",
          setting_text("model.pattern"));
+    idle(config_.layout.pp == 1, "layout.border_dtype",
+         setting_text("layout.pp") + ", because nothing is sent between stages");
+    idle(config_.data.structure == "cpp" && !config_.model.structure_embedding && !config_.model.tree_feed &&
+             config_.model.relations == 0,
+         "data.structure", "a model without structure_embedding, tree_feed and relations");
     idle(config_.layout.pp == 1 && config_.layout.transport == "ucx", "layout.transport",
          setting_text("layout.pp") + ", because ucx is used for transfers between stages only");
   }

@@ -230,12 +230,14 @@ std::vector<ConfigField> make_fields() {
        1 << 20},
       {"layout",
        "partition",
-       "Whether to balance stages by the number of blocks or by their cost",
+       "What is balanced over the stages: the number of blocks (count), their parameters by a greedy rule "
+       "(weight), or their cost (cost): the slowest stage is as fast as possible; penstock partition shows "
+       "it",
        at(&T::layout, &L::partition),
        0,
        0,
        false,
-       {"count", "cost"}},
+       {"count", "weight", "cost"}},
       {"layout",
        "transport",
        "Transport for tensors between stages; auto: nccl for cuda, ucx within one machine if available, else "
@@ -245,6 +247,15 @@ std::vector<ConfigField> make_fields() {
        0,
        false,
        {"auto", "gloo", "ucx", "nccl"}},
+      {"layout",
+       "border_dtype",
+       "Dtype of activations and gradients between pipeline ranks; bf16 and fp8 (8 bits, with a scale for "
+       "each 128 values) send less and round; metrics.jsonl reports the error as border_error",
+       at(&T::layout, &L::border_dtype),
+       0,
+       0,
+       false,
+       {"same", "bf16", "fp8"}},
       {"layout",
        "device",
        "Device that the model runs on; auto: cuda if there is a GPU for each rank, else cpu",
@@ -351,6 +362,16 @@ std::vector<ConfigField> make_fields() {
        "Mask attention between documents; false: tokens also attend to earlier documents of the sample, "
        "which is faster on GPUs",
        at(&T::data, &D::document_mask)},
+      {"data",
+       "structure",
+       "Metadata about the tokens for models that use it (structure_embedding, tree_feed, relations); cpp: "
+       "the "
+       "structure of C++ text, found by a lexer; auto: cpp for the C++ headers of this machine, else none",
+       at(&T::data, &D::structure),
+       0,
+       0,
+       false,
+       {"auto", "none", "cpp"}},
       {"data", "skip_bad_files", "Skip unreadable, empty and binary files instead of failing",
        at(&T::data, &D::skip_bad_files)},
 

@@ -9,6 +9,7 @@
 #include "penstock/base/describe.h"
 #include "penstock/base/philox.h"  // plain integers: nothing of Torch in it
 #include "penstock/errors.h"
+#include "penstock/train/data/byte_tokenizer.h"
 #include "penstock/train/data/keyed_permutation.h"
 
 namespace penstock::train {
@@ -46,6 +47,13 @@ Sampler::Sampler(std::shared_ptr<const TokenDataset> dataset, SamplerOptions opt
                        .of_tokens = dataset_->tokens_of_all_splits()},
                       options_.context);
   windows_ = dataset_->tokens() / context;
+  if (!options_.cpp_structure) return;
+  if (dataset_->vocabulary() != byte_tokenizer::kVocabulary)
+    throw ConfigError(
+        describe("data.structure",
+                 fmt::format("cpp, for {} with a vocabulary of {}", dataset_->name(), dataset_->vocabulary()),
+                 "byte tokens, made of text by Penstock", "set data.structure to none, or train on text"));
+  structure_ = std::make_unique<StructureReader>();
 }
 
 std::uint64_t Sampler::first_token(std::uint64_t position) const {
@@ -86,6 +94,25 @@ void Sampler::sample(std::uint64_t position, std::span<std::int64_t> tokens, std
   }
 }
 
+void Sampler::structure(std::uint64_t position, std::span<TokenStructure> found) const {
+  if (!structure_) throw StateError("Sampler::structure: the sampler was made without options.cpp_structure");
+  const auto context = static_cast<std::uint64_t>(options_.context);
+  if (found.size() != context)
+    throw ValueError(describe("buffer for the structure of a sample", fmt::format("{}", found.size()),
+                              fmt::format("{} elements, the context", context)));
+  const std::uint64_t first = first_token(position);
+  const std::uint64_t before = std::min(context, dataset_->tokens() - first);  // up to the end of the ring
+  std::size_t done = 0;
+  const auto add = [&](std::uint64_t begin, std::uint64_t count) {
+    for (const DocumentPart& part : dataset_->parts(begin, count)) {
+      structure_->read(part, found.subspan(done, part.tokens));
+      done += part.tokens;
+    }
+  };
+  add(first, before);
+  add(0, context - before);
+}
+
 void Sampler::fill(std::uint64_t position, std::int64_t samples, Batch& batch) const {
   if (samples < 1)
     throw ValueError(describe("samples per batch", fmt::format("{}", samples), "a number of at least 1"));
@@ -97,11 +124,13 @@ void Sampler::fill(std::uint64_t position, std::int64_t samples, Batch& batch) c
   batch.tokens.resize(count * context);
   batch.targets.resize(count * context);
   batch.documents.resize(count * context);
+  batch.structure.resize(structure_ ? count * context : 0);
   for (std::size_t i = 0; i < count; ++i) {
     const auto row = [&](std::vector<std::int64_t>& values) {
       return std::span(values).subspan(i * context, context);
     };
     sample(position + i, row(batch.tokens), row(batch.targets), row(batch.documents));
+    if (structure_) structure(position + i, std::span(batch.structure).subspan(i * context, context));
   }
 }
 

@@ -16,7 +16,7 @@
 // each epoch, is unused. The target of a token is the next token, or kIgnored if that belongs to another
 // document.
 //
-// Immutable. Thread safety: any thread.
+// Immutable, except for what is kept to find structure again faster. Thread safety: any thread.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,9 @@
 #include <string>
 #include <vector>
 
+#include "penstock/train/data/structure_reader.h"
 #include "penstock/train/data/token_dataset.h"
+#include "penstock/train/data/token_structure.h"
 
 namespace penstock::train {
 
@@ -42,12 +44,15 @@ struct Batch {
   // Equal numbers within a sample mean the same document. For masks; see TokenDataset::read for the numbers
   // (those after the end of the ring continue from document_numbers()).
   std::vector<std::int64_t> documents;
+  // One for each token; empty unless the sampler finds structure.
+  std::vector<TokenStructure> structure;
 };
 
 struct SamplerOptions {
   std::int64_t context = 0;
   std::uint64_t seed = 0;
-  bool shuffle = true;  // false: windows in order from token 0 in every epoch, for validation
+  bool shuffle = true;         // false: windows in order from token 0 in every epoch, for validation
+  bool cpp_structure = false;  // the documents are C++ text: find the structure of their bytes
 };
 
 // Number of tokens on one side of a split, out of `of_tokens`.
@@ -62,7 +67,8 @@ void check_enough_tokens(const TokenAmount& amount, std::int64_t context);
 
 class Sampler {
  public:
-  // Throws ValueError for a context below 1, ConfigError if the dataset has no more tokens than the context.
+  // Throws ValueError for a context below 1, ConfigError if the dataset has no more tokens than the context,
+  // and for the structure of tokens that are not bytes.
   Sampler(std::shared_ptr<const TokenDataset> dataset, SamplerOptions options);
 
   const TokenDataset& dataset() const { return *dataset_; }
@@ -75,6 +81,9 @@ class Sampler {
   // Fills one sample; each span has `context` elements.
   void sample(std::uint64_t position, std::span<std::int64_t> tokens, std::span<std::int64_t> targets,
               std::span<std::int64_t> documents) const;
+  // Finds the structure of the tokens of one sample, that of their whole documents: `found` has `context`
+  // elements. Throws StateError unless options().cpp_structure.
+  void structure(std::uint64_t position, std::span<TokenStructure> found) const;
   // Fills samples position .. position + samples - 1; reuses the vectors of the batch.
   void fill(std::uint64_t position, std::int64_t samples, Batch& batch) const;
 
@@ -82,6 +91,7 @@ class Sampler {
   std::shared_ptr<const TokenDataset> dataset_;
   SamplerOptions options_;
   std::uint64_t windows_;
+  std::unique_ptr<StructureReader> structure_;  // null: no structure
 };
 
 // The part of a round of `samples` global samples for one of `dp` data-parallel ranks: consecutive samples,

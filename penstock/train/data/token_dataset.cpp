@@ -94,7 +94,7 @@ TokenDataset::TokenDataset(TokenSources sources, DataSplit split, double validat
       const std::uint64_t begin = split == DataSplit::Validation ? border : document.begin;
       const std::uint64_t end = split == DataSplit::Training ? border : document.end;
       if (begin == end) continue;
-      spans_.push_back({tokens_, begin, i});
+      spans_.push_back({tokens_, begin, i, document.begin});
       tokens_ += end - begin;
     }
   }
@@ -117,19 +117,41 @@ std::string TokenDataset::name() const {
                      sources_.size() == 1 ? "" : fmt::format(" and {} more", sources_.size() - 1));
 }
 
+std::vector<TokenDataset::Span>::const_iterator TokenDataset::find_span(std::uint64_t begin,
+                                                                        std::uint64_t count) const {
+  if (begin > tokens_ || count > tokens_ - begin)
+    throw ValueError(describe("tokens to read", fmt::format("{} from {}", count, begin),
+                              fmt::format("a range within the {} tokens of the dataset", tokens_)));
+  return std::prev(std::upper_bound(spans_.begin(), spans_.end(), begin,
+                                    [](std::uint64_t at, const Span& item) { return at < item.begin; }));
+}
+
+std::uint64_t TokenDataset::end_of(std::vector<Span>::const_iterator span) const {
+  return std::next(span) == spans_.end() ? tokens_ : std::next(span)->begin;
+}
+
+std::vector<DocumentPart> TokenDataset::parts(std::uint64_t begin, std::uint64_t count) const {
+  std::vector<DocumentPart> parts;
+  auto span = find_span(begin, count);
+  for (std::uint64_t at = begin; at < begin + count; ++span) {
+    const std::uint64_t end = std::min(end_of(span), begin + count);
+    parts.push_back({.source = sources_[span->source].get(),
+                     .document = span->document,
+                     .begin = span->source_begin + (at - span->begin),
+                     .tokens = end - at});
+    at = end;
+  }
+  return parts;
+}
+
 void TokenDataset::read(std::uint64_t begin, std::span<std::int64_t> tokens,
                         std::span<std::int64_t> documents) const {
   if (tokens.size() != documents.size())
     throw ValueError(describe("buffer for documents", fmt::format("{}", documents.size()),
                               fmt::format("the size of the token buffer, {}", tokens.size())));
-  if (begin > tokens_ || tokens.size() > tokens_ - begin)
-    throw ValueError(describe("tokens to read", fmt::format("{} from {}", tokens.size(), begin),
-                              fmt::format("a range within the {} tokens of the dataset", tokens_)));
-  if (tokens.empty()) return;
-  auto span = std::prev(std::upper_bound(spans_.begin(), spans_.end(), begin,
-                                         [](std::uint64_t at, const Span& item) { return at < item.begin; }));
+  auto span = find_span(begin, tokens.size());
   for (std::size_t done = 0; done < tokens.size(); ++span) {
-    const std::uint64_t end = std::next(span) == spans_.end() ? tokens_ : std::next(span)->begin;
+    const std::uint64_t end = end_of(span);
     const std::uint64_t inside = begin + done - span->begin;
     const auto count =
         static_cast<std::size_t>(std::min<std::uint64_t>(tokens.size() - done, end - begin - done));

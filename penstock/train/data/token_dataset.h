@@ -7,7 +7,7 @@
 // See document_split.h for the split. If documents are cut, each part counts as a separate document, so that
 // no target crosses the cut.
 //
-// Immutable. Thread safety: any thread. Memory: 24 bytes per document; tokens stay in the mapped files.
+// Immutable. Thread safety: any thread. Memory: 32 bytes per document; tokens stay in the mapped files.
 #pragma once
 
 #include <cstdint>
@@ -22,6 +22,14 @@
 #include "penstock/train/data/token_source.h"
 
 namespace penstock::train {
+
+// Consecutive tokens of one document.
+struct DocumentPart {
+  const TokenSource* source = nullptr;
+  std::uint64_t document = 0;  // where the document begins in its source
+  std::uint64_t begin = 0;     // of the part, in the source
+  std::uint64_t tokens = 0;
+};
 
 enum class DataSplit { All, Training, Validation };
 
@@ -62,6 +70,9 @@ class TokenDataset {
   // the same document. They are document indices, the same in every call, unless the tokens mark the ends of
   // documents: then numbers are comparable only within one call.
   void read(std::uint64_t begin, std::span<std::int64_t> tokens, std::span<std::int64_t> documents) const;
+  // Returns the documents, or parts of them, that tokens [begin, begin + count) consist of, in order. A
+  // document that is cut is known from its own beginning. Throws ValueError outside the dataset.
+  std::vector<DocumentPart> parts(std::uint64_t begin, std::uint64_t count) const;
   std::int64_t document_numbers() const { return static_cast<std::int64_t>(spans_.size()) * numbers_each_; }
 
  private:
@@ -69,7 +80,12 @@ class TokenDataset {
     std::uint64_t begin;         // in this dataset
     std::uint64_t source_begin;  // in its source
     std::uint64_t source;
+    std::uint64_t document;  // begin of the whole document in its source
   };
+  // The span that a token is in. Throws ValueError unless all `count` tokens from it are in the dataset.
+  std::vector<Span>::const_iterator find_span(std::uint64_t begin, std::uint64_t count) const;
+  std::uint64_t end_of(std::vector<Span>::const_iterator span) const;
+
   TokenSources sources_;
   DataSplit split_;
   std::vector<Span> spans_;  // of each document, in order

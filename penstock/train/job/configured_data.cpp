@@ -17,6 +17,7 @@
 #include "penstock/train/data/byte_tokenizer.h"
 #include "penstock/train/data/make_shards.h"
 #include "penstock/train/data/sampler.h"
+#include "penstock/train/job/structure_metadata.h"
 
 namespace penstock::train {
 
@@ -204,7 +205,8 @@ TrainingData make_samplers(const TrainConfig& config, const TokenSources& source
         std::make_shared<const TokenDataset>(sources, split, config.data.validation_fraction),
         SamplerOptions{.context = config.model.context,
                        .seed = static_cast<std::uint64_t>(config.training.seed),
-                       .shuffle = split != DataSplit::Validation});
+                       .shuffle = split != DataSplit::Validation,
+                       .cpp_structure = trains_on_structure(config)});
   };
   TrainingData data;
   data.training = sampler(validates(config) ? DataSplit::Training : DataSplit::All);

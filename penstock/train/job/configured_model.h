@@ -8,11 +8,9 @@
 
 #include <memory>
 
-#include "penstock/hybrid_options.h"
 #include "penstock/recompute_plan.h"
 #include "penstock/train_config.h"
 #include "penstock/trainable_model.h"
-#include "penstock/transformer_options.h"
 
 namespace penstock::train {
 
@@ -23,10 +21,5 @@ std::shared_ptr<models::TrainableModel> configured_model(const TrainConfig& conf
 // what the model, a schedule of so many stages or the layout does not have.
 models::RecomputePlan configured_recompute(const TrainConfig& config, const models::TrainableModel& model,
                                            int stages);
-
-// Returns the options of the transformer that the configuration describes. Throws ConfigError.
-models::TransformerOptions transformer_options(const ModelConfig& config);
-// Returns those of the hybrid model. Throws ConfigError.
-models::HybridOptions hybrid_options(const ModelConfig& config);
 
 }  // namespace penstock::train

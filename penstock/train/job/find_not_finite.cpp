@@ -43,19 +43,19 @@ template <class Look>
 std::optional<NonFiniteOrigin> first_of(const RankLayout& layout, const ModelStages& model, const char* kind,
                                         const Look& look) {
   const at::NoGradGuard no_grad;
-  for (const models::StagePart& part : model.parts()) {
+  for (const PipelineStage& stage : model.stages()) {
     std::int64_t order = 0;
-    for (const optim::NamedParameter& parameter : model.parameters_of(part.index)) {
+    for (const optim::NamedParameter& parameter : model.parameters_of(stage.index())) {
       const at::Tensor tensor = look(parameter);
       const std::int64_t bad = tensor.defined() ? not_finite_values(tensor) : 0;
       if (bad > 0)
         return NonFiniteOrigin{
             .run = 0,
             .microbatch = 0,
-            .stage = part.index,
+            .stage = stage.index(),
             .order = order,
             .what = fmt::format("{} {} has {} of {} values that are NaN or infinite (stage {}{})", kind,
-                                parameter.name, bad, tensor.numel(), part.index, replica_text(layout))};
+                                parameter.name, bad, tensor.numel(), stage.index(), replica_text(layout))};
       ++order;
     }
   }

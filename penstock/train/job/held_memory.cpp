@@ -48,10 +48,9 @@ HeldMemory held_memory(const ModelStages& model, const optim::Optimizer& optimiz
       held.gradients += local_bytes(parameter.tensor.grad());
     }
   }
-  // The second leaf of a tied weight has its own gradient; its shard, if any, belongs to its group.
-  const ModelStages::TiedWeight& tied = model.tied();
-  if (tied.embed.defined() && tied.head.defined())
-    (shard_of(tied.head) ? reduced : held.gradients) += local_bytes(tied.head.grad());
+  // Further uses of shared parameters have their own gradients; their shards, if any, belong to their groups.
+  for (const at::Tensor& use : model.shared().further_uses())
+    (shard_of(use) ? reduced : held.gradients) += local_bytes(use.grad());
   held.gradients += sync.buffer_bytes();
   std::map<ShardContext*, std::int64_t> by_context;  // gathered now
   for (ShardGroup* group : groups_of(model)) {

@@ -13,6 +13,7 @@
 #include "penstock/train/job/configured_model.h"
 #include "penstock/train/job/job.h"
 #include "penstock/train/job/process_memory.h"
+#include "penstock/train/job/stage_copies.h"
 #include "penstock/world.h"
 
 namespace penstock::train {
@@ -115,9 +116,11 @@ MinimumMemory minimum_memory(const TrainConfig& config, std::int64_t ranks) {
   const LayoutConfig& layout = config.layout;
   const double states = config.training.optimizer == "adamw" ? 2 : config.training.momentum > 0 ? 1 : 0;
   // Parameters, gradients and optimizer state; each group of `shard` replicas has one copy, distributed over
-  // the pipeline and the tensor-parallel ranks. `ranks` of these are on this machine.
-  const double copies = static_cast<double>(layout.dp) / static_cast<double>(layout.shard) *
-                        static_cast<double>(ranks) / static_cast<double>(layout.ranks);
+  // the pipeline and the tensor-parallel ranks, or two in a bidirectional schedule. `ranks` of these are on
+  // this machine.
+  const double copies = static_cast<double>(copies_of_model(layout)) * static_cast<double>(layout.dp) /
+                        static_cast<double>(layout.shard) * static_cast<double>(ranks) /
+                        static_cast<double>(layout.ranks);
   const double each = kFloat * (2 + states) * copies;
   MinimumMemory need;
   need.parts.push_back({fmt::format("blocks with gradients and optimizer, {} of {}",

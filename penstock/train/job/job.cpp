@@ -30,6 +30,8 @@
 #include "penstock/train/data/prefetcher.h"
 #include "penstock/train/job/find_not_finite.h"
 #include "penstock/train/job/replica_gradient_sync.h"
+#include "penstock/train/job/step_sums.h"
+#include "penstock/train/job/structure_metadata.h"
 #include "penstock/train/report/elapsed.h"
 
 namespace penstock::train {
@@ -80,7 +82,7 @@ at::Tensor as_tensor(const std::vector<std::int64_t>& values, std::int64_t rows,
   return device.is_cpu() ? view.clone() : view.pin_memory().to(device, /*non_blocking=*/true);
 }
 
-std::int64_t count_targets(const std::vector<std::int64_t>& targets) {
+std::int64_t count_targets(std::span<const std::int64_t> targets) {
   std::int64_t counted = 0;
   for (const std::int64_t target : targets) counted += target != kIgnored;
   return counted;
@@ -132,7 +134,7 @@ struct TrainingJob::Impl {
         device(configured_device(config.layout, world)),
         schedule(configured_schedule(config.layout)),
         model(layout, config, schedule, device),
-        sync(layout, model, config.training.accumulation == 1),
+        sync(layout, model, reduces_early()),
         pipeline(model.stages(), schedule, loss(), pipeline_options()),
         optimizer(make_optimizer(model.parameters(), config.training)),
         scaler(scaler_options(config.training)),
@@ -144,8 +146,15 @@ struct TrainingJob::Impl {
                    fmt::format("at least the {} of the data", data.training->dataset().vocabulary()),
                    "raise it, or use other data"));
     if (config.layout.pp > 1) step_groups.push_back(layout.mesh().group("pp"));
-    last_stage_here = schedule.stages().rank_of(schedule.stages().stages() - 1) == layout.pp();
+    needs = structure_needs(config, model.own_parts());
     prefetch(0);
+  }
+
+  // Whether the gradients of a stage are complete when its last backward has run. Accumulated runs are
+  // reduced once, by finish(); without the callback the pipeline adds them in one buffer (step_gradients.h).
+  // Copies of a stage are summed at the end of a run.
+  bool reduces_early() const {
+    return config.training.accumulation == 1 && schedule.stages().chains().size() == 1;
   }
 
   std::int64_t positions_of_microbatch() const {
@@ -172,13 +181,14 @@ struct TrainingJob::Impl {
     options.ranks = layout.pipeline_ranks();
     options.seed = static_cast<std::uint64_t>(config.training.seed);
     options.return_outputs = false;
-    // Accumulated runs are reduced once, by finish(); without the callback the pipeline adds them in one
-    // buffer (step_gradients.h).
-    if (config.training.accumulation == 1)
-      options.gradients_done = [this](int stage) { sync.stage_done(stage); };
+    if (reduces_early()) options.gradients_done = [this](int stage) { sync.stage_done(stage); };
     const std::int64_t rows = config.layout.microbatch_size;
     if (config.layout.dp > 1)
       options.rows = BatchRows{.global = rows * config.layout.dp, .first = rows * layout.dp(), .count = rows};
+    if (config.layout.border_dtype == "bf16") options.borders.dtype = BorderDtype::BFloat16;
+    if (config.layout.border_dtype == "fp8") options.borders.dtype = BorderDtype::Float8;
+    // Activations between stages are whole and equal on all tensor-parallel ranks.
+    if (layout.tp_size() > 1 && layout.pp_size() > 1) options.borders.equal_ranks = layout.mesh().group("tp");
     if (config.layout.transport == "gloo") options.p2p = comm::P2PTransport::Gloo;
     if (config.layout.transport == "ucx") options.p2p = comm::P2PTransport::Ucx;
     return options;
@@ -202,6 +212,7 @@ struct TrainingJob::Impl {
     filled.context = context;
     for (auto* values : {&filled.tokens, &filled.targets, &filled.documents})
       values->resize(static_cast<std::size_t>(filled.samples * context));
+    if (needs.any()) filled.structure.resize(filled.tokens.size());
     for (std::int64_t sample = 0; sample < filled.samples; ++sample) {
       const std::int64_t global = (sample / rows * config.layout.dp + layout.dp()) * rows + sample % rows;
       const auto place = [&](std::vector<std::int64_t>& values) {
@@ -210,6 +221,11 @@ struct TrainingJob::Impl {
       };
       sampler.sample(first + static_cast<std::uint64_t>(global), place(filled.tokens), place(filled.targets),
                      place(filled.documents));
+      if (needs.any())
+        sampler.structure(
+            first + static_cast<std::uint64_t>(global),
+            std::span(filled.structure)
+                .subspan(static_cast<std::size_t>(sample * context), static_cast<std::size_t>(context)));
     }
   }
 
@@ -220,17 +236,31 @@ struct TrainingJob::Impl {
     return model.model().inputs(
         {.tokens = tensor(batch.tokens),
          .targets = tensor(batch.targets),
-         .documents = config.data.document_mask ? tensor(batch.documents) : at::Tensor()});
+         .documents = config.data.document_mask ? tensor(batch.documents) : at::Tensor(),
+         .metadata = structure_metadata(needs,
+                                        {.tokens = batch.structure,
+                                         .documents = batch.documents,
+                                         .rows = batch.samples,
+                                         .length = batch.context},
+                                        device)});
   }
 
-  // Sum of the losses of the runs over their tokens, before the division; only the last stage has any. Waits
-  // for the device once.
-  double loss_sum(const std::vector<at::Tensor>& losses) const {
-    if (losses.empty()) return 0;
-    const at::Tensor all = at::stack(losses).to(at::kDouble).cpu();
-    double sum = 0;
-    for (std::int64_t i = 0; i < all.numel(); ++i) sum += all.data_ptr<double>()[i];
-    return sum * static_cast<double>(positions_of_microbatch() * config.training.accumulation);
+  // What the sum of losses must be multiplied by to become a sum over tokens.
+  double loss_divisor() const {
+    return static_cast<double>(positions_of_microbatch() * config.training.accumulation);
+  }
+
+  // Targets of the microbatches whose losses this rank computes: those of the chains that end here.
+  double count_own_targets(const Batch& of) const {
+    const schedule::StageMap& map = schedule.stages();
+    double counted = 0;
+    for (const schedule::Chain& chain : map.chains())
+      if (map.rank_of(chain.first_stage + chain.stages - 1) == layout.pp())
+        counted += static_cast<double>(count_targets(
+            std::span(of.targets)
+                .subspan(static_cast<std::size_t>(chain.first_microbatch * positions_of_microbatch()),
+                         static_cast<std::size_t>(chain.microbatches * positions_of_microbatch()))));
+    return counted;
   }
 
   // Sums over the first rank of each tensor-parallel group; the other ranks have the same values.
@@ -254,10 +284,10 @@ struct TrainingJob::Impl {
     outcome.tokens = positions_of_step();
     optimizer->set_lr(outcome.lr);
     optimizer->zero_grad();
-    clear_second_leaf();
+    model.shared().clear_gradients();
     pipeline.set_loss_scale(scaler.scale());
     std::vector<at::Tensor> losses;
-    double counted = 0;
+    double counted = 0, squared_error = 0, squared_values = 0;
     for (std::int64_t run = 0; run < config.training.accumulation; ++run) {
       auto now = Clock::now();
       batches->next(batch);
@@ -266,10 +296,11 @@ struct TrainingJob::Impl {
       now = Clock::now();
       pipeline.set_step(steps_done * config.training.accumulation + run);
       const StepResult result = pipeline.step(inputs.args, inputs.keywords, inputs.target);
-      if (last_stage_here) {
-        losses.insert(losses.end(), result.losses.begin(), result.losses.end());
-        counted += static_cast<double>(count_targets(batch.targets));
-      }
+      losses.insert(losses.end(), result.losses.begin(), result.losses.end());
+      counted += count_own_targets(batch);
+      const BorderReport border = pipeline.report().border;
+      squared_error += border.squared_error;
+      squared_values += border.squared_values;
       outcome.times.schedule += seconds_since(now);
     }
     auto now = Clock::now();
@@ -279,18 +310,22 @@ struct TrainingJob::Impl {
     const optim::ClipResult clipped = clip(outcome);  // started before anything waits for the device
     outcome.times.update = seconds_since(now);
     now = Clock::now();
-    const double sum = loss_sum(losses);
+    const StepSums sums = read_sums(losses, model.take_auxiliary_losses());
     outcome.times.schedule += seconds_since(now);  // a GPU finishes its work here
     now = Clock::now();
-    const std::vector<double> all = sum_over_world({sum, counted, stop ? 1.0 : 0.0}, 2);
+    std::vector<double> numbers{sums.loss * loss_divisor(), counted};
+    numbers.insert(numbers.end(), sums.auxiliary.begin(), sums.auxiliary.end());
+    const std::size_t summed = numbers.size();
+    numbers.insert(numbers.end(), {stop ? 1.0 : 0.0, squared_error, squared_values});
+    const std::vector<double> all = sum_over_world(std::move(numbers), summed);
     outcome.loss = all[1] > 0 ? all[0] / all[1] : 0;
-    outcome.stop = all[2] > 0;
+    outcome.auxiliary = auxiliary_means(std::span(all).subspan(2, sums.auxiliary.size()));
+    outcome.stop = all[summed] > 0;
+    outcome.border_error = all[summed + 2] > 0 ? std::sqrt(all[summed + 1] / all[summed + 2]) : 0;
     outcome.times.sync += seconds_since(now);
     now = Clock::now();
     update(outcome, clipped);
-    models::FinishedStep finished{.updated = !outcome.skipped};
-    if (layout.dp_size() > 1) finished.data_parallel = layout.copies();
-    model.after_step(finished);
+    model.after_step(!outcome.skipped);
     outcome.times.update += seconds_since(now);
     ++steps_done;
     outcome.step = steps_done;
@@ -298,8 +333,15 @@ struct TrainingJob::Impl {
     return outcome;
   }
 
-  void clear_second_leaf() {
-    if (at::Tensor head = model.tied().head; head.defined()) head.mutable_grad() = at::Tensor();
+  // The replicas have parts of the same microbatches: each contributes its mean over its own rows.
+  std::vector<LossTerm> auxiliary_means(std::span<const double> sums) const {
+    const auto forwards =
+        static_cast<double>(config.layout.microbatches * config.training.accumulation * config.layout.dp);
+    const std::vector<models::AuxiliaryTerm>& terms = model.plan().auxiliary;
+    std::vector<LossTerm> means;
+    for (std::size_t i = 0; i < terms.size(); ++i)
+      means.push_back({.name = terms[i].name, .value = sums[i] / forwards, .weight = terms[i].weight});
+    return means;
   }
 
   // Computes the gradient norm and clips the gradients; does nothing in a step that fp16 skips. Otherwise
@@ -331,7 +373,7 @@ struct TrainingJob::Impl {
     if (!std::isfinite(outcome.loss) || !std::isfinite(outcome.grad_norm)) throw_not_finite(outcome);
     optimizer->step();
     ++updates_done;
-    model.share_tied();
+    model.shared().share_values();
   }
 
   [[noreturn]] void throw_not_finite(const StepOutcome& outcome) {
@@ -385,12 +427,11 @@ struct TrainingJob::Impl {
       fill_share(*data.validation, static_cast<std::uint64_t>(i * round), held);
       const models::StageInputs inputs = inputs_of(held);
       const StepResult result = pipeline.eval(inputs.args, inputs.keywords, inputs.target);
-      if (!last_stage_here) continue;
       losses.insert(losses.end(), result.losses.begin(), result.losses.end());
-      counted += static_cast<double>(count_targets(held.targets));
+      counted += count_own_targets(held);
     }
     model.set_training(true);
-    const std::vector<double> all = sum_over_world({loss_sum(losses), counted}, 2);
+    const std::vector<double> all = sum_over_world({read_sums(losses, {}).loss * loss_divisor(), counted}, 2);
     return all[1] > 0 ? all[0] / all[1] : 0;
   }
 
@@ -444,7 +485,7 @@ struct TrainingJob::Impl {
   void load(const checkpoint::Checkpoint& checkpoint, ChangedDataPolicy other_data) {
     checkpoint::WorldAgreement agreement(world);
     checkpoint::load_into(agreement, checkpoint, checkpoint::Section::Model, model_parts());
-    model.share_tied();
+    model.shared().share_values();
     std::vector<checkpoint::TensorPart> parts = optimizer_parts();
     const nlohmann::json state = nlohmann::json::parse(checkpoint.state_json());
     steps_done = state.at("step").get<std::int64_t>();
@@ -493,7 +534,7 @@ struct TrainingJob::Impl {
   optim::LrSchedule rates;
   std::vector<comm::Group> step_groups;
   GradientHook gradient_hook;
-  bool last_stage_here = false;
+  StructureNeeds needs;  // of the stages of this rank
   std::int64_t steps_done = 0;
   std::int64_t updates_done = 0;  // optimizer steps: all except those skipped by fp16
   Batch batch;

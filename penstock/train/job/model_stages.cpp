@@ -3,51 +3,26 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <fstream>
+#include <numeric>
 #include <optional>
-#include <sstream>
 #include <utility>
 
 #include "penstock/base/describe.h"
+#include "penstock/base/quote.h"
 #include "penstock/dtensor.h"
 #include "penstock/errors.h"
 #include "penstock/fully_shard.h"
-#include "penstock/generators.h"
 #include "penstock/schedule.h"
-#include "penstock/shard/state/shard_info.h"
 #include "penstock/stage_module.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
+#include "penstock/train/config/configured_plan.h"
 #include "penstock/train/job/configured_model.h"
+#include "penstock/train/job/stage_copies.h"
 #include "penstock/train/job/stage_scope.h"
 
 namespace penstock::train {
 
 namespace {
-
-bool is_file(const std::string& schedule) {
-  return schedule.find('/') != std::string::npos || schedule.ends_with(".csv");
-}
-
-schedule::Schedule schedule_from_file(const LayoutConfig& config) {
-  std::ifstream file(config.schedule);
-  std::stringstream text;
-  text << file.rdbuf();
-  if (!file)
-    throw ConfigError(describe("layout.schedule", config.schedule,
-                               "a file that can be read, or the name of a schedule",
-                               "penstock schedule --help lists the names"));
-  schedule::Schedule read = schedule::parse_schedule(text.str());
-  const auto expect = [&](const char* field, std::int64_t found, std::int64_t wanted) {
-    if (found != wanted)
-      throw ConfigError(describe(fmt::format("{} of the schedule in {}", field, config.schedule),
-                                 std::to_string(found), std::to_string(wanted),
-                                 fmt::format("set layout.{} to {}", field, found)));
-  };
-  expect("pp", read.ranks(), config.pp);
-  expect("virtual_stages", read.stages().stages() / read.ranks(), config.virtual_stages);
-  expect("microbatches", read.microbatches(), config.microbatches);
-  return read;
-}
 
 std::optional<at::ScalarType> autocast_dtype(const std::string& precision) {
   if (precision == "bf16") return at::kBFloat16;
@@ -55,11 +30,11 @@ std::optional<at::ScalarType> autocast_dtype(const std::string& precision) {
   return std::nullopt;
 }
 
-StageModule stage_module(const std::shared_ptr<models::ModelStage>& stage, at::Device device,
+StageModule stage_module(const std::shared_ptr<models::ModelStage>& stage, int index, at::Device device,
                          std::optional<at::ScalarType> autocast) {
   return StageModule(
-      [stage, device, autocast](at::Tensor x, Tree more) mutable {
-        const StageScope place(stage->part().index);
+      [stage, index, device, autocast](at::Tensor x, Tree more) mutable {
+        const StageScope place(index);
         const AutocastScope scope(device.type(), autocast);
         return stage->forward_with(x, more);
       },
@@ -92,58 +67,30 @@ void shard(models::ModelStage& stage, const RankLayout& layout) {
 
 }  // namespace
 
-schedule::Schedule configured_schedule(const LayoutConfig& config) {
-  if (is_file(config.schedule)) return schedule_from_file(config);
-  return schedule::generate(schedule::schedule_kind(config.schedule),
-                            {.ranks = static_cast<int>(config.pp),
-                             .stages_per_rank = static_cast<int>(config.virtual_stages),
-                             .microbatches = static_cast<int>(config.microbatches),
-                             .group_size = {}});
-}
-
 std::vector<models::StagePart> configured_parts(const TrainConfig& config, const models::ModelPlan& plan,
-                                                int stages) {
-  return models::partition_model(
-      plan, stages,
-      {.balance = config.layout.partition == "cost" ? models::Balance::Cost : models::Balance::Count,
-       .pattern = config.model.pattern,
-       .costs = {}});
+                                                int parts) {
+  return models::partition_model(plan, parts, configured_partition(config));
 }
 
 void check_stages(const TrainConfig& config, const models::TrainableModel& model,
                   const schedule::Schedule& schedule) {
-  if (schedule.stages().chains().size() > 1)
-    throw ConfigError(
-        describe("layout.schedule", config.layout.schedule, "a schedule with one copy of the model",
-                 "a bidirectional schedule needs two copies; choose DualPipeV, which needs one"));
+  check_copies(schedule.stages(), config.layout.schedule);
   if (config.layout.tp > 1) model.check_tensor_parallel(static_cast<int>(config.layout.tp));
   if (config.layout.ep > 1) model.check_expert_parallel(static_cast<int>(config.layout.ep));
-  configured_recompute(config, model, schedule.stages().stages());
-  if (model.plan().tied.size() > 1)
-    throw NotImplemented(
-        fmt::format("the model ties {} parameters between its first and last stage; the trainer supports one",
-                    model.plan().tied.size()));
-  const std::vector<models::StagePart> parts =
-      configured_parts(config, model.plan(), schedule.stages().stages());
-  for (const models::SharedParameter& shared : model.plan().shared)
-    if (const auto holders = models::stages_of_parameter(parts, model.plan(), shared.parameter.name);
-        holders.size() > 1)
-      throw ConfigError(describe(
-          "layout.pp",
-          fmt::format("{} stages, of which {} use {}", parts.size(), holders.size(), shared.parameter.name),
-          "one stage that uses it, because the trainer does not sum its gradients over stages",
-          "set layout.pp and layout.virtual_stages to 1, or for relations.weight model.relations to 0"));
+  configured_recompute(config, model, parts_of_model(schedule.stages()));
 }
 
 ModelStages::ModelStages(const RankLayout& layout, const TrainConfig& config,
                          const schedule::Schedule& schedule, at::Device device)
     : model_(configured_model(config)),
-      parts_(configured_parts(config, model_->plan(), schedule.stages().stages())) {
+      parts_(configured_parts(config, model_->plan(), parts_of_model(schedule.stages()))),
+      indices_(schedule.stages().stages_of(layout.pp())) {
   const schedule::StageMap& map = schedule.stages();
   check_stages(config, *model_, schedule);
-  const models::RecomputePlan recompute = configured_recompute(config, *model_, map.stages());
-  for (const int index : map.stages_of(layout.pp())) {
-    std::shared_ptr<models::ModelStage> module = model_->make_stage(parts_[static_cast<std::size_t>(index)]);
+  const models::RecomputePlan recompute = configured_recompute(config, *model_, parts_of_model(map));
+  for (const int index : indices_) {
+    std::shared_ptr<models::ModelStage> module =
+        model_->make_stage(parts_[static_cast<std::size_t>(part_of_stage(map, index))]);
     module->to(device);
     if (const auto mesh = layout.split_mesh()) module->parallelize(*mesh);
     if (layout.dp_size() > 1) module->set_replicas(layout.copies());
@@ -151,70 +98,83 @@ ModelStages::ModelStages(const RankLayout& layout, const TrainConfig& config,
     module->set_recompute(recompute);
     modules_.push_back(std::move(module));
   }
-  if (!plan().tied.empty()) tie(layout, map);
+  const std::vector<ParameterUse> uses = uses_of_shared(layout.is_sharded());
   if (layout.is_sharded())
     for (const auto& module : modules_) shard(*module, layout);
+  std::vector<ParameterTie> ties;
+  for (const std::string& name : plan().tied) ties.push_back(penstock::tie({name}));
+  for (const models::SharedParameter& each : plan().shared)
+    ties.push_back(penstock::tie({each.parameter.name}));
+  shared_.emplace(ties, uses,
+                  SharedParameterOptions{.world = layout.world(), .ranks = layout.pipeline_ranks()});
   for (std::size_t i = 0; i < modules_.size(); ++i) {
-    stages_.emplace_back(stage_module(modules_[i], device, autocast_dtype(config.training.precision)),
-                         parts_[static_cast<std::size_t>(map.stages_of(layout.pp())[i])].index, map.stages(),
-                         device);
-    for (const auto& entry : modules_[i]->named_parameters())
-      if (!is_second_leaf(entry.value())) parameters_.push_back({entry.key(), entry.value()});
+    stages_.emplace_back(
+        stage_module(modules_[i], indices_[i], device, autocast_dtype(config.training.precision)),
+        indices_[i], map.stages(), device);
+    for (const auto& entry : modules_[i]->named_parameters()) {
+      if (shared_->is_further_use(entry.value())) continue;
+      parameters_.push_back({entry.key(), entry.value()});
+      if (train::is_second_copy(map, indices_[i])) second_copies_.insert(entry.value().unsafeGetTensorImpl());
+    }
   }
+  if (layout.dp_size() > 1 || map.chains().size() > 1)
+    for (const std::size_t i : in_order_of_parts())
+      trainers_.emplace(indices_[i], trainers_of(layout, map, indices_[i]));
 }
 
-// The two uses of the weight are two autograd leaves, which share memory if both are on this rank and are
-// copies otherwise. Each accumulates its own gradient over the microbatches, and both are added at the end,
-// so that the sum has the same bits in every layout.
-void ModelStages::tie(const RankLayout& layout, const schedule::StageMap& map) {
-  const std::string& name = plan().tied.front();
-  models::ModelStage *first = nullptr, *last = nullptr;
+std::vector<std::size_t> ModelStages::in_order_of_parts() const {
+  std::vector<std::size_t> order(modules_.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
+    return modules_[a]->part().index < modules_[b]->part().index;
+  });
+  return order;
+}
+
+// Each use of a tied weight is an autograd leaf of its own, also where one stage has both: each accumulates
+// its gradient over the microbatches, and both are added at the end, so that the sum has the same bits in
+// every layout. In a sharded stage they are one parameter, and autograd adds the gradients.
+std::vector<ParameterUse> ModelStages::uses_of_shared(bool sharded) {
+  std::vector<ParameterUse> uses;
+  const auto add = [&](models::ModelStage& stage, const std::string& name) {
+    const auto named = stage.named_parameters();
+    if (const at::Tensor* parameter = named.find(name))
+      uses.push_back({name, stage.part().index, *parameter});
+  };
   for (const auto& module : modules_) {
-    if (module->part().has_embed()) first = module.get();
-    if (module->part().has_head()) last = module.get();
-  }
-  if (first) tied_.embed = first->named_parameters()[name];
-  if (first && last) {
-    const bool sharded = layout.is_sharded();
-    if (first == last) {
-      if (sharded) return;  // one sharded parameter for both uses: autograd adds the gradients
-      tied_.head = last->separate_last_use(name);
-    } else if (!sharded) {
-      last->named_parameters()[name].set_data(tied_.embed);
+    for (const std::string& name : plan().tied) {
+      add(*module, name);
+      if (!module->is_whole() || sharded) continue;
+      if (const at::Tensor last = module->separate_last_use(name); last.defined())
+        uses.push_back({name, module->part().index, last});
     }
-    // Two sharded stages gather, free and reduce their own parameters: each has its own shard.
+    for (const models::SharedParameter& each : plan().shared) add(*module, each.parameter.name);
   }
-  if (last && first != last) tied_.head = last->named_parameters()[name];
-  const int first_rank = map.rank_of(0), last_rank = map.rank_of(map.stages() - 1);
-  if (first_rank != last_rank && (first || last)) tied_.peer = first ? last_rank : first_rank;
+  return uses;
 }
 
 std::vector<optim::NamedParameter> ModelStages::parameters_of(int stage) const {
   std::vector<optim::NamedParameter> result;
-  for (const auto& module : modules_)
-    if (module->part().index == stage)
-      for (const auto& entry : module->named_parameters()) result.push_back({entry.key(), entry.value()});
+  for (std::size_t i = 0; i < modules_.size(); ++i)
+    if (indices_[i] == stage)
+      for (const auto& entry : modules_[i]->named_parameters())
+        result.push_back({entry.key(), entry.value()});
   return result;
 }
 
-bool ModelStages::is_second_leaf(const at::Tensor& parameter) const {
-  return tied_.embed.defined() && tied_.head.defined() && parameter.is_same(tied_.head);
-}
-
-bool ModelStages::is_tied(const at::Tensor& parameter) const {
-  return (tied_.embed.defined() && parameter.is_same(tied_.embed)) ||
-         (tied_.head.defined() && parameter.is_same(tied_.head));
+bool ModelStages::is_second_copy(const optim::NamedParameter& parameter) const {
+  return second_copies_.contains(parameter.tensor.unsafeGetTensorImpl());
 }
 
 bool ModelStages::counts(const optim::NamedParameter& parameter) const {
-  return !(tied_.peer >= 0 && tied_.head.defined() && parameter.tensor.is_same(tied_.head));
+  return shared_->is_shared(parameter.tensor) ? shared_->counts(parameter.tensor)
+                                              : !is_second_copy(parameter);
 }
 
-void ModelStages::share_tied() {
-  if (!tied_.embed.defined() || !tied_.head.defined() || !shard_of(tied_.head)) return;
-  ensure_sharded({tied_.embed, tied_.head});
-  const at::NoGradGuard no_grad;
-  tied_.head.copy_(tied_.embed);
+std::vector<models::StagePart> ModelStages::own_parts() const {
+  std::vector<models::StagePart> parts;
+  for (const auto& module : modules_) parts.push_back(module->part());
+  return parts;
 }
 
 std::vector<models::StateBuffer> ModelStages::state_buffers() const {
@@ -224,8 +184,31 @@ std::vector<models::StateBuffer> ModelStages::state_buffers() const {
   return all;
 }
 
-void ModelStages::after_step(const models::FinishedStep& step) {
-  for (const auto& module : modules_) module->after_step(step);
+// The two ranks that hold copies of two parts meet in the order of the parts.
+void ModelStages::after_step(bool updated) {
+  for (const std::size_t i : in_order_of_parts()) {
+    models::FinishedStep step{.updated = updated};
+    if (const auto found = trainers_.find(indices_[i]); found != trainers_.end())
+      step.data_parallel = found->second;
+    modules_[i]->after_step(step);
+  }
+}
+
+std::vector<at::Tensor> ModelStages::take_auxiliary_losses() {
+  const std::vector<models::AuxiliaryTerm>& terms = plan().auxiliary;
+  std::vector<at::Tensor> sums(terms.size());
+  for (const auto& module : modules_)
+    for (const models::AuxiliaryLoss& loss : module->take_auxiliary_losses()) {
+      const auto found = std::find_if(terms.begin(), terms.end(), [&](const models::AuxiliaryTerm& term) {
+        return term.name == loss.name;
+      });
+      if (found == terms.end())
+        throw StateError(describe(fmt::format("auxiliary loss of stage {}", module->part().index),
+                                  quote(loss.name), "one of ModelPlan::auxiliary", "list it there"));
+      at::Tensor& sum = sums[static_cast<std::size_t>(found - terms.begin())];
+      sum = sum.defined() ? sum + loss.value : loss.value;
+    }
+  return sums;
 }
 
 at::Tensor ModelStages::loss(const at::Tensor& output, const at::Tensor& targets, double tokens) const {

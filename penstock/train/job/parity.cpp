@@ -21,7 +21,9 @@
 #include "penstock/checkpoint/tensors/writer.h"
 #include "penstock/checkpoint_types.h"
 #include "penstock/errors.h"
+#include "penstock/train/job/configured_model.h"
 #include "penstock/train/job/model_stages.h"
+#include "penstock/train/job/stage_copies.h"
 
 namespace penstock::train {
 
@@ -55,9 +57,24 @@ bool keeps_order(const schedule::Schedule& schedule) {
   return true;
 }
 
+// Returns whether gradients of one parameter arise on several stages, apart from a tied weight, whose uses
+// have their own gradients in one process, too.
+bool adds_over_stages(const TrainConfig& config) {
+  const auto model = configured_model(config);
+  const schedule::Schedule schedule = configured_schedule(config.layout);
+  const auto parts = configured_parts(config, model->plan(), parts_of_model(schedule.stages()));
+  return std::any_of(
+      model->plan().shared.begin(), model->plan().shared.end(), [&](const models::SharedParameter& shared) {
+        return models::stages_of_parameter(parts, model->plan(), shared.parameter.name).size() > 1;
+      });
+}
+
 std::string copy_text(const TrainingJob& job, const optim::NamedParameter& parameter) {
   std::string text;
-  if (!job.model().counts(parameter)) text += " (at the head)";
+  if (!job.model().shared().counts(parameter.tensor))
+    text += fmt::format(" (pipeline rank {})", job.layout().pp());
+  else if (!job.model().counts(parameter))
+    text += " (second copy)";
   if (const int copy = job.layout().copy_of(parameter.tensor); copy > 0)
     text += fmt::format(" (replica {})", copy);
   return text;
@@ -99,26 +116,49 @@ ParityRow compare_tensors(ParityRow row, const at::Tensor& expected, const at::T
   return row;
 }
 
-// JSON has no NaN: a NaN loss is null.
-double loss_of(const Checkpoint& side) {
-  const nlohmann::json loss = nlohmann::json::parse(side.state_json()).at("loss");
-  return loss.is_number() ? loss.get<double>() : std::numeric_limits<double>::quiet_NaN();
+nlohmann::json losses_json(const StepOutcome& outcome) {
+  nlohmann::json losses{{"loss", outcome.loss}};
+  for (const LossTerm& term : outcome.auxiliary) losses[term.name] = term.value;
+  return losses;
 }
 
-ParityRow compare_losses(int step, const Checkpoint& one, const Checkpoint& layout, double tolerance) {
-  ParityRow row{.step = step,
-                .kind = ParityRow::Kind::Loss,
-                .tensor = "loss",
-                .difference = 0,
-                .relative = 0,
-                .tolerance = tolerance,
-                .note = {},
-                .ok = true};
-  const double expected = loss_of(one), actual = loss_of(layout);
-  row.difference = std::abs(expected - actual);
-  row.relative = row.difference == 0 ? 0 : row.difference / std::abs(expected);
-  judge(row);
-  return row;
+// JSON has no NaN: a NaN loss is null.
+std::map<std::string, double> losses_of(const Checkpoint& side) {
+  std::map<std::string, double> losses;
+  const nlohmann::json state = nlohmann::json::parse(side.state_json());
+  for (const auto& loss : state.items())
+    losses[loss.key()] =
+        loss.value().is_number() ? loss.value().get<double>() : std::numeric_limits<double>::quiet_NaN();
+  return losses;
+}
+
+// The loss of the tokens, and those of the auxiliary losses. A model is cut into other sums of auxiliary
+// losses than one process computes, which differ by rounding.
+void compare_losses(ParityReport& report, int step, const Checkpoint& one, const Checkpoint& layout,
+                    double tolerance) {
+  constexpr double kRoundingOfSums = 1e-5;
+  const std::map<std::string, double> expected = losses_of(one), actual = losses_of(layout);
+  std::map<std::string, double> all = expected;
+  all.insert(actual.begin(), actual.end());
+  for (const auto& [name, value] : all) {
+    ParityRow row{.step = step,
+                  .kind = ParityRow::Kind::Loss,
+                  .tensor = name,
+                  .difference = 0,
+                  .relative = 0,
+                  .tolerance = name == "loss" ? tolerance : std::max(tolerance, kRoundingOfSums),
+                  .note = {},
+                  .ok = true};
+    if (expected.contains(name) && actual.contains(name)) {
+      row.difference = std::abs(expected.at(name) - actual.at(name));
+      row.relative = row.difference == 0 ? 0 : row.difference / std::abs(expected.at(name));
+    } else {
+      row.difference = row.relative = kInfinite;
+      row.note = expected.contains(name) ? "only in one process" : "only in the layout";
+    }
+    judge(row);
+    report.rows.push_back(std::move(row));
+  }
 }
 
 void compare_section(ParityReport& report, int step, const Checkpoint& one, const Checkpoint& layout,
@@ -185,8 +225,9 @@ TrainConfig one_process(const TrainConfig& config) {
 }
 
 bool expects_same_bits(const TrainConfig& config) {
-  return config.layout.dp == 1 && config.layout.tp == 1 && config.layout.device != "cuda" &&
-         keeps_order(configured_schedule(config.layout));
+  if (config.layout.dp > 1 || config.layout.tp > 1 || config.layout.device == "cuda") return false;
+  const schedule::Schedule schedule = configured_schedule(config.layout);
+  return schedule.stages().chains().size() == 1 && keeps_order(schedule) && !adds_over_stages(config);
 }
 
 ParityTolerance parity_tolerance(const TrainConfig& config) {
@@ -222,7 +263,7 @@ void record_side(const comm::World& world, const TrainConfig& config, TrainingDa
       contents.model.push_back(
           checkpoint::tensor_part(parameter.name + copy_text(job, parameter), parameter.tensor));
     contents.optimizer = gradients;
-    contents.state_json = nlohmann::json{{"loss", outcome.loss}}.dump();
+    contents.state_json = losses_json(outcome).dump();
     writer.save(step, contents);
   }
   writer.wait();
@@ -238,7 +279,7 @@ ParityReport compare_sides(const fs::path& one, const fs::path& layout, int step
   for (int step = 1; step <= steps; ++step) {
     const Checkpoint expected(one / checkpoint::step_folder_name(step)),
         actual(layout / checkpoint::step_folder_name(step));
-    report.rows.push_back(compare_losses(step, expected, actual, tolerance.gradients));
+    compare_losses(report, step, expected, actual, tolerance.gradients);
     compare_section(report, step, expected, actual, Section::Optimizer, tolerance.gradients);
     compare_section(report, step, expected, actual, Section::Model, tolerance.parameters);
   }

@@ -9,13 +9,14 @@
 //
 // The sides are compared through checkpoints, which do not depend on the layout: no rank needs more than its
 // own part, and the comparison holds two tensors at a time. Copies are compared as well: a tied weight at the
-// head, and those of every replica.
+// head, those of every replica, and the second copy of a model in a bidirectional schedule.
 //
 // Expected results: pipelines, virtual stages and schedules change no bit on the CPU if the schedule
-// accumulates the weight gradients of a stage in microbatch order. Replicas and tensor parallelism sum in
-// another order: equal up to rounding, relative to the largest element of a tensor. Parameters get ten times
-// the tolerance of gradients, because AdamW divides a gradient by its own magnitude: for a gradient near
-// zero, rounding moves the parameter by a fraction of the learning rate.
+// accumulates the weight gradients of a stage in microbatch order; auxiliary losses, which are sums over
+// stages, are equal to 1e-5. Replicas, tensor parallelism and the two copies of a bidirectional schedule sum
+// in another order: equal up to rounding, relative to the largest element of a tensor. Parameters get ten
+// times the tolerance of gradients, because AdamW divides a gradient by its own magnitude: for a gradient
+// near zero, rounding moves the parameter by a fraction of the learning rate.
 #pragma once
 
 #include <cstdint>
@@ -53,7 +54,7 @@ struct ParityRow {
   enum class Kind { Loss, Gradient, Parameter };
   int step = 0;  // from 1
   Kind kind = Kind::Loss;
-  std::string tensor;     // name in the model, with a suffix for copies; "loss"
+  std::string tensor;     // name in the model, with a suffix for copies; "loss", "balance"
   double difference = 0;  // maximum; infinite for NaN, another shape, or a tensor on one side only
   double relative =
       0;  // to the largest element in one process, but at least a millionth of the largest of all tensors

@@ -1,5 +1,5 @@
-// Completes the gradients of a step before they are used: averages over data-parallel replicas, and sums over
-// the two uses of a tied weight.
+// Completes the gradients of a step before they are used: sums over the uses of shared parameters
+// (shared_parameters.h), and averages over data-parallel replicas.
 //
 //   ReplicaGradientSync sync(layout, stages, true);
 //   ... pipeline.step(), which calls sync.stage_done(stage) at each REDUCE_GRAD of the schedule ...
@@ -11,8 +11,8 @@
 // samples; gradients of experts that are divided over expert-parallel ranks contain the terms of these ranks,
 // are summed over the others and divided by the same number. A gradient that is missing on some ranks counts
 // as zeros there; one that is missing on all ranks stays undefined (replica_gradients.h). The same holds for
-// the two uses of a tied weight.
-// Thread safety: one thread. [collective] over the replicas and the two ranks of a tied weight, in the same
+// the uses of a shared parameter.
+// Thread safety: one thread. [collective] over the replicas and the ranks of shared parameters, in the same
 // order on all ranks.
 #pragma once
 
@@ -21,7 +21,6 @@
 #include <map>
 #include <optional>
 
-#include "penstock/group.h"
 #include "penstock/train/job/layout.h"
 #include "penstock/train/job/model_stages.h"
 #include "penstock/train/job/replica_gradients.h"
@@ -30,10 +29,10 @@ namespace penstock::train {
 
 class ReplicaGradientSync {
  public:
-  // [collective over the replicas, and over the two ranks of a tied weight] Without `overlap`, finish() does
+  // [collective over the replicas] Without `overlap`, finish() does
   // all the work: for gradients that are accumulated over several runs of the schedule. Throws ValueError, on
   // every rank, that names the first parameter that differs between ranks.
-  ReplicaGradientSync(const RankLayout& layout, const ModelStages& stages, bool overlap);
+  ReplicaGradientSync(const RankLayout& layout, ModelStages& stages, bool overlap);
 
   void stage_done(int stage);
   void finish();
@@ -41,14 +40,11 @@ class ReplicaGradientSync {
   std::int64_t buffer_bytes() const;
 
  private:
-  void add_tied();
-
-  const ModelStages& stages_;
+  ModelStages& stages_;
   bool overlap_;
   std::optional<ReplicaGradients> copies_;   // std::nullopt without replicas
   std::optional<ReplicaGradients> experts_;  // of divided experts, which fewer ranks have
   std::map<int, std::size_t> part_of_;       // by stage
-  std::optional<comm::Group> tied_group_;
 };
 
 }  // namespace penstock::train

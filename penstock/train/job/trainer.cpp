@@ -135,6 +135,8 @@ struct Trainer::Impl {
 
   void describe_run() {
     const models::ModelPlan& plan = job.model().plan();
+    if (world.rank() == 0)
+      for (const std::string& line : job.model().shared().report()) log().info("train: {}", line);
     description.config = config;
     description.folder = folder;
     description.ranks = world.size();

@@ -23,6 +23,7 @@
 #include "penstock/train/job/job.h"
 #include "penstock/train/job/model_stages.h"
 #include "penstock/train/job/process_memory.h"
+#include "penstock/train/job/stage_copies.h"
 #include "penstock/world.h"
 
 namespace penstock::train {
@@ -99,7 +100,9 @@ plan::CostModel cost_model(const DryRun& run) {
   const double recomputed =
       chosen.empty() ? 1
                      : static_cast<double>(chosen.size()) / static_cast<double>(run.schedule.microbatches());
-  for (const models::StagePart& part : run.parts) {
+  const schedule::StageMap& map = run.schedule.stages();
+  for (int stage = 0; stage < map.stages(); ++stage) {
+    const models::StagePart& part = run.parts[static_cast<std::size_t>(part_of_stage(map, stage))];
     const StageEstimate plain = estimate_stage(run, part, false);
     StageEstimate again = estimate_stage(run, part, true);
     // The first half of a backward computes again what a plain one has kept.
@@ -330,7 +333,7 @@ DryRun dry_run(const TrainConfig& config, const DataCheckProgress& progress) {
       configured_device(config.layout, comm::World::fake(0, static_cast<int>(config.layout.ranks)));
   require_precision(config, device);
   if (device.is_cpu()) require_memory(minimum_memory_of_parts(config), machine_memory_bytes());
-  const int stages = schedule.stages().stages();
+  const int stages = parts_of_model(schedule.stages());
   std::vector<models::StagePart> parts = configured_parts(config, model->plan(), stages);
   const models::RecomputePlan recompute = configured_recompute(config, *model, stages);
   const bool splits = has_weight_backwards(schedule);

@@ -36,7 +36,7 @@ struct DryRun {
   int cores = 1;     // of this machine, shared by all ranks
   schedule::Schedule schedule;
   models::ModelPlan plan;
-  std::vector<models::StagePart> parts;  // by stage
+  std::vector<models::StagePart> parts;  // of the model; a bidirectional schedule runs each twice
   models::RecomputePlan recompute;
   PartMeasurements measured;
   plan::Simulation simulation;     // of one run of the schedule, in seconds

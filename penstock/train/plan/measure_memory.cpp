@@ -6,6 +6,7 @@
 #include "penstock/errors.h"
 #include "penstock/torch/compat/cpu_memory.h"
 #include "penstock/torch/compat/device_memory.h"
+#include "penstock/train/job/structure_metadata.h"
 
 namespace penstock::train {
 
@@ -55,11 +56,12 @@ class Meter {
   MeasuredMemory seen_;
 };
 
-// Tokens, targets and, with a mask, documents of one run of the schedule: 64-bit integers.
-std::int64_t batch_bytes(const TrainConfig& config) {
+// Tokens, targets and, with a mask, documents of one run of the schedule, 64-bit integers, and metadata.
+std::int64_t batch_bytes(const TrainConfig& config, const ModelStages& model) {
   const std::int64_t samples = config.layout.microbatches * config.layout.microbatch_size,
                      tensors = config.data.document_mask ? 3 : 2;
-  return samples * config.model.context * tensors * static_cast<std::int64_t>(sizeof(std::int64_t));
+  return samples * config.model.context * tensors * static_cast<std::int64_t>(sizeof(std::int64_t)) +
+         structure_bytes(structure_needs(config, model.own_parts()), samples, config.model.context);
 }
 
 }  // namespace
@@ -70,7 +72,7 @@ MeasuredMemory measure_memory(const comm::World& world, const TrainConfig& confi
   if (job.device().is_cpu() && cpu_memory().allocations == 0)
     throw StateError("measure_memory: CPU memory is not being counted; call count_cpu_memory() first");
   for (int step = 0; step < kStepsUnseen; ++step) job.train_step();
-  Meter meter(job, batch_bytes(config));
+  Meter meter(job, batch_bytes(config, job.model()));
   // When unsharded gradients have become those of the step.
   job.set_gradient_hook([&](const std::vector<optim::NamedParameter>&) { meter.look(); });
   meter.begin();

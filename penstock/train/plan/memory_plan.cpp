@@ -7,6 +7,7 @@
 #include "penstock/models/plan/element_count.h"
 #include "penstock/models/plan/parameter_stages.h"
 #include "penstock/pipeline/program/program.h"
+#include "penstock/train/job/stage_copies.h"
 
 namespace penstock::train {
 
@@ -120,32 +121,38 @@ std::vector<RankMemory> plan_memory(const TrainConfig& config, const models::Mod
     return config.layout.dp > (parameter.per_expert ? config.layout.ep : 1);
   };
   const std::int64_t states = config.training.optimizer == "adamw" ? 2 : config.training.momentum > 0 ? 1 : 0;
+  const bool sets_aside = config.training.accumulation > 1 && map.chains().size() > 1;
   std::vector<RankMemory> memory(static_cast<std::size_t>(map.ranks()));
   GatheredPeaks gathered;
   const models::ParameterStages stages_of(parts, plan);
   for (const models::ParameterShape& parameter : models::parameter_shapes(plan)) {
     const Sizes size = sizes_of(parameter, config.layout);
     std::vector<int> ranks;
-    for (const int stage : stages_of.of(parameter.name)) {
-      ranks.push_back(map.rank_of(stage));
-      gathered.add(stage, group_of(parameter.name), size.whole);
-    }
-    // Both uses of a tied weight accumulate their own gradient, even if they share memory; a sharded weight
-    // has one.
+    for (const int part : stages_of.of(parameter.name))
+      for (const int stage : stages_of_part(map, part)) {
+        ranks.push_back(map.rank_of(stage));
+        gathered.add(stage, group_of(parameter.name), size.whole);
+      }
+    // Both uses of a tied weight accumulate their own gradient, even if they share memory and are on one
+    // stage; a sharded weight of one stage has one.
     if (!sharded && models::is_tied(plan, parameter.name) && ranks.size() == 1)
       ranks.push_back(ranks.front());
     for (std::size_t i = 0; i < ranks.size(); ++i) {
       RankMemory& rank = memory[static_cast<std::size_t>(ranks[i])];
-      const bool second = std::find(ranks.begin(), ranks.begin() + static_cast<std::ptrdiff_t>(i),
-                                    ranks[i]) != ranks.begin() + static_cast<std::ptrdiff_t>(i);
-      // Unsharded gradients accumulate over the microbatches. The two of a tied weight are one before
-      // replicas exchange copies; shards are made from unsharded gradients group by group, and coexist with
-      // those of a further run of the schedule.
+      const auto before = std::count(ranks.begin(), ranks.begin() + static_cast<std::ptrdiff_t>(i), ranks[i]);
+      // Unsharded gradients accumulate over the microbatches. Those of several uses are one before
+      // replicas exchange copies, of which there are two then; shards are made from unsharded gradients group
+      // by group, and coexist with those of a further run of the schedule.
       rank.gradients += size.whole;
       if (sharded && config.training.accumulation > 1) rank.gradients += size.shard;
-      if (!sharded && has_copies(parameter)) rank.gradients += second ? -size.whole : size.whole;
-      if (!second || sharded) rank.parameters += size.shard;  // two stages can share memory, but not shards
-      if (second) continue;
+      // The copies of a bidirectional schedule sum the gradients of a run apart from those of earlier runs.
+      if (!sharded && sets_aside)
+        rank.gradients += size.whole;
+      else if (!sharded && has_copies(parameter))
+        rank.gradients += before == 0 ? size.whole : before == 1 ? -size.whole : 0;
+      if (before == 0 || sharded)
+        rank.parameters += size.shard;  // two stages can share memory, but not shards
+      if (before > 0) continue;
       rank.optimizer += size.shard * states;
     }
   }

@@ -21,6 +21,7 @@
 #include "penstock/step_context.h"
 #include "penstock/torch/compat/thread_count.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
+#include "penstock/train/job/structure_metadata.h"
 #include "penstock/train/report/elapsed.h"
 
 namespace penstock::train {
@@ -86,8 +87,15 @@ class Trial {
     stage_->set_initial_values(static_cast<std::uint64_t>(config.training.seed));
     const at::TensorOptions numbers = at::TensorOptions().dtype(at::kLong).device(device);
     targets_ = at::randint(config.model.vocabulary, {rows, length}, numbers);
+    const std::vector<TokenStructure> structure(static_cast<std::size_t>(rows * length));
+    const std::vector<std::int64_t> documents(structure.size());
     inputs_ = model.inputs(
-        {.tokens = targets_, .targets = targets_, .documents = at::zeros({rows, length}, numbers)});
+        {.tokens = targets_,
+         .targets = targets_,
+         .documents = at::zeros({rows, length}, numbers),
+         .metadata = structure_metadata(
+             structure_needs(config, {part}),
+             {.tokens = structure, .documents = documents, .rows = rows, .length = length}, device)});
     input_ = part.has_embed()
                  ? targets_
                  : at::randn({rows, length, config.model.width}, at::TensorOptions().device(device))

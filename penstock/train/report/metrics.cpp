@@ -56,6 +56,7 @@ class Line {
     throw ConfigError(describe(where_, actual, expected, "use an unmodified file, or remove the line"));
   }
 
+  bool has(std::string_view key) const { return json_.contains(std::string(key)); }
   const Json& at(std::string_view key) const { return at(json_, key); }
   const Json& at(const Json& object, std::string_view key) const {
     const auto found = object.is_object() ? object.find(std::string(key)) : object.end();
@@ -134,6 +135,17 @@ StartMetrics start_of(const Line& line) {
   return start;
 }
 
+std::vector<LossTerm> auxiliary_of(const Line& line) {
+  const Json& all = line.at("auxiliary");
+  if (!all.is_object()) line.fail("\"auxiliary\"", "an object of losses");
+  std::vector<LossTerm> terms;
+  for (const auto& loss : all.items())
+    terms.push_back({.name = loss.key(),
+                     .value = line.number(loss.value(), "value"),
+                     .weight = line.number(loss.value(), "weight")});
+  return terms;
+}
+
 StepMetrics step_of(const Line& line) {
   StepMetrics step;
   step.time = line.number("time");
@@ -153,6 +165,8 @@ StepMetrics step_of(const Line& line) {
                         .total = line.number(times, "total")};
   step.resident_bytes = line.count("resident_bytes");
   step.device_bytes = line.count("device_bytes");
+  if (line.has("auxiliary")) step.outcome.auxiliary = auxiliary_of(line);
+  if (line.has("border_error")) step.outcome.border_error = line.number("border_error");
   return step;
 }
 
@@ -270,24 +284,28 @@ std::string start_line(const RunDescription& run, double time) {
 }
 
 std::string step_line(const StepOutcome& outcome, const StepExtras& extras, double time) {
-  return line_of({{"type", "step"},
-                  {"step", outcome.step},
-                  {"loss", outcome.loss},
-                  {"grad_norm", outcome.grad_norm},
-                  {"lr", outcome.lr},
-                  {"loss_scale", outcome.loss_scale},
-                  {"skipped", outcome.skipped},
-                  {"tokens", outcome.tokens},
-                  {"tokens_per_second", extras.tokens_per_second},
-                  {"times",
-                   {{"data", outcome.times.data},
-                    {"schedule", outcome.times.schedule},
-                    {"sync", outcome.times.sync},
-                    {"update", outcome.times.update},
-                    {"total", outcome.times.total}}},
-                  {"resident_bytes", extras.resident_bytes},
-                  {"device_bytes", extras.device_bytes},
-                  {"time", time}});
+  Json line{{"type", "step"},
+            {"step", outcome.step},
+            {"loss", outcome.loss},
+            {"grad_norm", outcome.grad_norm},
+            {"lr", outcome.lr},
+            {"loss_scale", outcome.loss_scale},
+            {"skipped", outcome.skipped},
+            {"tokens", outcome.tokens},
+            {"tokens_per_second", extras.tokens_per_second},
+            {"times",
+             {{"data", outcome.times.data},
+              {"schedule", outcome.times.schedule},
+              {"sync", outcome.times.sync},
+              {"update", outcome.times.update},
+              {"total", outcome.times.total}}},
+            {"resident_bytes", extras.resident_bytes},
+            {"device_bytes", extras.device_bytes}};
+  if (outcome.border_error > 0) line["border_error"] = outcome.border_error;
+  for (const LossTerm& term : outcome.auxiliary)
+    line["auxiliary"][term.name] = {{"value", term.value}, {"weight", term.weight}};
+  line["time"] = time;
+  return line_of(line);
 }
 
 std::string validation_line(const ValidationMetrics& validation) {

@@ -76,6 +76,8 @@ std::vector<std::string> words_of(const ProgressState& state) {
                                 : fmt::format("loss {:.4f}", state.loss));
   if (state.tokens_per_second > 0) words.push_back(format_token_rate(state.tokens_per_second));
   if (state.step < state.steps) words.push_back(format_duration(state.seconds_left) + " left");
+  for (const LossTerm& term : state.auxiliary)
+    words.push_back(fmt::format("{} {:.4g}", term.name, term.value));
   if (state.mfu > 0) words.push_back(fmt::format("MFU {:.1f} %", 100 * state.mfu));
   if (state.resident_bytes > 0)
     words.push_back(format_bytes(static_cast<std::uint64_t>(state.resident_bytes)));
@@ -226,6 +228,7 @@ void Progress::on_step(const StepOutcome& outcome, const StepExtras& extras) {
   state_.step = outcome.step;
   state_.loss = outcome.loss;
   state_.skipped = outcome.skipped;
+  state_.auxiliary = outcome.auxiliary;
   state_.tokens_per_second = extras.tokens_per_second;
   state_.mfu = run_.peak_flops > 0 ? extras.tokens_per_second * run_.flops_per_token / run_.peak_flops : 0;
   state_.resident_bytes = extras.resident_bytes;

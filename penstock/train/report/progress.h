@@ -24,6 +24,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "penstock/observer.h"
 #include "penstock/train_config.h"
@@ -63,6 +64,7 @@ struct ProgressState {
   std::int64_t resident_bytes = 0;  // 0: unknown
   std::int64_t device_bytes = 0;    // 0: no device
   double seconds_left = 0;
+  std::vector<LossTerm> auxiliary = {};
 };
 // At most `columns` - 1 wide: first the bar becomes narrower, then words at the end are omitted.
 std::string bar_line(const ProgressState& state, int columns);

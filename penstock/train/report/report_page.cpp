@@ -9,6 +9,7 @@
 #include <fstream>
 #include <functional>
 #include <iterator>
+#include <limits>
 #include <string_view>
 #include <system_error>
 #include <utility>
@@ -95,6 +96,7 @@ class PageWriter {
     }
     for (const RunReport& run : runs_) notes(run);
     losses();
+    auxiliary_losses();
     rates();
     speed();
     for (const RunReport& run : runs_) pipeline_step(run);
@@ -333,6 +335,61 @@ class PageWriter {
     out_ += "</section>\n";
   }
 
+  // The names of all runs, in the order in which they first occur.
+  std::vector<std::string> names_of_auxiliary_losses() const {
+    std::vector<std::string> names;
+    for (const RunReport& run : runs_)
+      for (const LossTerm& term : run.numbers.auxiliary)
+        if (std::find(names.begin(), names.end(), term.name) == names.end()) names.push_back(term.name);
+    return names;
+  }
+
+  static const LossTerm* term_of(const std::vector<LossTerm>& terms, const std::string& name) {
+    const auto found =
+        std::find_if(terms.begin(), terms.end(), [&](const LossTerm& term) { return term.name == name; });
+    return found == terms.end() ? nullptr : &*found;
+  }
+
+  // A table of means, and a chart for each name: they differ in size.
+  void auxiliary_losses() {
+    const std::vector<std::string> names = names_of_auxiliary_losses();
+    if (names.empty()) return;
+    out_ +=
+        "<section><h2>Auxiliary losses</h2>\n<p class=\"sub\">Without their weights. The table has means "
+        "over "
+        "the steps that the training loss is averaged over.</p>";
+    out_ += "<div class=\"wide\"><table><thead><tr><th>loss</th>";
+    for (const RunReport& run : runs_)
+      print("<th class=\"n\">{0}mean</th><th class=\"n\">{0}weight</th><th class=\"n\">{0}share</th>",
+            one_ ? "" : escape_xml(name_of(run)) + " ");
+    out_ += "</tr></thead><tbody>";
+    for (const std::string& name : names) {
+      print("<tr><td>{}</td>", escape_xml(name));
+      for (const RunReport& run : runs_) {
+        const LossTerm* term = term_of(run.numbers.auxiliary, name);
+        if (term == nullptr) {
+          out_ += "<td class=\"n\">none</td><td class=\"n\"></td><td class=\"n\"></td>";
+          continue;
+        }
+        double whole = run.numbers.loss;
+        for (const LossTerm& each : run.numbers.auxiliary) whole += each.weight * each.value;
+        print("<td class=\"n\">{:.4g}</td><td class=\"n\">{:g}</td><td class=\"n\">{}</td>", term->value,
+              term->weight, whole > 0 ? percent(term->weight * term->value / whole) : "unknown");
+      }
+      out_ += "</tr>";
+    }
+    out_ += "</tbody></table></div><div class=\"two\" style=\"margin-top:16px\">\n";
+    for (const std::string& name : names)
+      chart_of_runs(
+          {.title = name, .wide = false, .series = {}},
+          [&](const StepMetrics& step) {
+            const LossTerm* term = term_of(step.outcome.auxiliary, name);
+            return term != nullptr ? term->value : std::numeric_limits<double>::quiet_NaN();
+          },
+          name, true);
+    out_ += "</div></section>\n";
+  }
+
   void rates() {
     out_ += "<section><h2>Optimization</h2><div class=\"two\">\n";
     chart_of_runs(
@@ -515,13 +572,18 @@ class PageWriter {
             escape_xml(colon == std::string::npos ? lines[stage] : lines[stage].substr(colon + 2)));
       if (trace != nullptr) {
         std::string costs;
+        const schedule::StageMap& map = trace->trace.schedule.stages();
         for (const ActionCost& cost : trace->comparison.costs)
           if (cost.stage == static_cast<int>(stage) && cost.median_ms >= 0.005)
             costs += fmt::format("{}{} {:.2f} ms", costs.empty() ? "" : ", ", schedule::to_text(cost.kind),
                                  cost.median_ms);
-        const auto& ranks = trace->trace.schedule.stages().stage_to_rank();
-        print("<td class=\"n\">{}</td><td>{}</td>", stage < ranks.size() ? std::to_string(ranks[stage]) : "?",
-              costs);
+        // A bidirectional schedule has a second copy of the stage on another rank.
+        std::string ranks;
+        for (const schedule::Chain& chain : map.chains())
+          if (static_cast<int>(stage) < chain.stages)
+            ranks += fmt::format("{}{}", ranks.empty() ? "" : ", ",
+                                 map.rank_of(chain.first_stage + static_cast<int>(stage)));
+        print("<td class=\"n\">{}</td><td>{}</td>", ranks.empty() ? "?" : ranks, costs);
       }
       out_ += "</tr>";
     }

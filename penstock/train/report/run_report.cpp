@@ -1,6 +1,7 @@
 #include "penstock/train/report/run_report.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cmath>
@@ -50,6 +51,27 @@ void add_times(RunNumbers& numbers, const std::vector<StepMetrics>& steps) {
     numbers.times.*part = sum.*part / count;
 }
 
+// By name, over the steps from `first` on that have a finite value.
+std::vector<LossTerm> mean_terms(const std::vector<StepMetrics>& steps, std::size_t first) {
+  std::vector<LossTerm> means;
+  std::vector<double> counts;
+  for (std::size_t i = first; i < steps.size(); ++i)
+    for (const LossTerm& term : steps[i].outcome.auxiliary) {
+      if (!std::isfinite(term.value)) continue;
+      std::size_t at = 0;
+      while (at < means.size() && means[at].name != term.name) ++at;
+      if (at == means.size()) {
+        means.push_back({.name = term.name});
+        counts.push_back(0);
+      }
+      means[at].value += term.value;
+      means[at].weight = term.weight;
+      ++counts[at];
+    }
+  for (std::size_t i = 0; i < means.size(); ++i) means[i].value /= counts[i];
+  return means;
+}
+
 RunNumbers numbers_of(const RunMetrics& metrics) {
   RunNumbers numbers;
   const std::vector<StepMetrics>& steps = metrics.steps;
@@ -59,6 +81,7 @@ RunNumbers numbers_of(const RunMetrics& metrics) {
     ++numbers.loss_steps;
   }
   if (numbers.loss_steps > 0) numbers.loss /= static_cast<double>(numbers.loss_steps);
+  numbers.auxiliary = mean_terms(steps, steps.size() > kLastSteps ? steps.size() - kLastSteps : 0);
   for (const ValidationMetrics& validation : metrics.validations) {
     numbers.last_validation = validation;
     if (std::isfinite(validation.loss) &&
@@ -236,6 +259,10 @@ std::string summary_text(const RunReport& run) {
   };
   if (numbers.loss_steps > 0)
     line("loss", fmt::format("{:.4f}, mean of the last {} steps", numbers.loss, numbers.loss_steps));
+  std::vector<std::string> terms;
+  for (const LossTerm& term : numbers.auxiliary)
+    terms.push_back(fmt::format("{} {:.4g} (weight {:g})", term.name, term.value, term.weight));
+  if (!terms.empty()) line("auxiliary", fmt::format("{}", fmt::join(terms, ", ")));
   if (numbers.best_validation)
     line("validation", fmt::format("{:.4f} at step {}, best {:.4f} at step {}", numbers.last_validation->loss,
                                    numbers.last_validation->step, numbers.best_validation->loss,

@@ -45,6 +45,7 @@ TraceReport report_trace(StepTrace trace);
 struct RunNumbers {
   double loss = 0;  // mean over the last steps
   std::int64_t loss_steps = 0;
+  std::vector<LossTerm> auxiliary;  // means over the same steps; the weight is that of the last one
   std::optional<ValidationMetrics> last_validation;
   std::optional<ValidationMetrics> best_validation;
   double tokens_per_second = 0;

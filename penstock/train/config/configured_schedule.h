@@ -1,0 +1,15 @@
+// The pipeline schedule that a configuration names.
+//
+//   const schedule::Schedule schedule = configured_schedule(config.layout);
+#pragma once
+
+#include "penstock/schedule.h"
+#include "penstock/train_config.h"
+
+namespace penstock::train {
+
+// Returns the configured schedule: generated from its kind, or read from a CSV file. Throws ConfigError for a
+// file that cannot be read or does not match pp, virtual_stages and microbatches.
+schedule::Schedule configured_schedule(const LayoutConfig& config);
+
+}  // namespace penstock::train

@@ -1,10 +1,11 @@
 // Training as in `penstock train`, in several layouts on one machine, run alternately: tokens per second and
 // the overhead of the trainer.
 //
-//   train_bench  hybrid-tiny, the model of ./run, CPU: one process on one core, one process with two threads, a pipeline of two
-//   train_bench --schedule 1F1B,ZBVZeroBubble --steps 30 a pipeline for each schedule; further flags are
-//   those of penstock train train_bench --neighbours 1  the same next to processes that keep a core busy;
-//   nothing is pinned then train_bench --device cuda --preset gpt2-124m --microbatches 1 --microbatch_size 32
+//   train_bench  hybrid-tiny, the model of ./run, CPU: one process on one core, one process with two threads,
+//   a pipeline of two train_bench --schedule 1F1B,ZBVZeroBubble --steps 30 a pipeline for each schedule;
+//   further flags are those of penstock train train_bench --neighbours 1  the same next to processes that
+//   keep a core busy; nothing is pinned then train_bench --device cuda --preset gpt2-124m --microbatches 1
+//   --microbatch_size 32
 //
 // "outside" is the share of a step outside the schedule: data, sums over ranks, clipping and the optimizer.
 // On the CPU each rank of a layout has its own core. Times depend on the machine; compare ratios.

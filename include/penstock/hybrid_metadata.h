@@ -10,8 +10,8 @@
 //   models::TokenBatch batch{.tokens = tokens, .targets = targets, .metadata = keywords};
 //
 // Everything is optional. A part of a model whose metadata is not given contributes nothing, and metadata
-// that a model has no part for is ignored. A keyword has the name of the member. A stage of a pipeline must be
-// given what its blocks use (the first one also ids and platforms), and may be given the metadata of all.
+// that a model has no part for is ignored. A keyword has the name of the member. A stage of a pipeline must
+// be given what its blocks use (the first one also ids and platforms), and may be given the metadata of all.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -12,8 +12,8 @@
 
 #include "penstock/errors.h"
 #include "penstock/models/hybrid/trainable_hybrid.h"
-#include "penstock/train/data/token_shard_writer.h"
 #include "penstock/train/config/configured_plan.h"
+#include "penstock/train/data/token_shard_writer.h"
 #include "penstock/train/job/configured_model.h"
 #include "penstock/train/plan/part_costs.h"
 #include "penstock/transformer_options.h"

@@ -1,7 +1,7 @@
 // Training in every layout compared with one process: losses, gradient norms, and continuing in another
 // layout.
-#include "penstock/train/config/configured_plan.h"
 #include "penstock/train/job/job.h"
+#include "penstock/train/config/configured_plan.h"
 
 #include <gtest/gtest.h>
 

@@ -32,7 +32,9 @@ namespace penstock::train {
 
 // Section [model]: the model.
 struct ModelConfig {
-  std::string preset = "hybrid-tiny";  // named set of values; all other settings override it
+  // Named set of values; all other settings override it. Without one, a type other than auto and hybrid has
+  // the values of tiny.
+  std::string preset = "hybrid-tiny";
   // Which model: auto, transformer, hybrid, or one that the program registered; auto: transformer if it can
   // have all settings, else hybrid.
   std::string type = "auto";

@@ -219,6 +219,7 @@ INSTANTIATE_TEST_SUITE_P(Parts, SharedParametersJob,
 // Without relations in the data no copy has a gradient: none is updated, and the rest has the same bits.
 TEST(SharedParametersWithoutGradients, AreNotUpdated) {
   Options options = kBlocks;
+  options.insert(options.end(), {"--data.structure", "none"});
   const Outcome one = train({.name = "one"}, options);
   const Outcome start = train({.name = "one"}, options, {.steps = 0});
   for (const Layout& layout :

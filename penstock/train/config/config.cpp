@@ -30,6 +30,10 @@ ResolvedConfig resolve_settings(const std::vector<std::vector<ConfigSetting>>& l
   ResolvedConfig resolved;
   for (const auto& layer : layers) apply(resolved, layer);
   const auto named = resolved.origins.find("model.preset");
+  // The blocks of the default are those of the hybrid model; another one has its own.
+  const std::string& type = resolved.config.model.type;
+  if (named == resolved.origins.end() && type != "auto" && type != "hybrid")
+    resolved.config.model.preset = "tiny";
   const ConfigPreset& preset =
       find_preset(resolved.config.model.preset, named == resolved.origins.end() ? "default" : named->second);
   resolved = {};

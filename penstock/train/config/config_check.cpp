@@ -452,8 +452,10 @@ class Completion {
          setting_text("model.pattern"));
     idle(config_.layout.pp == 1, "layout.border_dtype",
          setting_text("layout.pp") + ", because nothing is sent between stages");
-    idle(config_.data.structure == "cpp" && !config_.model.structure_embedding && !config_.model.tree_feed &&
-             config_.model.relations == 0,
+    const std::string& type = config_.model.type;  // a registered model may use it for anything
+    const bool is_known = type == "auto" || type == "transformer" || type == "hybrid";
+    idle(config_.data.structure == "cpp" && is_known && !config_.model.structure_embedding &&
+             !config_.model.tree_feed && config_.model.relations == 0,
          "data.structure", "a model without structure_embedding, tree_feed and relations");
     idle(config_.layout.pp == 1 && config_.layout.transport == "ucx", "layout.transport",
          setting_text("layout.pp") + ", because ucx is used for transfers between stages only");

@@ -39,7 +39,8 @@ std::vector<ConfigField> make_fields() {
   return {
       {"model",
        "preset",
-       "Named set of values; all other settings override it",
+       "Named set of values; all other settings override it. Without one, a model.type other than auto and "
+       "hybrid has the values of tiny",
        at(&T::model, &M::preset),
        0,
        0,

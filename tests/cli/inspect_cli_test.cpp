@@ -135,15 +135,22 @@ TEST_F(InspectCli, PredictsRecomputedActivations) {
   for (const std::string layout : {"--pp 1 --schedule 1F1B ", "--pp 2 --schedule 1F1B ",
                                    "--pp 2 --virtual_stages 2 --schedule ZBVZeroBubble "}) {
     double all = 0;
-    for (const std::string recompute : {"none", "experts", "block", "block --recompute_microbatches 0,1"}) {
+    for (const std::string recompute :
+         {"none", "experts", "block", "pattern:R..R", "block --recompute_microbatches 0,1"}) {
       const nlohmann::json memory_of = memory(model + layout + "--recompute " + recompute);
       double sum = 0;
       const std::size_t ranks = memory_of.at("ranks").size();
       for (const auto& rank : memory_of.at("ranks")) {
         const double predicted = rank.at("predicted").at("activations"),
                      measured = rank.at("measured").at("activations");
-        // How many tensors are in transfer between ranks depends on times.
-        EXPECT_NEAR(predicted / measured, 1, ranks > 1 ? 0.2 : 0.05)
+        // Where almost nothing is kept, and in V schedules, tensors in transfer decide, and how many there
+        // are depends on times.
+        const bool mostly_transfers = ranks > 1 && (recompute == "block" || recompute == "pattern:R..R");
+        const bool is_v = layout.find("ZBV") != std::string::npos;
+        EXPECT_NEAR(predicted / measured, 1,
+                    is_v               ? 0.2
+                    : mostly_transfers ? 0.15
+                                       : 0.05)
             << layout << recompute << " rank " << rank.at("rank");
         sum += measured;
       }

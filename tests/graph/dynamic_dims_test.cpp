@@ -17,7 +17,7 @@
 #include "penstock/errors.h"
 #include "penstock/graph/ir/rewrite.h"
 #include "penstock/graph/run/compiled_module_internals.h"
-#include "penstock/graph/run/execute.h"
+#include "penstock/graph/compiler/execute.h"
 #include "penstock/graph/run/generalize.h"
 #include "penstock/graph/tools/graph_file.h"
 #include "penstock/mode.h"

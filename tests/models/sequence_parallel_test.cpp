@@ -13,6 +13,7 @@
 #include "penstock/dtensor.h"
 #include "penstock/errors.h"
 #include "penstock/hybrid.h"
+#include "penstock/torch/compat/cpu_memory.h"
 #include "penstock/transformer.h"
 #include "penstock/world.h"
 #include "tests/has_text.h"
@@ -199,6 +200,38 @@ TEST(SequenceParallel, LengthsThatDoNotDivideAreRefused) {
     EXPECT_TRUE(has_text(message, "rows of 9 tokens"));
     EXPECT_TRUE(has_text(message, "layout.sequence_parallel"));
   });
+}
+
+// What the ranks keep between forward and backward. A norm keeps the tokens of its rank; what enters a region
+// is whole.
+TEST(SequenceParallel, KeepsLess) {
+  count_cpu_memory();
+  const auto kept = [](bool sequence_parallel, bool recompute) {
+    std::int64_t bytes = 0;
+    comm::run_ranks(2, 60s, [&](comm::World& world) {
+      HybridOptions options = small_parallel("AEMF");
+      options.width = 64;
+      options.context = 64;
+      HybridStage stage(options, StagePart{.index = 1, .count = 3, .first_block = 0, .end_block = 4});
+      if (sequence_parallel) stage->set_sequence_parallel();
+      stage->parallelize(world.mesh("cpu", {{"tp", 2}}));
+      if (recompute) stage->set_recompute(RecomputePlan::all());
+      const at::Tensor x = at::randn({4, sequence_parallel ? 32 : 64, 64}).requires_grad_();
+      const auto meet = [&] { world.group().barrier().wait(); };
+      stage->forward(x).sum().backward();  // what is allocated once
+      meet();
+      const std::int64_t before = cpu_memory().live;
+      meet();
+      const at::Tensor sum = stage->forward(x).sum();
+      meet();
+      if (world.rank() == 0) bytes = cpu_memory().live - before;
+      meet();
+      sum.backward();
+    });
+    return bytes;
+  };
+  EXPECT_LT(kept(true, false), kept(false, false) * 90 / 100);
+  EXPECT_LT(kept(true, true), kept(false, true) * 60 / 100);
 }
 
 // ---- the transformer ----

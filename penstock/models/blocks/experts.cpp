@@ -197,7 +197,8 @@ BlockResult ExpertsImpl::forward(const at::Tensor& x, const at::Tensor& valid) {
   const at::Tensor in = cast_once(x);
   at::Tensor logits = router_logits_of(in), counted = valid.defined() ? valid.reshape({-1}) : valid;
   const LocalRegion region = axes_.columns ? LocalRegion(in, *axes_.columns) : LocalRegion();
-  at::Tensor tokens = region.enter(in).reshape({x.size(0) * x.size(1), options_.width});
+  const at::Tensor rows = region.enter(in);
+  at::Tensor tokens = rows.reshape({x.size(0) * x.size(1), options_.width});
   // A limited expert takes the first tokens: padding must come last.
   at::Tensor order;
   if (counted.defined() && options_.capacity_factor > 0) {
@@ -211,8 +212,9 @@ BlockResult ExpertsImpl::forward(const at::Tensor& x, const at::Tensor& valid) {
   if (axes_.columns) routing.weights = LocalRegion(routing.weights, *axes_.columns).enter(routing.weights);
   at::Tensor hidden = run_experts(tokens, routing);
   if (order.defined()) hidden = at::zeros_like(hidden).index_copy(0, order, hidden);
-  hidden = region.leave_sum(hidden.view(x.sizes()));
-  if (!shared.is_empty()) hidden = hidden + shared->forward(x);
+  hidden = hidden.view(x.sizes());
+  if (!shared.is_empty()) hidden = hidden + shared->terms(region, rows);
+  hidden = region.leave_sum(hidden);
   return {.hidden = hidden, .losses = {{kBalanceLoss, routing.balance}, {kRouterZLoss, routing.router_z}}};
 }
 

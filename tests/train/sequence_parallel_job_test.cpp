@@ -31,7 +31,6 @@ using Options = std::vector<std::string>;
 
 constexpr int kSteps = 2;
 
-// The loss "balance" is not linear in the tokens, so that replicas would differ from one process.
 const Options kHybrid = {"--pattern",
                          "AEMF",
                          "--attention_feed",
@@ -46,8 +45,6 @@ const Options kHybrid = {"--pattern",
                          "8",
                          "--state_chunk",
                          "8",
-                         "--balance_weight",
-                         "0",
                          "--router_z_weight",
                          "0.1",
                          "--dropout",
@@ -82,11 +79,10 @@ void expect_one_process(const Layout& layout, const Options& options) {
 
 TEST(SequenceParallelJob, HybridAgreesWithOneProcess) {
   expect_one_process({.name = "tp2", .tp = 2}, kHybrid);
-  expect_one_process(
-      {.name = "pp2 tp2, all parts", .pp = 2, .tp = 2},
-      with(kHybrid, {"--depth_layers", "1,2", "--multi_token_depth", "1", "--multi_token_block", "E",
-                     "--tie_head", "true", "--ngram_orders", "2,3", "--ngram_buckets", "64", "--embed_norm",
-                     "rms_norm", "--balance_weight", "0.1"}));
+  expect_one_process({.name = "pp2 tp2, all parts", .pp = 2, .tp = 2},
+                     with(kHybrid, {"--depth_layers", "1,2", "--multi_token_depth", "1",
+                                    "--multi_token_block", "E", "--tie_head", "true", "--ngram_orders", "2,3",
+                                    "--ngram_buckets", "64", "--embed_norm", "rms_norm"}));
 }
 
 // Halves of a backward, and blocks that run again in it, with the same masks of dropout.
@@ -95,10 +91,12 @@ TEST(SequenceParallelJob, SplitBackwardsAndRecomputation) {
                      with(kHybrid, {"--recompute", "block"}));
 }
 
+// The loss "balance" is not linear in the tokens: replicas would differ from one process.
 TEST(SequenceParallelJob, ShardsAndReplicasAgreeWithOneProcess) {
-  expect_one_process({.name = "tp2 shard2", .dp = 2, .tp = 2}, with(kHybrid, {"--shard", "2"}));
+  const Options linear = with(kHybrid, {"--balance_weight", "0"});
+  expect_one_process({.name = "tp2 shard2", .dp = 2, .tp = 2}, with(linear, {"--shard", "2"}));
   expect_one_process({.name = "tp2 dp2, experts divided, two runs", .dp = 2, .tp = 2, .accumulation = 2},
-                     with(kHybrid, {"--ep", "2"}));
+                     with(linear, {"--ep", "2"}));
 }
 
 TEST(SequenceParallelJob, TransformerAgreesWithOneProcess) {
@@ -135,7 +133,7 @@ TEST(SequenceParallelJob, CheckpointsContinueInOneProcess) {
   const ScratchFolder scratch;
   const auto train = [&](const Layout& layout, const Options& options, int steps, bool continues) {
     const TrainConfig config = config_of(layout, options);
-    std::vector<double> losses;
+    std::vector<StepOutcome> steps_seen;
     comm::run_ranks(static_cast<int>(config.layout.ranks), 120s, [&](comm::World& world) {
       TrainingJob job(world, config, small_data().open(config));
       if (continues) {
@@ -143,23 +141,27 @@ TEST(SequenceParallelJob, CheckpointsContinueInOneProcess) {
         job.load(checkpoint::open_latest(agreement, scratch.path())->checkpoint);
       }
       while (job.steps_done() < steps) {
-        const double loss = job.train_step().loss;
-        if (world.rank() == 0) losses.push_back(loss);
+        const StepOutcome outcome = job.train_step();
+        if (world.rank() == 0) steps_seen.push_back(outcome);
       }
       if (continues) return;
       checkpoint::CheckpointWriter saver(world, scratch.path());
       saver.save(job.steps_done(), job.contents());
       saver.wait();
     });
-    return losses;
+    return steps_seen;
   };
   const Layout divided{.name = "pp2 tp2", .pp = 2, .tp = 2};
   train(divided, kHybrid, 2, false);
-  const std::vector<double> ours = train(divided, kHybrid, 4, true),
-                            one =
-                                train({.name = "one"}, Options(kHybrid.begin(), kHybrid.end() - 2), 4, true);
+  const std::vector<StepOutcome> ours = train(divided, kHybrid, 4, true),
+                                 one = train({.name = "one"}, Options(kHybrid.begin(), kHybrid.end() - 2), 4,
+                                             true);
   ASSERT_EQ(ours.size(), 2u);
-  for (std::size_t i = 0; i < 2; ++i) EXPECT_NEAR(ours[i], one[i], 2e-5 * one[i]);
+  for (std::size_t i = 0; i < 2; ++i) {
+    EXPECT_NEAR(ours[i].loss, one[i].loss, 2e-5 * one[i].loss);
+    // Replicated parameters count once.
+    EXPECT_NEAR(ours[i].grad_norm, one[i].grad_norm, 2e-4 * one[i].grad_norm);
+  }
 }
 
 }  // namespace sequence_parallel_job_test

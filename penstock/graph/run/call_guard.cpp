@@ -96,8 +96,9 @@ std::string CallGuard::difference(const Modes& is, const Modes& was) {
   if (is.inference != was.inference) return differs("inference mode", is.inference);
   if (is.deterministic != was.deterministic) return differs("deterministic algorithms", is.deterministic);
   const auto casts = [](const AutocastState& state) {
-    return fmt::format("cpu {}, cuda {}", state.cpu ? c10::toString(state.cpu_dtype) : "off",
-                       state.cuda ? c10::toString(state.cuda_dtype) : "off");
+    return fmt::format("cpu {}, cuda {}{}", state.cpu ? c10::toString(state.cpu_dtype) : "off",
+                       state.cuda ? c10::toString(state.cuda_dtype) : "off",
+                       state.cached ? ", with cached weights" : "");
   };
   return fmt::format("autocast is {}, in the capture {}", casts(is.autocast), casts(was.autocast));
 }

@@ -108,8 +108,8 @@ class ForwardState {
   void run(const Body& body) {
     const at::AutoGradMode recording(true);
     const StepGuard step(step_);
-    const OwnAutocastCache casts;
     const AutocastStateScope autocast(autocast_);
+    const OwnAutocastCache casts;
     std::vector<std::shared_ptr<void>> held;
     for (const RestoreState& restore : others_) held.push_back(restore());
     const GeneratorScope generators(generators_);

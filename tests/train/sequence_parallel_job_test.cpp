@@ -106,6 +106,28 @@ TEST(SequenceParallelJob, TransformerAgreesWithOneProcess) {
                      with(options, {"--shard", "2", "--recompute", "block"}));
 }
 
+// In 16 bits tensor parallelism rounds differently from one process; how tokens are divided adds nothing.
+TEST(SequenceParallelJob, LowPrecisionIsThatOfTensorParallelism) {
+  const auto train = [](const Options& more) {
+    const TrainConfig config = config_of({.name = "pp2 tp2", .pp = 2, .tp = 2},
+                                         with({"--dropout", "0.1", "--precision", "bf16"}, more));
+    std::vector<StepOutcome> outcomes;
+    comm::run_ranks(4, 120s, [&](comm::World& world) {
+      TrainingJob job(world, config, small_data().open(config));
+      for (int step = 0; step < 3; ++step) {
+        const StepOutcome outcome = job.train_step();
+        if (world.rank() == 0) outcomes.push_back(outcome);
+      }
+    });
+    return outcomes;
+  };
+  const std::vector<StepOutcome> plain = train({}), divided = train({"--layout.sequence_parallel", "true"});
+  for (std::size_t i = 0; i < plain.size(); ++i) {
+    EXPECT_NEAR(divided[i].loss, plain[i].loss, 1e-5 * plain[i].loss);
+    EXPECT_NEAR(divided[i].grad_norm, plain[i].grad_norm, 1e-3 * plain[i].grad_norm);
+  }
+}
+
 // Every rank sends its own tokens and nothing else: 1/tp of every activation and gradient.
 TEST(SequenceParallelJob, BytesAtBorders) {
   const auto bytes_of = [](const Layout& layout, const Options& options) {

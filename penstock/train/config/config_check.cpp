@@ -39,6 +39,7 @@ class Completion {
     schedule();
     stages();
     tensor_parallel();
+    sequence_parallel();
     batch();
     training();
     data();
@@ -320,6 +321,21 @@ class Completion {
     if (model.expert_width == 0) divides("model.feed_width", model.feed_width);
     divides("model.expert_width", model.expert_width);
     divides("model.shared_expert_width", model.shared_expert_width);
+  }
+
+  void sequence_parallel() {
+    if (!config_.layout.sequence_parallel) return;
+    const std::string setting = setting_text("layout.sequence_parallel"), tp = setting_text("layout.tp");
+    if (config_.layout.tp == 1)
+      return problem(fmt::format(
+          "{} divides tokens over tensor-parallel ranks, but {}; set layout.tp to 2 or more, or leave "
+          "layout.sequence_parallel out",
+          setting, tp));
+    if (config_.model.context % config_.layout.tp != 0)
+      problem(fmt::format(
+          "{} is not a multiple of {}, over whose ranks {} divides the tokens of every row; change "
+          "model.context or layout.tp, or set layout.sequence_parallel to false",
+          setting_text("model.context"), tp, setting));
   }
 
   void batch() {

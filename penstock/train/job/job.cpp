@@ -187,8 +187,10 @@ struct TrainingJob::Impl {
       options.rows = BatchRows{.global = rows * config.layout.dp, .first = rows * layout.dp(), .count = rows};
     if (config.layout.border_dtype == "bf16") options.borders.dtype = BorderDtype::BFloat16;
     if (config.layout.border_dtype == "fp8") options.borders.dtype = BorderDtype::Float8;
-    // Activations between stages are whole and equal on all tensor-parallel ranks.
-    if (layout.tp_size() > 1 && layout.pp_size() > 1) options.borders.equal_ranks = layout.mesh().group("tp");
+    // Activations between stages are whole and equal on all tensor-parallel ranks, unless each has its
+    // tokens.
+    if (layout.tp_size() > 1 && layout.pp_size() > 1 && !config.layout.sequence_parallel)
+      options.borders.equal_ranks = layout.mesh().group("tp");
     if (config.layout.transport == "gloo") options.p2p = comm::P2PTransport::Gloo;
     if (config.layout.transport == "ucx") options.p2p = comm::P2PTransport::Ucx;
     return options;

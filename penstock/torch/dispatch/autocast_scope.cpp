@@ -100,6 +100,11 @@ AutocastStateScope::~AutocastStateScope() {
 OwnAutocastCache::OwnAutocastCache() { at::autocast::clear_cache(); }
 OwnAutocastCache::~OwnAutocastCache() { at::autocast::clear_cache(); }
 
+NoAutocastCache::NoAutocastCache() : before_(at::autocast::is_autocast_cache_enabled()) {
+  at::autocast::set_autocast_cache_enabled(false);
+}
+NoAutocastCache::~NoAutocastCache() { at::autocast::set_autocast_cache_enabled(before_); }
+
 namespace {
 
 // The dtype to which a tensor is cast in the current scope, if any.

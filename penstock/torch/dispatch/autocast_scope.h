@@ -69,6 +69,19 @@ class OwnAutocastCache {
   OwnAutocastCache& operator=(const OwnAutocastCache&) = delete;
 };
 
+// Within its scope, on this thread, autocast's cache of cast weights is neither used nor filled: every use of
+// a weight casts it. LibTorch has one cache for all threads.
+class NoAutocastCache {
+ public:
+  NoAutocastCache();
+  ~NoAutocastCache();
+  NoAutocastCache(const NoAutocastCache&) = delete;
+  NoAutocastCache& operator=(const NoAutocastCache&) = delete;
+
+ private:
+  bool before_;
+};
+
 // Returns the dtype to which cast_once() casts a tensor: that of the scope for float32, otherwise its own.
 at::ScalarType dtype_in_scope(const at::Tensor& tensor);
 

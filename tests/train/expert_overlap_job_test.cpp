@@ -36,7 +36,7 @@ using Options = std::vector<std::string>;
 // Everything in which the order of things could matter: random numbers, loads and biases of routers,
 // auxiliary losses, a shared expert, weights that are used several times.
 const Options kModel = {"--pattern",
-                        "AEMEEAFE",
+                        "EAEE",
                         "--attention_feed",
                         "false",
                         "--experts",
@@ -45,12 +45,6 @@ const Options kModel = {"--pattern",
                         "16",
                         "--shared_expert_width",
                         "8",
-                        "--state_size",
-                        "4",
-                        "--state_head_width",
-                        "8",
-                        "--state_chunk",
-                        "8",
                         "--balance_weight",
                         "0.5",
                         "--router_z_weight",
@@ -58,7 +52,7 @@ const Options kModel = {"--pattern",
                         "--router_bias_rate",
                         "0.002",
                         "--depth_layers",
-                        "1,4",
+                        "0,2",
                         "--multi_token_depth",
                         "1",
                         "--multi_token_block",
@@ -68,9 +62,7 @@ const Options kModel = {"--pattern",
                         "--dropout",
                         "0.1",
                         "--lr",
-                        "0.01",
-                        "--ep",
-                        "2"};
+                        "0.01"};
 
 struct Ended {
   std::vector<double> losses, norms;
@@ -80,11 +72,17 @@ struct Ended {
   std::optional<StepTrace> trace;             // of the last step, on rank 0
 };
 
-Ended train(const Layout& layout, const Options& more, bool overlaps) {
+TrainConfig config_with(const Layout& layout, const Options& more, int ep = 2) {
   Options options = kModel;
+  options.insert(options.end(), {"--ep", std::to_string(ep)});
   options.insert(options.end(), more.begin(), more.end());
+  return config_of(layout, options);
+}
+
+Ended train(const Layout& layout, const Options& more, bool overlaps) {
+  Options options = more;
   if (!overlaps) options.insert(options.end(), {"--overlap_experts", "off"});
-  const TrainConfig config = config_of(layout, options);
+  const TrainConfig config = config_with(layout, options);
   Ended ended;
   std::mutex mutex;
   comm::run_ranks(static_cast<int>(config.layout.ranks), 120s, [&](comm::World& world) {
@@ -174,10 +172,8 @@ TEST(ExpertOverlapJob, TheTraceShowsIt) {
 }
 
 TEST(ExpertOverlap, SaysWhetherAndWhy) {
-  const auto text = [](const Layout& layout, const Options& more) {
-    Options options = kModel;
-    options.insert(options.end(), more.begin(), more.end());
-    const TrainConfig config = config_of(layout, options);
+  const auto text = [](const Layout& layout, const Options& more, int ep = 2) {
+    const TrainConfig config = config_with(layout, more, ep);
     return ExpertOverlap(config.layout, configured_schedule(config.layout)).text();
   };
   EXPECT_TRUE(has_text(text(layout_of("DualPipeV"), {}), "overlap with computation in"));
@@ -185,17 +181,15 @@ TEST(ExpertOverlap, SaysWhetherAndWhy) {
   EXPECT_TRUE(has_text(text(layout_of("DualPipeV"), {"--overlap_experts", "off"}),
                        "do not overlap with computation: layout.overlap_experts"));
   EXPECT_TRUE(has_text(text(layout_of("ZBVZeroBubble"), {}), "ZBVZeroBubble pairs no forward"));
-  EXPECT_EQ(text(layout_of("DualPipeV"), {"--ep", "1"}), "");
+  EXPECT_EQ(text(layout_of("DualPipeV"), {}, 1), "");
 }
 
 TEST(ExpertOverlap, AKeyWithoutEffectIsRefused) {
-  const auto refusal = [](const Layout& layout, const Options& more) {
-    Options options = kModel;
-    options.insert(options.end(), more.begin(), more.end());
-    return message_of<ConfigError>([&] { config_of(layout, options); });
+  const auto refusal = [](const Layout& layout, const Options& more, int ep = 2) {
+    return message_of<ConfigError>([&] { config_with(layout, more, ep); });
   };
-  EXPECT_TRUE(has_text(refusal(layout_of("DualPipeV"), {"--ep", "1", "--overlap_experts", "off"}),
-                       "layout.overlap_experts"));
+  EXPECT_TRUE(has_text(refusal(layout_of("DualPipeV"), {"--overlap_experts", "off"}, 1),
+                       "because no rows of experts are exchanged"));
   EXPECT_TRUE(has_text(refusal(layout_of("ZBVZeroBubble"), {"--overlap_experts", "off"}),
                        "pairs no forward with a backward"));
   EXPECT_TRUE(has_text(refusal(layout_of("DualPipeV"), {"--overlap_experts", "on"}), "auto, off"));

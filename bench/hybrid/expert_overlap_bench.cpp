@@ -18,6 +18,7 @@
 #include <filesystem>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -103,11 +104,19 @@ int run_rank(const std::vector<std::string>& flags, const fs::path& folder) {
 int main(int argc, char** argv) {
   const std::string own = "--worker";
   if (argc > 2 && argv[1] == own) return run_rank({argv + 3, argv + argc}, argv[2]);
-  std::vector<std::string> flags = {
-      "--preset",   "hybrid-tiny", "--pattern", "AEMEAEME", "--experts",        "16",
-      "--schedule", "DualPipeV",   "--pp",      "1",        "--virtual_stages", "2",
-      "--dp",       "2",           "--ep",      "2",        "--layout.device",  "cpu"};
-  flags.insert(flags.end(), argv + 1, argv + argc);
+  std::vector<std::string> flags(argv + 1, argv + argc);
+  const std::pair<const char*, const char*> defaults[] = {{"--preset", "hybrid-tiny"},
+                                                          {"--pattern", "AEMEAEME"},
+                                                          {"--experts", "16"},
+                                                          {"--pp", "1"},
+                                                          {"--virtual_stages", "2"},
+                                                          {"--dp", "2"},
+                                                          {"--ep", "2"},
+                                                          {"--schedule", "DualPipeV"},
+                                                          {"--layout.device", "cpu"}};
+  for (const auto& [key, value] : defaults)
+    if (std::find(argv + 1, argv + argc, std::string_view(key)) == argv + argc)
+      flags.insert(flags.end(), {key, value});
   const fs::path folder = fs::temp_directory_path() / fmt::format("penstock-overlap-bench-{}", ::getpid());
   fs::create_directories(folder);
   comm::LaunchOptions options;

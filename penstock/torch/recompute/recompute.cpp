@@ -109,10 +109,8 @@ class ForwardState {
   void run(const Body& body) {
     const at::AutoGradMode recording(true);
     const StepGuard step(step_);
-    // The cache belongs to all threads: another one, or the other half of an overlapped unit, may be within a
-    // forward that uses it. No backward goes through the casts of a second run, so that nothing is lost.
-    const NoAutocastCache casts;
     const AutocastStateScope autocast(autocast_);
+    const OwnAutocastCache casts;
     std::vector<std::shared_ptr<void>> held;
     for (const RestoreState& restore : others_) held.push_back(restore());
     // The other half of an overlapped unit must not draw from generators that are set back.

@@ -59,7 +59,8 @@ ModulePointer find_list(const ModulePointer& source, const std::string& name) {
   if (source == nullptr)
     throw ValueError(describe("layers of a model", "no module", "a list of modules, or a model with one"));
   if (is_list(source)) return source;
-  const ModulePointer* found = source->named_modules(/*name_prefix=*/"", /*include_self=*/false).find(name);
+  const auto submodules = source->named_modules(/*name_prefix=*/"", /*include_self=*/false);
+  const ModulePointer* found = submodules.find(name);
   if (found == nullptr || !is_list(*found))
     throw ValueError(describe(
         fmt::format("layers of a {}", source->name()),

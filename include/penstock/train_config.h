@@ -143,6 +143,9 @@ struct LayoutConfig {
   // Dtype of activations and gradients between pipeline ranks: same, bf16 or fp8 (8 bits, with a scale for
   // each 128 values).
   std::string border_dtype = "same";
+  // Schedules with units that pair a forward with a backward (DualPipe, DualPipeV), ep > 1: whether one
+  // computes while the other exchanges rows of experts: auto (yes) or off. Results have the same bits.
+  std::string overlap_experts = "auto";
   // Device that the model runs on: auto, cpu or cuda; auto: cuda if there is a GPU for each rank, else cpu.
   std::string device = "auto";
   // Compares all members.

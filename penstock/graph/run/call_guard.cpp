@@ -21,8 +21,6 @@ std::string text_of(const c10::IValue& value) {
   return text.str();
 }
 
-bool is_defined_tensor(const c10::IValue& value) { return value.isTensor() && value.toTensor().defined(); }
-
 const c10::StorageImpl* storage_behind(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->has_storage()
              ? tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()

@@ -154,7 +154,7 @@ at::Tensor ExpertsImpl::shares_of(const at::Tensor& counts, std::int64_t choices
                                   at::ScalarType dtype) const {
   const bool alone = !balance_ranks_ || balance_ranks_->size() == 1 || !is_training();
   const at::Tensor all = alone ? counts
-                               : comm::functional::wait_tensor(comm::functional::all_reduce(
+                               : comm::functional::wait_in_turn(comm::functional::all_reduce(
                                      counts, comm::ReduceOp::Sum, *balance_ranks_));
   if (choices == 0) return all.to(dtype) / all.sum().clamp_min(1);
   return all.to(dtype) / static_cast<double>(choices * (alone ? 1 : balance_ranks_->size()));

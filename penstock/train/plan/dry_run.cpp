@@ -17,6 +17,7 @@
 #include "penstock/comm/launch/launcher.h"
 #include "penstock/draw.h"
 #include "penstock/errors.h"
+#include "penstock/train/config/expert_overlap.h"
 #include "penstock/train/config/layout_text.h"
 #include "penstock/train/job/configured_model.h"
 #include "penstock/train/job/host_check.h"
@@ -214,14 +215,15 @@ Lines rank_lines(const DryRun& run) {
 
 std::string schedule_text(const DryRun& run) {
   const schedule::Schedule& schedule = run.schedule;
-  return fmt::format("schedule: {}, {} stage{}, {} microbatches of {} rows{}; bubble {:.1f} % of the run",
+  const std::string experts = ExpertOverlap(run.config.layout, schedule).text();
+  return fmt::format("schedule: {}, {} stage{}, {} microbatches of {} rows{}; bubble {:.1f} % of the run{}",
                      run.config.layout.schedule, schedule.stages().stages(),
                      schedule.stages().stages() == 1 ? "" : "s", schedule.microbatches(),
                      run.config.layout.microbatch_size,
                      run.config.training.accumulation > 1
                          ? fmt::format(", {} runs per step", run.config.training.accumulation)
                          : std::string(),
-                     100 * run.simulation.bubble);
+                     100 * run.simulation.bubble, experts.empty() ? "" : "; " + experts);
 }
 
 Lines grid_lines(const schedule::Schedule& schedule) {

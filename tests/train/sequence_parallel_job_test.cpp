@@ -3,10 +3,11 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
-#include <map>
-#include <mutex>
+#include <filesystem>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -79,6 +80,9 @@ void expect_one_process(const Layout& layout, const Options& options) {
 
 TEST(SequenceParallelJob, HybridAgreesWithOneProcess) {
   expect_one_process({.name = "tp2", .tp = 2}, kHybrid);
+  Options without_dropout = kHybrid;
+  *std::next(std::find(without_dropout.begin(), without_dropout.end(), "--dropout")) = "0";
+  expect_one_process({.name = "pp2 tp2", .pp = 2, .tp = 2}, without_dropout);
   expect_one_process({.name = "pp2 tp2, all parts", .pp = 2, .tp = 2},
                      with(kHybrid, {"--depth_layers", "1,2", "--multi_token_depth", "1",
                                     "--multi_token_block", "E", "--tie_head", "true", "--ngram_orders", "2,3",
@@ -102,6 +106,8 @@ TEST(SequenceParallelJob, ShardsAndReplicasAgreeWithOneProcess) {
 TEST(SequenceParallelJob, TransformerAgreesWithOneProcess) {
   const Options options{"--dropout", "0.1", "--tie_head", "true", "--layout.sequence_parallel", "true"};
   expect_one_process({.name = "pp2 tp2", .pp = 2, .tp = 2}, options);
+  expect_one_process({.name = "pp2 tp2 without dropout", .pp = 2, .tp = 2},
+                     {"--layout.sequence_parallel", "true"});
   expect_one_process({.name = "tp2 shard2", .dp = 2, .tp = 2},
                      with(options, {"--shard", "2", "--recompute", "block"}));
 }

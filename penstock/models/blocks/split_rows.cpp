@@ -12,6 +12,8 @@ at::Tensor split_rows(const at::Tensor& own, const comm::MeshGroups& mesh) {
   return from_local(own, mesh, {Shard{1}}, {.check = false});
 }
 
+at::Tensor with_split_rows(const at::Tensor& x) { return redistribute(x, {Shard{1}}); }
+
 at::Tensor own_tokens_of(const at::Tensor& x) { return is_dtensor(x) ? to_local(x) : x; }
 
 at::Tensor whole_rows(const at::Tensor& x) { return is_dtensor(x) ? full_tensor(x) : x; }

@@ -23,6 +23,9 @@ namespace penstock::models {
 
 // `own`: the tokens of this rank, [batch, length / ranks, width]. `mesh` has one axis.
 at::Tensor split_rows(const at::Tensor& own, const comm::MeshGroups& mesh);
+// [collective] Divides the tokens of a distributed tensor that is placed in another way, such as the terms of
+// a sum.
+at::Tensor with_split_rows(const at::Tensor& x);
 // The tokens of this rank of a result of split_rows(); a plain tensor is returned unchanged.
 at::Tensor own_tokens_of(const at::Tensor& x);
 

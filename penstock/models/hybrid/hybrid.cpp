@@ -299,8 +299,11 @@ HybridContext HybridStageImpl::Impl::cached_context_of(const at::Tensor& x, Hybr
 }
 
 at::Tensor HybridStageImpl::Impl::embedded(const at::Tensor& weight, const at::Tensor& tokens) const {
-  const at::Tensor x = at::embedding(
-      weight, token_ranks ? from_local(tokens, *token_ranks, {Replicate{}}, {.check = false}) : tokens);
+  // Fake weights of trial runs do not say how their results are placed.
+  const at::Tensor x = token_ranks
+                           ? with_split_rows(at::embedding(
+                                 weight, from_local(tokens, *token_ranks, {Replicate{}}, {.check = false})))
+                           : at::embedding(weight, tokens);
   return options.embed_scale ? x * std::sqrt(static_cast<double>(options.width)) : x;
 }
 

@@ -158,10 +158,15 @@ at::Tensor TransformerStageImpl::Impl::arrived(const at::Tensor& x) const {
 
 at::Tensor TransformerStageImpl::Impl::first_input(const at::Tensor& tokens, bool whole) const {
   static const std::int64_t kPlace = layer_from_name("embed");
-  at::Tensor x =
-      looked_up(stage.embed->weight,
-                token_ranks ? from_local(tokens, *token_ranks, {Replicate{}}, {.check = false}) : tokens);
-  if (token_ranks && whole) x = whole_rows(x);
+  const at::Tensor& weight = stage.embed->weight;
+  at::Tensor x;
+  if (token_ranks) {
+    // Fake weights of trial runs do not say how their results are placed.
+    x = with_split_rows(looked_up(weight, from_local(tokens, *token_ranks, {Replicate{}}, {.check = false})));
+    if (whole) x = whole_rows(x);
+  } else {
+    x = looked_up(weight, tokens);
+  }
   return drop(x, options.dropout, kPlace, stage.is_training());
 }
 

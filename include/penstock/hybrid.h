@@ -100,6 +100,7 @@ class HybridStageImpl : public ModelStage {
   // expert-parallel ranks divide the experts. Logits are then split over the vocabulary; token_loss() accepts
   // them.
   void parallelize(const comm::MeshGroups& mesh) override;
+  void set_sequence_parallel() override;
   void set_replicas(const comm::Group& replicas) override;
   void set_recompute(const RecomputePlan& plan) override;
   at::Tensor separate_last_use(const std::string& tied) override;

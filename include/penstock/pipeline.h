@@ -116,6 +116,12 @@ struct PipelineOptions {
   // caller waits for after the step.
   std::function<void(int stage)> gradients_done = {};
   BorderOptions borders = {};  // how tensors travel between ranks
+  // In units that pair a forward with a backward (DualPipe, DualPipeV), one computes while the other waits
+  // for an exchange of rows between expert-parallel ranks. Results have the same bits. Backwards of such
+  // units run on a thread of the pipeline; on CUDA a forward must then not run a backward of its own. All
+  // ranks that run the same stages must set it alike. Without effect if stages are on several kinds of
+  // devices.
+  bool overlap_exchanges = false;
 };
 
 // What a step returns, without graphs.
@@ -137,7 +143,9 @@ struct StepReport {
   // Replayed from a recording; the other fields are from when it was recorded.
   bool replayed = false;
   int units_on_two_streams = 0;  // overlapped units whose forward and backward ran concurrently on CUDA
-  BorderReport border;           // what this rank sent to other ranks
+  // Exchanges between expert-parallel ranks during which the other half of an overlapped unit computed.
+  int overlapped_exchanges = 0;
+  BorderReport border;  // what this rank sent to other ranks
 };
 
 // Executes one schedule over the stages of this rank. The classes below name the usual schedules.

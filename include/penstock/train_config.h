@@ -125,6 +125,9 @@ struct LayoutConfig {
   // Divides dp, model.experts and, unless it is 1, shard.
   std::int64_t ep = 1;
   std::int64_t tp = 1;  // tensor-parallel ranks; they split each layer
+  // Tensor-parallel ranks divide the tokens of hidden states between the parts of layers that they split:
+  // less memory and work for norms, dropout and sums. Needs tp > 1, which must divide model.context.
+  bool sequence_parallel = false;
   // Pipeline schedule (penstock schedule --help lists the kinds), or the path of a CSV file; auto:
   // ZBVZeroBubble if there are enough blocks for two stages per rank, else 1F1B or Interleaved1F1B.
   // After loading, a kind has its canonical name, also in place of auto.
@@ -140,6 +143,9 @@ struct LayoutConfig {
   // Dtype of activations and gradients between pipeline ranks: same, bf16 or fp8 (8 bits, with a scale for
   // each 128 values).
   std::string border_dtype = "same";
+  // Schedules with units that pair a forward with a backward (DualPipe, DualPipeV), ep > 1: whether one
+  // computes while the other exchanges rows of experts: auto (yes) or off. Results have the same bits.
+  std::string overlap_experts = "auto";
   // Device that the model runs on: auto, cpu or cuda; auto: cuda if there is a GPU for each rank, else cpu.
   std::string device = "auto";
   // Compares all members.

@@ -106,6 +106,13 @@ class ModelStage : public torch::nn::Module {
   // check_expert_parallel() of TrainableModel.
   virtual void parallelize(const comm::MeshGroups& mesh);
 
+  // Divides the tokens of hidden states over the tensor-parallel ranks wherever layers are not split: norms,
+  // dropout and sums of residuals compute the tokens of their rank, and hidden states between stages are
+  // those tokens, [batch, length / ranks, width]. Tokens, keywords and the output for loss() stay those of
+  // whole rows. Called before parallelize(), whose mesh has the axis "tp". The default throws NotImplemented;
+  // see check_sequence_parallel() of TrainableModel.
+  virtual void set_sequence_parallel();
+
   // Called once with the data-parallel ranks, which have other rows of the same microbatches, before the
   // first forward in training mode. For losses that are not sums over rows. The default does nothing.
   virtual void set_replicas(const comm::Group& replicas);
@@ -170,6 +177,9 @@ class TrainableModel {
   // Throws ConfigError if parallelize() cannot split the model over this many ranks. The default accepts 1
   // only.
   virtual void check_tensor_parallel(int ranks) const;
+  // Throws ConfigError if the stages cannot divide hidden states over tensor-parallel ranks
+  // (ModelStage::set_sequence_parallel). The default always throws.
+  virtual void check_sequence_parallel() const;
   // Throws ConfigError if parallelize() cannot divide experts over this many data-parallel ranks. The default
   // accepts 1 only.
   virtual void check_expert_parallel(int ranks) const;

@@ -80,6 +80,7 @@ class TransformerStageImpl : public ModelStage {
   // whole model with a tied weight as its own autograd leaf.
   void set_initial_values(std::uint64_t seed) override;
   void parallelize(const comm::MeshGroups& mesh) override;
+  void set_sequence_parallel() override;
   void set_recompute(const RecomputePlan& plan) override;
   std::unique_ptr<StageCache> make_cache(std::int64_t capacity) const override;
   at::Tensor forward_cached(const at::Tensor& x, StageCache& cache) override;

@@ -12,9 +12,9 @@
 
 #include "penstock/compile.h"
 #include "penstock/errors.h"
+#include "penstock/graph/compiler/execute.h"
 #include "penstock/graph/ir/functionalize.h"
 #include "penstock/graph/run/compiled.h"
-#include "penstock/graph/run/execute.h"
 #include "penstock/graph/tools/signature.h"
 #include "tests/graph/call_trace.h"
 #include "tests/has_text.h"

@@ -10,9 +10,9 @@
 
 #include "penstock/comm/group/operators.h"
 #include "penstock/errors.h"
+#include "penstock/graph/compiler/execute.h"
 #include "penstock/graph/ir/rewrite.h"
 #include "penstock/graph/run/compiled.h"
-#include "penstock/graph/run/execute.h"
 #include "penstock/world.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"

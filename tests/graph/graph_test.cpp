@@ -5,8 +5,8 @@
 
 #include "penstock/errors.h"
 #include "penstock/fake.h"
+#include "penstock/graph/compiler/execute.h"
 #include "penstock/graph/ir/metadata.h"
-#include "penstock/graph/run/execute.h"
 #include "penstock/graph/trace/tracer.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"

@@ -17,10 +17,10 @@
 
 #include "penstock/compile.h"
 #include "penstock/errors.h"
+#include "penstock/graph/compiler/execute.h"
 #include "penstock/graph/ir/constant_value.h"
 #include "penstock/graph/ir/rewrite.h"
 #include "penstock/graph/run/compiled_module_internals.h"
-#include "penstock/graph/run/execute.h"
 #include "penstock/graph/tools/draw.h"
 #include "penstock/graph/tools/graph_file.h"
 #include "penstock/graph/tools/signature.h"

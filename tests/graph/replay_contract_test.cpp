@@ -3,8 +3,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include "penstock/graph/compiler/execute.h"
 #include "penstock/graph/run/compiled.h"
-#include "penstock/graph/run/execute.h"
 #include "penstock/graph/trace/capture.h"
 #include "penstock/torch/compat/cpu_memory.h"
 #include "penstock/torch/dispatch/autocast_scope.h"

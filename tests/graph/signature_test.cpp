@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "penstock/errors.h"
+#include "penstock/graph/compiler/execute.h"
 #include "penstock/graph/ir/functionalize.h"
 #include "penstock/graph/run/compiled.h"
-#include "penstock/graph/run/execute.h"
 #include "penstock/graph/tools/signature.h"
 #include "tests/graph/call_trace.h"
 #include "tests/has_text.h"

@@ -19,115 +19,30 @@
 #include "penstock/models/transformer/trainable_transformer.h"
 #include "penstock/world.h"
 #include "tests/has_text.h"
+#include "tests/models/parallel_hybrid.h"
 #include "tests/throws.h"
 
 namespace penstock::models {
 namespace hybrid_parallel_test {
 
 using namespace std::chrono_literals;
+using namespace test;
 using penstock::test::has_text;
 using penstock::test::message_of;
 
-// Sums over ranks are in another order.
-constexpr double kTolerance = 1e-11;
-
-HybridOptions small(const std::string& pattern) {
-  HybridOptions options{.pattern = pattern, .vocabulary = 11, .width = 16, .context = 16};
-  options.heads = 4;
-  options.key_value_heads = 4;
-  options.feed_width = 12;
-  options.experts = 4;
-  options.expert_width = 8;
-  options.shared_expert_width = 4;
-  options.balance_weight = 0.5;
-  options.router_z_weight = 0.1;
-  options.state_size = 3;
-  options.state_head_width = 4;  // 8 heads
-  options.state_chunk = 4;
-  return options;
-}
-
-struct Input {
-  at::Tensor tokens = at::randint(0, 11, {4, 9}, at::detail::createCPUGenerator(3), at::kLong);
-  at::Tensor documents = at::tensor({0, 0, 0, 1, 1, 1, 1, 2, 2}, at::kLong).expand({4, 9}).contiguous();
-};
-
-HybridStage made(const HybridOptions& options) {
-  HybridStage stage(options);
-  stage->to(at::kDouble);
-  return stage;
-}
-
-// The initial deviation of 0.02 would make sums over ranks that are missing too small to notice.
-void fill(HybridStageImpl& stage) {
-  stage.set_initial_values(17);
-  const at::NoGradGuard no_grad;
-  for (const auto& item : stage.named_parameters()) {
-    if (item.value().dim() < 2) continue;
-    at::Tensor own = is_dtensor(item.value()) ? to_local(item.value()) : item.value();
-    own.mul_(12);
-  }
-}
-
-double difference(const at::Tensor& a, const at::Tensor& b) { return (a - b).abs().max().item<double>(); }
-
-std::map<std::string, at::Tensor> whole_gradients(const HybridStageImpl& stage) {
-  std::vector<optim::NamedParameter> named;
-  for (const auto& item : stage.named_parameters()) named.push_back({item.key(), item.value()});
-  optim::settle_gradients(named);
-  std::map<std::string, at::Tensor> gradients;
-  for (const optim::NamedParameter& parameter : named) {
-    const at::Tensor& gradient = parameter.tensor.grad();
-    gradients[parameter.name] = is_dtensor(gradient) ? full_tensor(gradient) : gradient.clone();
-  }
-  return gradients;
-}
-
-// Every rank has the same tokens.
-void expect_tensor_parallel(const HybridOptions& options, int ranks, const std::string& what,
-                            HybridMetadata metadata = {}) {
-  SCOPED_TRACE(what + ", " + std::to_string(ranks) + " ranks");
-  const Input input;
-  metadata.documents = input.documents;
-  const double tokens = static_cast<double>(input.tokens.numel());
-  HybridStage alone = made(options);
-  fill(*alone);
-  const at::Tensor expected = alone->forward_with(input.tokens, metadata);
-  token_loss(expected, input.tokens, tokens).backward();
-  const auto gradients = whole_gradients(*alone);
-  std::mutex mutex;
-  comm::run_ranks(ranks, 60s, [&](comm::World& world) {
-    HybridStage stage = made(options);
-    stage->parallelize(world.mesh("cpu", {{"tp", ranks}}));
-    fill(*stage);
-    const at::Tensor logits = stage->forward_with(input.tokens, metadata);
-    token_loss(logits, input.tokens, tokens).backward();
-    const at::Tensor all = full_tensor(logits.detach());
-    const auto own = whole_gradients(*stage);
-    const std::lock_guard lock(mutex);
-    EXPECT_LT(difference(all, expected.detach()), kTolerance);
-    ASSERT_EQ(own.size(), gradients.size());
-    for (const auto& [name, gradient] : gradients)
-      EXPECT_LT(difference(own.at(name), gradient), kTolerance) << name;
-    for (std::size_t i = 0; i < alone->auxiliary_losses().size(); ++i)
-      EXPECT_LT(difference(stage->auxiliary_losses()[i].value, alone->auxiliary_losses()[i].value),
-                kTolerance);
-  });
-}
-
 TEST(HybridParallel, EveryKindOfBlock) {
   for (const char* pattern : {"A", "F", "E", "M"})
-    for (const int ranks : {2, 4}) expect_tensor_parallel(small(pattern), ranks, pattern);
+    for (const int ranks : {2, 4}) expect_tensor_parallel(small_parallel(pattern), ranks, pattern);
 }
 
 TEST(HybridParallel, BlocksTogether) {
-  HybridOptions options = small("AEMF");
+  HybridOptions options = small_parallel("AEMF");
   options.tie_head = true;
   options.embed_scale = true;
   options.norm = "dynamic_tanh";
   options.attention_feed = true;
   expect_tensor_parallel(options, 2, "tied, dynamic tanh");
-  options = small("AEMF");
+  options = small_parallel("AEMF");
   options.windows = {3, 0, 0, 0};
   options.router_scores = "sigmoid";
   options.capacity_factor = 0.7;
@@ -138,14 +53,14 @@ TEST(HybridParallel, BlocksTogether) {
 TEST(HybridParallel, GroupsOfStateSpaces) {
   for (const std::int64_t groups : {1, 2, 4, 8})
     for (const int ranks : {2, 4}) {
-      HybridOptions options = small("M");
+      HybridOptions options = small_parallel("M");
       options.state_groups = groups;
       expect_tensor_parallel(options, ranks, std::to_string(groups) + " groups");
     }
 }
 
 TEST(HybridParallel, Depths) {
-  HybridOptions options = small("AEMF");
+  HybridOptions options = small_parallel("AEMF");
   options.depth_layers = {0, 1, 2, 3};
   options.depth_kind = "gamma";
   options.depth_weight = 0.1;
@@ -153,11 +68,11 @@ TEST(HybridParallel, Depths) {
 }
 
 TEST(HybridParallel, MultiToken) {
-  const Input input;
+  const ParallelInput input;
   const HybridMetadata known{.tokens = input.tokens, .targets = input.tokens.roll(-1, 1)};
   for (const bool tied : {false, true})
     for (const char* block : {"A", "E"}) {
-      HybridOptions options = small("AM");
+      HybridOptions options = small_parallel("AM");
       options.multi_token_depth = 2;
       options.multi_token_block = block;
       options.tie_head = tied;
@@ -178,7 +93,7 @@ TEST(HybridParallel, EmbeddingsAndRelationsFromMetadata) {
                           .parents = at::arange(-1, 8).expand({4, 9}).contiguous(),
                           .platforms = ids(6).select(1, 0).contiguous()};
   metadata.relations = at::rand({4, 3, 9, 9}, at::detail::createCPUGenerator(7)).gt(0.5);
-  HybridOptions options = small("AFEA");
+  HybridOptions options = small_parallel("AFEA");
   options.structure_embedding = true;
   options.platforms = 4;
   options.ngram_orders = {2, 3};
@@ -191,39 +106,39 @@ TEST(HybridParallel, EmbeddingsAndRelationsFromMetadata) {
 
 // One token at a time equals the whole row on split blocks, too.
 TEST(HybridParallel, Generates) {
-  const HybridOptions options = small("AEM");
-  const Input input;
+  const HybridOptions options = small_parallel("AEM");
+  const ParallelInput input;
   comm::run_ranks(2, 60s, [&](comm::World& world) {
-    HybridStage stage = made(options);
+    HybridStage stage = double_stage(options);
     stage->parallelize(world.mesh("cpu", {{"tp", 2}}));
-    fill(*stage);
+    fill_strongly(*stage);
     stage->eval();
     const at::NoGradGuard no_grad;
     const at::Tensor whole = full_tensor(stage->forward(input.tokens));
     const auto cache = stage->make_cache(9);
     for (std::int64_t i = 0; i < 9; ++i) {
       const at::Tensor next = full_tensor(stage->forward_cached(input.tokens.narrow(1, i, 1), *cache));
-      EXPECT_LT(difference(next.select(1, 0), whole.select(1, i)), 1e-10) << i;
+      EXPECT_LT(largest_difference(next.select(1, 0), whole.select(1, i)), 1e-10) << i;
     }
   });
 }
 
 // Four ranks as 2 x 2: a rank has half of the columns of half of the experts. Ranks along ep have other rows.
 TEST(HybridParallel, ExpertsAndColumns) {
-  HybridOptions options = small("AEM");
+  HybridOptions options = small_parallel("AEM");
   options.balance_weight = 0;  // of the rows of a rank
-  const Input input;
-  HybridStage alone = made(options);
-  fill(*alone);
+  const ParallelInput input;
+  HybridStage alone = double_stage(options);
+  fill_strongly(*alone);
   token_loss(alone->forward(input.tokens, input.documents), input.tokens, 10).backward();
   const auto gradients = whole_gradients(*alone);
   std::map<std::string, at::Tensor> sums;  // over ep, of what is not divided
   std::mutex mutex;
   comm::run_ranks(4, 60s, [&](comm::World& world) {
     const comm::MeshGroups mesh = world.mesh("cpu", {{"ep", 2}, {"tp", 2}});
-    HybridStage stage = made(options);
+    HybridStage stage = double_stage(options);
     stage->parallelize(mesh);
-    fill(*stage);
+    fill_strongly(*stage);
     stage->set_auxiliary_scale(0.5);  // two ranks with half of the rows each
     const std::int64_t first = 2 * mesh.coordinate()[0];
     const auto rows = [&](const at::Tensor& all) { return all.narrow(0, first, 2); };
@@ -236,34 +151,36 @@ TEST(HybridParallel, ExpertsAndColumns) {
     for (const auto& [name, gradient] : own) {
       if (name.find("experts.gate") != std::string::npos || name.find("experts.up") != std::string::npos ||
           name.find("experts.down") != std::string::npos) {
-        EXPECT_LT(difference(gradient, gradients.at(name)), kTolerance) << name;
+        EXPECT_LT(largest_difference(gradient, gradients.at(name)), kParallelTolerance) << name;
         continue;
       }
       const auto [place, is_first] = sums.try_emplace(name, gradient);
       if (!is_first) place->second = place->second + gradient;
     }
   });
-  for (const auto& [name, sum] : sums) EXPECT_LT(difference(sum, gradients.at(name)), kTolerance) << name;
+  for (const auto& [name, sum] : sums)
+    EXPECT_LT(largest_difference(sum, gradients.at(name)), kParallelTolerance) << name;
 }
 
 TEST(HybridParallel, SizesThatDoNotDivideAreRefused) {
   const auto error = [](const HybridOptions& options, int ranks) {
     return message_of<ConfigError>([&] { check_tensor_parallel(options, ranks); });
   };
-  EXPECT_NO_THROW(check_tensor_parallel(small("AEMF"), 4));
-  EXPECT_TRUE(has_text(error(small("A"), 3), "model.heads"));
-  HybridOptions options = small("E");
+  EXPECT_NO_THROW(check_tensor_parallel(small_parallel("AEMF"), 4));
+  EXPECT_TRUE(has_text(error(small_parallel("A"), 3), "model.heads"));
+  HybridOptions options = small_parallel("E");
   options.expert_width = 6;
   EXPECT_TRUE(has_text(error(options, 4), "model.expert_width"));
-  options = small("M");
+  options = small_parallel("M");
   EXPECT_TRUE(has_text(error(options, 3), "heads of M blocks"));
   options.width = 24;  // 12 heads
   options.state_groups = 3;
   EXPECT_TRUE(has_text(error(options, 2), "model.state_groups, 3"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] { check_expert_parallel(small_parallel("AM"), 2); }),
+                       "no E blocks"));
   EXPECT_TRUE(
-      has_text(message_of<ConfigError>([] { check_expert_parallel(small("AM"), 2); }), "no E blocks"));
-  EXPECT_TRUE(has_text(message_of<ConfigError>([] { check_expert_parallel(small("E"), 3); }), "layout.ep"));
-  options = small("E");
+      has_text(message_of<ConfigError>([] { check_expert_parallel(small_parallel("E"), 3); }), "layout.ep"));
+  options = small_parallel("E");
   options.balance_scope = "world";
   EXPECT_TRUE(
       has_text(message_of<ConfigError>([&] { options.check(); }), "model.balance_scope: got \"world\""));

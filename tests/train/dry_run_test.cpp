@@ -144,6 +144,21 @@ TEST(DryRun, ReplicasTensorParallelRanksAndVirtualStages) {
   EXPECT_EQ(run.tokens_per_step, 2 * 2 * 4 * 2 * 16);
 }
 
+// The inputs of blocks and the buffers of transfers are divided over the tensor-parallel ranks.
+TEST(DryRun, SequenceParallelism) {
+  const Layout layout{.name = "pp2 tp2", .pp = 2, .tp = 2};
+  const DryRun whole = dry_run(with_data(layout, {"--partition", "count"})),
+               divided =
+                   dry_run(with_data(layout, {"--partition", "count", "--layout.sequence_parallel", "true"}));
+  EXPECT_TRUE(has_text(to_text(divided), "tp 2 with sequence parallelism, on cpu"));
+  EXPECT_FALSE(to_text(whole).find("sequence parallelism") != std::string::npos);
+  // Microbatches of 2 rows of 16 tokens, of width 16 in float32; at most two are in flight on the first rank,
+  // with two blocks, and two buffers.
+  constexpr std::int64_t kHidden = 2 * 16 * 16 * 4;
+  EXPECT_EQ(whole.memory[0].activations - divided.memory[0].activations, (2 * 2 + 2) * kHidden / 2);
+  EXPECT_TRUE(has_text(to_text(divided), "transfers of 1.0 KiB"));
+}
+
 // A rank has a part of the experts, and with sharding a part of that.
 TEST(DryRun, ExpertsAreDividedOverRanks) {
   const std::vector<std::string> experts{"--pattern", "AEFE", "--attention_feed", "false",

@@ -97,9 +97,10 @@ std::string common_device(const train::LayoutConfig& layout) {
 
 std::string layout_words(const train::LayoutConfig& layout) {
   return fmt::format(
-      "pp {}, virtual stages {}, dp {}, shard {}, ep {}, tp {}, {}, {} microbatches of {} rows, {}",
-      layout.pp, layout.virtual_stages, layout.dp, layout.shard, layout.ep, layout.tp, layout.schedule,
-      layout.microbatches, layout.microbatch_size, layout.device);
+      "pp {}, virtual stages {}, dp {}, shard {}, ep {}, tp {}{}, {}, {} microbatches of {} rows, {}",
+      layout.pp, layout.virtual_stages, layout.dp, layout.shard, layout.ep, layout.tp,
+      layout.sequence_parallel ? " with sequence parallelism" : "", layout.schedule, layout.microbatches,
+      layout.microbatch_size, layout.device);
 }
 
 int run(const CLI::App& command, const ParityFlags& flags) {

@@ -11,6 +11,7 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
+#include "penstock/torch/random/unit_half.h"
 #include "penstock/world.h"
 
 namespace penstock::comm {
@@ -229,6 +230,34 @@ Tensor call_wait(const Tensor& input) {
   return handle.call(input);
 }
 
+// ------------------------------------------------------------------------------------------ overlapped
+// halves
+
+class EndExchange {
+ public:
+  explicit EndExchange(UnitHalf& half) : half_(half) {}
+  ~EndExchange() { half_.end_exchange(); }
+  EndExchange(const EndExchange&) = delete;
+  EndExchange& operator=(const EndExchange&) = delete;
+
+ private:
+  UnitHalf& half_;
+};
+
+Tensor wait_as_half(const Tensor& result) {
+  const std::shared_ptr<UnitHalf> half = UnitHalf::current();
+  if (half == nullptr) return call_wait(result);
+  try {
+    half->begin_exchange();
+  } catch (...) {
+    // Nobody will wait for it. The group takes over its memory.
+    static_cast<void>(unfinished().take(result));
+    throw;
+  }
+  const EndExchange end(*half);
+  return call_wait(result);
+}
+
 // ----------------------------------------------------------------------------------------------- derivatives
 
 struct AllReduceFunction : torch::autograd::Function<AllReduceFunction> {
@@ -296,9 +325,9 @@ struct AllToAllFunction : torch::autograd::Function<AllToAllFunction> {
     return call_all_to_all(input, output_splits, input_splits, group);
   }
   static variable_list backward(AutogradContext* context, variable_list gradients) {
-    return {call_wait(call_all_to_all(gradients[0], context->saved_data["input_splits"].toIntVector(),
-                                      context->saved_data["output_splits"].toIntVector(),
-                                      context->saved_data["group"].toStringRef())),
+    return {wait_as_half(call_all_to_all(gradients[0], context->saved_data["input_splits"].toIntVector(),
+                                         context->saved_data["output_splits"].toIntVector(),
+                                         context->saved_data["group"].toStringRef())),
             Tensor(), Tensor(), Tensor()};
   }
 };
@@ -472,6 +501,7 @@ Tensor broadcast(const Tensor& input, int source, const Group& group) {
   return call_broadcast(input, source, group.name());
 }
 Tensor wait_tensor(const Tensor& input) { return call_wait(input); }
+Tensor wait_in_turn(const Tensor& input) { return wait_as_half(input); }
 
 }  // namespace functional
 

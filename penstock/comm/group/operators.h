@@ -45,6 +45,10 @@ at::Tensor all_to_all(const at::Tensor& input, const std::vector<std::int64_t>& 
                       const std::vector<std::int64_t>& input_splits, const Group& group);
 at::Tensor broadcast(const at::Tensor& input, int source, const Group& group);
 at::Tensor wait_tensor(const at::Tensor& input);
+// The same for a collective inside of an overlapped unit (torch/random/unit_half.h): the other half computes
+// while it is under way. The derivative of all_to_all waits in this way, too. Every member of the group must
+// call it at the same place of its half, as it must start the collective itself.
+at::Tensor wait_in_turn(const at::Tensor& input);
 
 }  // namespace functional
 

@@ -21,8 +21,6 @@ std::string text_of(const c10::IValue& value) {
   return text.str();
 }
 
-bool is_defined_tensor(const c10::IValue& value) { return value.isTensor() && value.toTensor().defined(); }
-
 const c10::StorageImpl* storage_behind(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->has_storage()
              ? tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()
@@ -96,8 +94,9 @@ std::string CallGuard::difference(const Modes& is, const Modes& was) {
   if (is.inference != was.inference) return differs("inference mode", is.inference);
   if (is.deterministic != was.deterministic) return differs("deterministic algorithms", is.deterministic);
   const auto casts = [](const AutocastState& state) {
-    return fmt::format("cpu {}, cuda {}", state.cpu ? c10::toString(state.cpu_dtype) : "off",
-                       state.cuda ? c10::toString(state.cuda_dtype) : "off");
+    return fmt::format("cpu {}, cuda {}{}", state.cpu ? c10::toString(state.cpu_dtype) : "off",
+                       state.cuda ? c10::toString(state.cuda_dtype) : "off",
+                       state.cached ? ", with cached weights" : "");
   };
   return fmt::format("autocast is {}, in the capture {}", casts(is.autocast), casts(was.autocast));
 }

@@ -39,13 +39,13 @@ at::Tensor tangent(const at::Tensor& gradient, const Geometry& geometry, const B
 void CapturedNode::save_all(const std::vector<c10::IValue>& values, const std::vector<at::Tensor>& primals,
                             const std::vector<at::Tensor>& results) {
   for (std::size_t i = 0; i < call_->saved.size(); ++i) {
-    const CapturedCall::Saved& how = call_->saved[i];
-    at::Tensor tensor = values[call_->joint.forward_outputs + i].toTensor();
-    if (how.how == CapturedCall::Saved::How::Copied) {
+    const PlainGraphCall::Saved& how = call_->saved[i];
+    at::Tensor tensor = values[call_->forward_outputs + i].toTensor();
+    if (how.how == PlainGraphCall::Saved::How::Copied) {
       const at::NoGradGuard no_grad;
       tensor = copy_keeping_lazy_bits(tensor.detach());
     }
-    if (how.how == CapturedCall::Saved::How::Unwatched) tensor = tensor.variable_data();
+    if (how.how == PlainGraphCall::Saved::How::Unwatched) tensor = tensor.variable_data();
     save(tensor);
     if (how.watch_primal) watch(primals[*how.watch_primal]);
     if (how.watch_output) watch(results[*how.watch_output]);
@@ -55,7 +55,7 @@ void CapturedNode::save_all(const std::vector<c10::IValue>& values, const std::v
 variable_list CapturedNode::apply(variable_list&& gradients) {
   std::vector<at::Tensor> inputs = unpack();
   for (std::size_t i = 0; i < gradients.size(); ++i)
-    inputs.push_back(tangent(gradients[i], call_->joint.tangents[i].geometry, sizes_.get()));
+    inputs.push_back(tangent(gradients[i], call_->tangents[i].geometry, sizes_.get()));
   gradients.clear();
   // What backward writes was computed from the values at forward.
   for (std::size_t i = 0; i < written_.size(); ++i)
@@ -63,10 +63,10 @@ variable_list CapturedNode::apply(variable_list&& gradients) {
       throw StateError(
           fmt::format("graph: {}, which backward writes, was modified after forward; run backward once, "
                       "before the next write",
-                      call_->joint.graph.inputs[call_->joint.written_in_backward[i]].name));
+                      call_->written_in_backward[i].name));
   give_up();
   variable_list results;
-  for (const c10::IValue& gradient : (*call_->backward)(std::move(inputs), sizes_.get()))
+  for (const c10::IValue& gradient : call_->halves.backward->run(std::move(inputs), sizes_.get()))
     results.push_back(gradient.isTensor() ? gradient.toTensor() : at::Tensor());
   const std::size_t gradients_end = results.size() - written_.size();
   const at::NoGradGuard no_grad;

@@ -1,13 +1,13 @@
 // The autograd node of a whole captured function: holds what forward saved, and runs the backward graph.
 //
-// Created by CapturedCall. Its gradients are in the order of the capture's tangents.
+// Created by PlainGraphCall. Its gradients are in the order of the capture's tangents.
 #pragma once
 
 #include <cstdint>
 #include <utility>
 #include <vector>
 
-#include "penstock/graph/run/captured_call.h"
+#include "penstock/graph/run/graph_call.h"
 #include "penstock/graph/run/saving_node.h"
 
 namespace penstock::graph {
@@ -15,7 +15,7 @@ namespace penstock::graph {
 class CapturedNode final : public SavingNode {
  public:
   // `sizes`: those of dynamic dims in forward.
-  CapturedNode(c10::intrusive_ptr<CapturedCall> call, c10::intrusive_ptr<BoundSizes> sizes)
+  CapturedNode(c10::intrusive_ptr<PlainGraphCall> call, CallSizes sizes)
       : call_(std::move(call)), sizes_(std::move(sizes)) {}
 
   // Called after the results have their history. `values`: the results of the forward graph; `results`:
@@ -31,8 +31,8 @@ class CapturedNode final : public SavingNode {
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
 
  private:
-  c10::intrusive_ptr<CapturedCall> call_;
-  c10::intrusive_ptr<BoundSizes> sizes_;
+  c10::intrusive_ptr<PlainGraphCall> call_;
+  CallSizes sizes_;
   struct Written {
     at::Tensor tensor;
     std::int64_t version = 0;  // at forward

@@ -7,18 +7,19 @@
 
 #include "penstock/base/warnings.h"
 #include "penstock/errors.h"
-#include "penstock/graph/run/captured_call.h"
+#include "penstock/graph/run/compiled_call.h"
 #include "penstock/graph/run/generalize.h"
 
 namespace penstock::graph {
 namespace {
 
 // Why a capture is not valid for a call.
-std::string difference_of(CapturedCall& call, const Values& inputs) {
-  if (!call.dynamic) return call.guard.difference(inputs);
+std::string difference_of(CompiledCall& call, const Values& inputs) {
+  const CallGuard& guard = call.capture().guard;
+  if (!call.dynamic()) return guard.difference(inputs);
   std::string why;
-  const auto sizes = call.dynamic->bind(inputs, &why);
-  return why.empty() ? call.guard.difference(inputs, sizes.get(), &call.dynamic->table()) : why;
+  const auto sizes = call.dynamic()->bind(inputs, &why);
+  return why.empty() ? guard.difference(inputs, sizes.get(), &call.dynamic()->table()) : why;
 }
 
 }  // namespace
@@ -37,14 +38,15 @@ Compiled& Compiled::operator=(Compiled&&) noexcept = default;
 Values Compiled::operator()(const Values& inputs) {
   // Most recent first: sizes with a capture of their own were captured after the one for all sizes.
   for (auto it = calls_.rbegin(); it != calls_.rend(); ++it) {
-    CapturedCall& call = **it;
-    if (!call.dynamic) {
-      if (call.guard.holds(inputs)) return call.run(inputs);
+    CompiledCall& call = **it;
+    const CallGuard& guard = call.capture().guard;
+    if (!call.dynamic()) {
+      if (guard.holds(inputs)) return call.run(inputs);
       continue;
     }
-    const auto sizes = call.dynamic->bind(inputs);
-    if (!sizes || !call.guard.holds(inputs, sizes.get())) continue;
-    return call.dynamic->needs_check(*sizes) ? check_and_run(call, inputs, sizes) : call.run(inputs, sizes);
+    const auto sizes = call.dynamic()->bind(inputs);
+    if (!sizes || !guard.holds(inputs, sizes.get())) continue;
+    return call.dynamic()->needs_check(*sizes) ? check_and_run(call, inputs, sizes) : call.run(inputs, sizes);
   }
   if (!calls_.empty() && !options_.recapture)
     throw StateError(fmt::format(
@@ -53,39 +55,39 @@ Values Compiled::operator()(const Values& inputs) {
   return capture(inputs);
 }
 
-Values Compiled::check_and_run(CapturedCall& call, const Values& inputs,
+Values Compiled::check_and_run(CompiledCall& call, const Values& inputs,
                                const c10::intrusive_ptr<BoundSizes>& sizes) {
-  auto fixed = c10::make_intrusive<CapturedCall>(function_, inputs, convention_);
-  const std::string difference = difference_at(call, *fixed, *sizes);
+  FunctionCapture fixed = capture_function(function_, inputs, convention_);
+  const std::string difference = difference_at(call.capture(), fixed, *sizes);
   if (difference.empty()) {
-    call.dynamic->mark_checked(*sizes);
+    call.dynamic()->mark_checked(*sizes);
     return call.run(inputs, sizes);
   }
   if (!options_.recapture)
     throw StateError(
         fmt::format("graph: the capture for all sizes is not valid for {}: there {}; call it with other "
                     "sizes, or set recapture",
-                    call.dynamic->table().text_of(sizes->values), difference));
-  fixed->make_ready(options_.partitioner);
-  calls_.push_back(fixed);
-  return fixed->run(inputs);
+                    call.dynamic()->table().text_of(sizes->values), difference));
+  return add(std::move(fixed)).run(inputs);
+}
+
+CompiledCall& Compiled::add(FunctionCapture capture) {
+  calls_.push_back(std::make_unique<CompiledCall>(graph::partition(std::move(capture), options_.partitioner),
+                                                  *graph_compiler(kExecutorCompiler),
+                                                  options_.dynamic.trust));
+  return *calls_.back();
 }
 
 Values Compiled::capture(const Values& inputs) {
   if (!options_.dynamic.dims.empty())
-    if (const auto call = capture_dynamic(inputs)) {
-      calls_.push_back(call);
-      return check_and_run(*call, inputs, call->dynamic->bind(inputs));
-    }
-  auto call = c10::make_intrusive<CapturedCall>(function_, inputs, convention_);
-  call->make_ready(options_.partitioner);
-  calls_.push_back(call);
-  return call->run(inputs);
+    if (CompiledCall* call = capture_dynamic(inputs))
+      return check_and_run(*call, inputs, call->dynamic()->bind(inputs));
+  return add(capture_function(function_, inputs, convention_)).run(inputs);
 }
 
-c10::intrusive_ptr<CapturedCall> Compiled::capture_dynamic(const Values& inputs) {
+CompiledCall* Compiled::capture_dynamic(const Values& inputs) {
   std::vector<DynamicSymbol> symbols = symbols_of(options_.dynamic, inputs, convention_);
-  if (symbols.empty()) return {};
+  if (symbols.empty()) return nullptr;
   const auto refuse = [&](const std::string& why) {
     if (!options_.recapture)
       throw StateError(
@@ -100,36 +102,43 @@ c10::intrusive_ptr<CapturedCall> Compiled::capture_dynamic(const Values& inputs)
     if (!symbols[i].allows(sizes[i]) || sizes[i] == 0) {
       refuse(fmt::format("{} is {} in the first call, expected {}", symbols[i].name, sizes[i],
                          symbols[i].allows(sizes[i]) ? "1 or more" : symbols[i].range_text()));
-      return {};
+      return nullptr;
     }
   for (const Refused& refused : refused_)
-    if (refused.kind.same_kind(inputs)) return {};
+    if (refused.kind.same_kind(inputs)) return nullptr;
   // Neither do sizes for which an existing graph with symbols cannot be evaluated.
   for (const auto& call : calls_)
-    if (call->dynamic && call->guard.same_kind(inputs) && !call->dynamic->bind(inputs)) return {};
-  Generalized all = capture_for_all_sizes(function_, inputs, options_, convention_, std::move(symbols));
-  if (all.call) {
-    const auto bound = all.call->dynamic->bind(inputs, &all.refused);
-    if (bound) all.refused = all.call->guard.difference(inputs, bound.get(), &all.call->dynamic->table());
-    if (all.refused.empty()) return all.call;
+    if (call->dynamic() && call->capture().guard.same_kind(inputs) && !call->dynamic()->bind(inputs))
+      return nullptr;
+  Generalized all = capture_for_all_sizes(function_, inputs, convention_, std::move(symbols));
+  if (all.capture) {
+    DynamicCall call(all.capture->symbols, all.capture->joint.graph.table, options_.dynamic.trust);
+    const auto bound = call.bind(inputs, &all.refused);
+    if (bound) all.refused = all.capture->guard.difference(inputs, bound.get(), &call.table());
+    if (all.refused.empty()) return &add(std::move(*all.capture));
   }
   refuse(all.refused);
   warn("graph",
        fmt::format("dynamic dims: the function is captured separately for each size: {}", all.refused));
   refused_.push_back({CallGuard(inputs, convention_), std::move(all.refused)});
-  return {};
+  return nullptr;
 }
 
-const ViewAndMutationMeta& Compiled::meta(std::size_t capture) const { return calls_.at(capture)->user_meta; }
-const ViewAndMutationMeta& Compiled::inner_meta(std::size_t capture) const {
-  return calls_.at(capture)->meta;
+const ViewAndMutationMeta& Compiled::meta(std::size_t capture) const {
+  return calls_.at(capture)->capture().user_meta();
 }
-const JointGraph& Compiled::joint(std::size_t capture) const { return calls_.at(capture)->joint; }
-const Partition& Compiled::partition(std::size_t capture) const { return calls_.at(capture)->halves; }
-bool Compiled::is_dynamic(std::size_t capture) const { return calls_.at(capture)->dynamic.has_value(); }
+const ViewAndMutationMeta& Compiled::inner_meta(std::size_t capture) const {
+  return calls_.at(capture)->capture().meta;
+}
+const JointGraph& Compiled::joint(std::size_t capture) const { return calls_.at(capture)->capture().joint; }
+const Partition& Compiled::partition(std::size_t capture) const { return calls_.at(capture)->halves(); }
+std::vector<std::string> Compiled::wrappers(std::size_t capture) const {
+  return calls_.at(capture)->wrappers();
+}
+bool Compiled::is_dynamic(std::size_t capture) const { return calls_.at(capture)->dynamic().has_value(); }
 std::size_t Compiled::checked_sizes(std::size_t capture) const {
-  const CapturedCall& call = *calls_.at(capture);
-  return call.dynamic ? call.dynamic->checked() : 0;
+  const CompiledCall& call = *calls_.at(capture);
+  return call.dynamic() ? call.dynamic()->checked() : 0;
 }
 std::string Compiled::why_not_dynamic() const {
   return refused_.empty() ? std::string() : refused_.back().why;

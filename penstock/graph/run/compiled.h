@@ -25,6 +25,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -35,7 +36,8 @@
 
 namespace penstock::graph {
 
-class CapturedCall;
+class CompiledCall;
+struct FunctionCapture;
 struct BoundSizes;
 
 class Compiled {
@@ -54,6 +56,8 @@ class Compiled {
   const ViewAndMutationMeta& inner_meta(std::size_t capture) const;
   const JointGraph& joint(std::size_t capture) const;  // without writes
   const Partition& partition(std::size_t capture) const;
+  // The names of the wrappers around its graphs, outermost first.
+  std::vector<std::string> wrappers(std::size_t capture) const;
 
   // For dynamic dims: whether a capture is valid for all sizes, at how many sizes it was compared, and why
   // the most recent kind of call without such a capture could not get one (empty if there is none).
@@ -64,14 +68,16 @@ class Compiled {
  private:
   struct Refused;  // a kind of call that is captured for each of its sizes, and the reason
   Values capture(const Values& inputs);
+  // Splits and compiles a capture.
+  CompiledCall& add(FunctionCapture capture);
   // Captures for all sizes. Returns null if that is not possible.
-  c10::intrusive_ptr<CapturedCall> capture_dynamic(const Values& inputs);
-  Values check_and_run(CapturedCall& call, const Values& inputs, const c10::intrusive_ptr<BoundSizes>& sizes);
+  CompiledCall* capture_dynamic(const Values& inputs);
+  Values check_and_run(CompiledCall& call, const Values& inputs, const c10::intrusive_ptr<BoundSizes>& sizes);
 
   Function function_;
   CompileOptions options_;
   Convention convention_;
-  std::vector<c10::intrusive_ptr<CapturedCall>> calls_;
+  std::vector<std::unique_ptr<CompiledCall>> calls_;
   std::vector<Refused> refused_;
 };
 

@@ -69,22 +69,28 @@ std::string name_of_node(const Graph& graph, std::size_t node) {
 // Finds the first difference between two captures other than in numbers.
 class StructureComparison {
  public:
-  StructureComparison(const CapturedCall& a, const CapturedCall& b)
+  StructureComparison(const FunctionCapture& a, const FunctionCapture& b)
       : a_(a), b_(b), x_(a.joint.graph), y_(b.joint.graph) {}
 
   std::string run() const {
     if (!a_.guard.same_kind(b_.guard)) return "the inputs are of a different kind";
-    if (a_.user_meta.outputs.size() != b_.user_meta.outputs.size())
-      return fmt::format("the function returns {} and {} results", a_.user_meta.outputs.size(),
-                         b_.user_meta.outputs.size());
+    if (a_.user_meta().outputs.size() != b_.user_meta().outputs.size())
+      return fmt::format("the function returns {} and {} results", a_.user_meta().outputs.size(),
+                         b_.user_meta().outputs.size());
     for (std::size_t i = 0; i < x_.nodes.size() && i < y_.nodes.size(); ++i)
       if (std::string difference = compare_nodes(i); !difference.empty()) return difference;
     if (x_.nodes.size() != y_.nodes.size())
       return fmt::format("there are {} and {} nodes", x_.nodes.size(), y_.nodes.size());
-    if (without_sizes(a_.user_meta) != without_sizes(b_.user_meta) ||
+    if (without_sizes(a_.user_meta()) != without_sizes(b_.user_meta()) ||
         without_sizes(a_.meta) != without_sizes(b_.meta))
       return "the results alias each other or the inputs differently, or different inputs are written";
-    if (!a_.plan.same_routing(b_.plan) || a_.primal_written != b_.primal_written ||
+    const bool same_wrappers =
+        std::equal(a_.wrappers.begin(), a_.wrappers.end(), b_.wrappers.begin(), b_.wrappers.end(),
+                   [](const WrapperInUse& a, const WrapperInUse& b) {
+                     return a.wrapper->same_but_for_sizes(*b.wrapper) &&
+                            without_sizes(a.outer) == without_sizes(b.outer);
+                   });
+    if (!same_wrappers || a_.primal_written != b_.primal_written ||
         a_.primal_shares_changed != b_.primal_shares_changed)
       return "the inputs share memory differently";
     if (a_.joint.primals != b_.joint.primals || a_.joint.forward_outputs != b_.joint.forward_outputs ||
@@ -150,7 +156,7 @@ class StructureComparison {
     return {};
   }
 
-  const CapturedCall &a_, &b_;
+  const FunctionCapture &a_, &b_;
   const Graph &x_, &y_;
 };
 
@@ -165,13 +171,12 @@ template <class Call, class OnGeometry, class OnConstant>
 void for_each_place(Call& call, OnGeometry&& on_geometry, OnConstant&& on_constant) {
   call.guard.for_each_geometry(
       [&](std::size_t input, auto& geometry) { on_geometry(geometry, Role::Input, input); });
-  for (auto* meta : {&call.user_meta, &call.meta}) {
-    for (std::size_t i = 0; i < meta->outputs.size(); ++i)
-      if (meta->outputs[i].type == OutputType::Tensor)
-        on_geometry(meta->outputs[i].geometry, Role::Output, i);
-    for (std::size_t i = 0; i < meta->tangents.size(); ++i)
-      on_geometry(meta->tangents[i].geometry, Role::Tangent, i);
-  }
+  for_each_meta(call, [&](auto& meta) {
+    for (std::size_t i = 0; i < meta.outputs.size(); ++i)
+      if (meta.outputs[i].type == OutputType::Tensor) on_geometry(meta.outputs[i].geometry, Role::Output, i);
+    for (std::size_t i = 0; i < meta.tangents.size(); ++i)
+      on_geometry(meta.tangents[i].geometry, Role::Tangent, i);
+  });
   for (std::size_t i = 0; i < call.joint.tangents.size(); ++i)
     on_geometry(call.joint.tangents[i].geometry, Role::Tangent, i);
   for (std::size_t i = 0; i < call.geometry_after.size(); ++i)
@@ -191,11 +196,12 @@ void for_each_place(Call& call, OnGeometry&& on_geometry, OnConstant&& on_consta
   for (std::size_t i = 0; i < graph.outputs.size(); ++i)
     if (graph.outputs[i].kind == Operand::Kind::Constant)
       on_constant(graph.outputs[i], graph.nodes.size(), i);
-  for (auto* meta : {&call.user_meta, &call.meta})
-    for (std::size_t i = 0; i < meta->outputs.size(); ++i)
-      for (auto& step : meta->outputs[i].view.steps)
+  for_each_meta(call, [&](auto& meta) {
+    for (std::size_t i = 0; i < meta.outputs.size(); ++i)
+      for (auto& step : meta.outputs[i].view.steps)
         for (auto& operand : step.arguments)
           if (operand.kind == Operand::Kind::Constant) on_constant(operand, graph.nodes.size() + 1, i);
+  });
 }
 
 std::string name_of_constant(const Graph& graph, std::size_t node, std::size_t argument) {
@@ -226,14 +232,14 @@ std::string name_of_geometry(Role role, std::size_t number) {
 // Turns the first of several captures into one with symbols.
 class Generalization {
  public:
-  Generalization(const std::vector<c10::intrusive_ptr<CapturedCall>>& samples,
-                 const std::vector<std::string>& names, const std::vector<SymbolValues>& points)
+  Generalization(std::vector<FunctionCapture>& samples, const std::vector<std::string>& names,
+                 const std::vector<SymbolValues>& points)
       : samples_(samples), points_(points), fitter_(names, points) {
     geometries_.resize(samples.size());
     constants_.resize(samples.size());
     for (std::size_t i = 0; i < samples.size(); ++i)
       for_each_place(
-          *samples[i],
+          samples[i],
           [&](Geometry& geometry, Role role, std::size_t number) {
             geometries_[i].push_back({&geometry, role, number});
           },
@@ -249,17 +255,15 @@ class Generalization {
       if (std::string refused = generalize_geometry(i); !refused.empty()) return refused;
     for (std::size_t i = 0; i < constants_[0].size(); ++i)
       if (std::string refused = generalize_constant(i); !refused.empty()) return refused;
-    for (std::size_t i = 0; i < samples_[0]->joint.graph.constants.size(); ++i)
+    for (std::size_t i = 0; i < samples_[0].joint.graph.constants.size(); ++i)
       if (std::string refused = generalize_tensor(i); !refused.empty()) return refused;
     table_->symbols = fitter_.symbols();
-    CapturedCall& call = *samples_[0];
-    for (ViewAndMutationMeta* meta : {&call.user_meta, &call.meta})
-      for (OutputInfo& output : meta->outputs) mark_dynamic_dims(output);
-    call.joint.graph.table = table_;
+    for_each_meta(samples_[0], [&](ViewAndMutationMeta& meta) {
+      for (OutputInfo& output : meta.outputs) mark_dynamic_dims(output);
+    });
+    samples_[0].joint.graph.table = table_;
     return {};
   }
-
-  std::shared_ptr<const SymbolicTable> table() const { return table_; }
 
  private:
   struct GeometryPlace {
@@ -324,9 +328,9 @@ class Generalization {
 
   // Handles a tensor that the function found.
   std::string generalize_tensor(std::size_t constant) {
-    ConstantTensor& first = samples_[0]->joint.graph.constants[constant];
+    ConstantTensor& first = samples_[0].joint.graph.constants[constant];
     const auto tensor_in = [&](std::size_t sample) -> const at::Tensor& {
-      return samples_[sample]->joint.graph.constants[constant].tensor;
+      return samples_[sample].joint.graph.constants[constant].tensor;
     };
     bool differs = false, in_one_memory = true;
     for (std::size_t i = 1; i < samples_.size(); ++i) {
@@ -337,7 +341,7 @@ class Generalization {
     SymbolicTensor symbolic{first.tensor, std::nullopt, {}};
     bool known = true;
     if (in_one_memory) {
-      const SymbolicId geometry = samples_[0]->joint.graph[first.value].geometry.symbolic;
+      const SymbolicId geometry = samples_[0].joint.graph[first.value].geometry.symbolic;
       PENSTOCK_INVARIANT(geometry != kNotSymbolic,
                          "different parts of the same memory must have different geometries");
       symbolic.part = table_->geometries[static_cast<std::size_t>(geometry)];
@@ -390,7 +394,7 @@ class Generalization {
         const auto number = fit_number(samples, i);
         if (!number)
           return fmt::format("{} is {} at {} and {} at {}, for which there is no simple expression",
-                             name_of_constant(samples_[0]->joint.graph, first.node, first.argument),
+                             name_of_constant(samples_[0].joint.graph, first.node, first.argument),
                              to_text(*first.operand), sizes_text(0), to_text(*constants_[1][place].operand),
                              sizes_text(1));
         symbolic.numbers.push_back(*number);
@@ -436,7 +440,7 @@ class Generalization {
     return text;
   }
 
-  const std::vector<c10::intrusive_ptr<CapturedCall>>& samples_;
+  std::vector<FunctionCapture>& samples_;
   const std::vector<SymbolValues>& points_;
   SizeFitter fitter_;
   std::vector<std::vector<GeometryPlace>> geometries_;  // by sample
@@ -476,8 +480,7 @@ std::optional<std::string> shared_memory(const Values& inputs, const std::vector
 }  // namespace
 
 Generalized capture_for_all_sizes(const Function& function, const Values& inputs,
-                                  const CompileOptions& options, const Convention& convention,
-                                  std::vector<DynamicSymbol> symbols) {
+                                  const Convention& convention, std::vector<DynamicSymbol> symbols) {
   if (const auto shared = shared_memory(inputs, symbols, convention)) return {{}, *shared};
   // A subclass has sizes of its own in addition to those of its inner tensors.
   for (std::size_t i = 0; i < inputs.size(); ++i)
@@ -496,13 +499,12 @@ Generalized capture_for_all_sizes(const Function& function, const Values& inputs
   const SymbolicTable only_names{SymbolSet(names), {}, {}};
   const std::size_t enough = 2 * symbols.size() + 3;  // points to fit expressions to
   std::vector<SymbolValues> points;
-  std::vector<c10::intrusive_ptr<CapturedCall>> samples;
+  std::vector<FunctionCapture> samples;
   std::string thrown;
   for (const SymbolValues& point : candidates) {
     if (points.size() == enough) break;
     try {
-      samples.push_back(
-          c10::make_intrusive<CapturedCall>(function, inputs_at(inputs, symbols, point), convention));
+      samples.push_back(capture_function(function, inputs_at(inputs, symbols, point), convention));
     } catch (const std::exception& error) {
       // The function may not accept all sizes: only even ones, or those its tables cover.
       const std::string message = error.what();
@@ -511,10 +513,10 @@ Generalized capture_for_all_sizes(const Function& function, const Values& inputs
                              message.substr(0, message.find('\n')));
       continue;
     }
-    if (samples.back()->joint.subclasses)
+    if (samples.back().joint.subclasses)
       return {{}, "one of its results or their gradients is a tensor subclass"};
     points.push_back(point);
-    if (const std::string difference = StructureComparison(*samples[0], *samples.back()).run();
+    if (const std::string difference = StructureComparison(samples[0], samples.back()).run();
         !difference.empty())
       return {{},
               fmt::format("it behaves differently at {} than at {}: {}", only_names.text_of(point),
@@ -523,13 +525,12 @@ Generalized capture_for_all_sizes(const Function& function, const Values& inputs
   if (points.size() < std::min<std::size_t>(symbols.size() + 2, candidates.size())) return {{}, thrown};
   Generalization generalization(samples, names, points);
   if (std::string refused = generalization.run(); !refused.empty()) return {{}, std::move(refused)};
-  CapturedCall& call = *samples[0];
-  call.dynamic.emplace(std::move(symbols), generalization.table(), options.dynamic.trust);
-  call.make_ready(options.partitioner);
-  return {samples[0], {}};
+  samples[0].symbols = std::move(symbols);
+  return {std::move(samples[0]), {}};
 }
 
-std::string difference_at(const CapturedCall& dynamic, const CapturedCall& fixed, const BoundSizes& sizes) {
+std::string difference_at(const FunctionCapture& dynamic, const FunctionCapture& fixed,
+                          const BoundSizes& sizes) {
   if (std::string difference = StructureComparison(dynamic, fixed).run(); !difference.empty())
     return difference;
   std::vector<const Geometry*> geometries;
@@ -558,7 +559,7 @@ std::string difference_at(const CapturedCall& dynamic, const CapturedCall& fixed
         const bool is_made_by_call =
             role == Role::WrittenInput ||
             (role == Role::Output && !(is_fresh(dynamic.meta.outputs[number].kind) &&
-                                       is_fresh(dynamic.user_meta.outputs[number].kind)));
+                                       is_fresh(dynamic.user_meta().outputs[number].kind)));
         const bool same = equivalent_layout(layout, actual) &&
                           (!is_made_by_call || (layout.strides == at::IntArrayRef(actual.strides) &&
                                                 layout.storage_offset == actual.storage_offset));

@@ -1,30 +1,31 @@
 // Builds one capture for all sizes from captures at several sizes.
 //
-//   Generalized all = capture_for_all_sizes(function, inputs, options, convention, symbols);
-//   if (!all.call) ... all.refused is the reason
+//   Generalized all = capture_for_all_sizes(function, inputs, convention, symbols);
+//   if (!all.capture) ... all.refused is the reason
 //
 // See compile_options.h.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
-#include "penstock/graph/run/captured_call.h"
+#include "penstock/graph/run/function_capture.h"
 
 namespace penstock::graph {
 
 struct Generalized {
-  c10::intrusive_ptr<CapturedCall> call;  // ready to run
-  // If `call` is null, the reason: which node and argument, or other cause.
+  std::optional<FunctionCapture> capture;  // with symbols
+  // If there is none, the reason: which node and argument, or other cause.
   std::string refused;
 };
 Generalized capture_for_all_sizes(const Function& function, const Values& inputs,
-                                  const CompileOptions& options, const Convention& convention,
-                                  std::vector<DynamicSymbol> symbols);
+                                  const Convention& convention, std::vector<DynamicSymbol> symbols);
 
 // Returns an empty string if a capture with dynamic dims, bound to these sizes, is equivalent to a capture at
 // them; otherwise the difference.
-std::string difference_at(const CapturedCall& dynamic, const CapturedCall& fixed, const BoundSizes& sizes);
+std::string difference_at(const FunctionCapture& dynamic, const FunctionCapture& fixed,
+                          const BoundSizes& sizes);
 
 // ---- internal, exposed for tests ----
 

@@ -90,7 +90,7 @@ class SubclassNode final : public SavingNode {
     for (std::size_t i = 0; i < gradients.size(); ++i) call_->flatten_tangent(i, gradients[i], inputs);
     gradients.clear();
     give_up();
-    return call_->rebuild_gradients(call_->backward(std::move(inputs)));
+    return call_->rebuild_gradients(call_->halves.backward->run(std::move(inputs)));
   }
 
  private:
@@ -136,26 +136,25 @@ void reject_shared_writes(const Values& inputs, const ViewAndMutationMeta& meta,
   }
 }
 
-SubclassCall::SubclassCall(const Context& context)
-    : forward(context.halves.forward),
-      backward(context.halves.backward),
-      layout(context.joint.subclasses),
-      forward_outputs(context.joint.forward_outputs) {
-  plan_returned(context);
-  plan_views(context);
-  plan_tangents(context);
-  plan_saved(context);
+SubclassCall::SubclassCall(const PartitionedCapture& partitioned, CompiledHalves compiled)
+    : halves(std::move(compiled)),
+      layout(partitioned.capture.joint.subclasses),
+      forward_outputs(partitioned.capture.joint.forward_outputs) {
+  plan_returned(partitioned.capture);
+  plan_views(partitioned.capture);
+  plan_tangents(partitioned.capture);
+  plan_saved(partitioned);
 }
 
-void SubclassCall::plan_returned(const Context& context) {
-  const Graph& graph = context.joint.graph;
-  const std::size_t mutated = context.meta.mutated_at_run_time().size(),
-                    results = context.meta.outputs.size();
+void SubclassCall::plan_returned(const FunctionCapture& capture) {
+  const Graph& graph = capture.joint.graph;
+  const std::size_t mutated = capture.meta.mutated_at_run_time().size(),
+                    results = capture.meta.outputs.size();
   for (std::size_t i = 0; i < layout->forward_outputs.size(); ++i) {
     const FlattenRecord& record = layout->forward_outputs[i];
     const ValueId value = graph.outputs[record.first_flat()].value();
     if (value == kNoValue ||
-        (i >= mutated && i < mutated + results && context.meta.outputs[i - mutated].same_as))
+        (i >= mutated && i < mutated + results && capture.meta.outputs[i - mutated].same_as))
       continue;
     Returned item{i, Returned::How::AsIs};
     // A plain tensor that something else holds becomes a separate tensor for autograd. One inside a subclass
@@ -179,8 +178,8 @@ void SubclassCall::plan_returned(const Context& context) {
   }
 }
 
-void SubclassCall::plan_views(const Context& context) {
-  const Graph& graph = context.joint.graph;
+void SubclassCall::plan_views(const FunctionCapture& capture) {
+  const Graph& graph = capture.joint.graph;
   for (const FlattenRecord& record : layout->forward_outputs)
     record.for_each_plain([&](const PlainTensorMeta& plain) {
       const auto& input = layout->in_mutated_input[plain.flat_index];
@@ -196,20 +195,21 @@ void SubclassCall::plan_views(const Context& context) {
     });
 }
 
-void SubclassCall::plan_tangents(const Context& context) {
+void SubclassCall::plan_tangents(const FunctionCapture& capture) {
   for (const FlattenRecord& record : layout->tangents) {
-    const TangentInfo& tangent = context.joint.tangents[record.first_flat()];
-    const std::size_t place = context.meta.forward_return_of(tangent);
+    const TangentInfo& tangent = capture.joint.tangents[record.first_flat()];
+    const std::size_t place = capture.meta.forward_return_of(tangent);
     const auto found = std::find_if(returned.begin(), returned.end(),
                                     [&](const Returned& item) { return item.place == place; });
     PENSTOCK_INVARIANT(found != returned.end(), "a tangent belongs to a result that is not returned");
     tangents.push_back(
-        {static_cast<std::size_t>(found - returned.begin()), name_of(tangent, context.convention)});
+        {static_cast<std::size_t>(found - returned.begin()), name_of(tangent, capture.convention)});
   }
 }
 
-void SubclassCall::plan_saved(const Context& context) {
-  const Graph& graph = context.joint.graph;
+void SubclassCall::plan_saved(const PartitionedCapture& partitioned) {
+  const FunctionCapture& capture = partitioned.capture;
+  const Graph& graph = capture.joint.graph;
   const auto uses_storage = [&](const FlattenRecord& record, const auto& value_at, StorageId storage) {
     bool found = false;
     record.for_each_plain([&](const PlainTensorMeta& plain) {
@@ -221,7 +221,7 @@ void SubclassCall::plan_saved(const Context& context) {
   const auto add = [](std::vector<std::size_t>& list, std::size_t item) {
     if (std::find(list.begin(), list.end(), item) == list.end()) list.push_back(item);
   };
-  for (const ValueId value : context.halves.saved) {
+  for (const ValueId value : partitioned.halves.saved) {
     const StorageId storage = graph[value].storage;
     Saved how;
     bool unwatched = false;
@@ -230,8 +230,8 @@ void SubclassCall::plan_saved(const Context& context) {
               layout->inputs[i], [&](std::size_t flat) { return graph.inputs[flat].value; }, storage))
         continue;
       // Written by this call itself, after the graph has run.
-      if (context.written[i]) how.how = Saved::How::Copied;
-      unwatched |= context.written[i] || context.shares_changed[i];
+      if (capture.primal_written[i]) how.how = Saved::How::Copied;
+      unwatched |= capture.primal_written[i] || capture.primal_shares_changed[i];
       if (!unwatched) add(watched.inputs, i);
     }
     if (how.how == Saved::How::AsIs && !unwatched)
@@ -298,9 +298,9 @@ std::vector<at::Tensor> SubclassCall::rebuild_gradients(const std::vector<c10::I
   return gradients;
 }
 
-std::vector<at::Tensor> SubclassCall::run(const std::vector<at::Tensor>& inputs) {
+std::vector<at::Tensor> SubclassCall::run(const std::vector<at::Tensor>& inputs, const CallSizes&) {
   const std::vector<at::Tensor> flat = flatten_inputs(inputs);
-  const std::vector<c10::IValue> values = forward(flat);
+  const std::vector<c10::IValue> values = halves.forward->run(flat);
   std::vector<at::Tensor> outputs = rebuild_returned(values, flat);
   if (!tangents.empty()) {
     const auto node = make_node<SubclassNode>(c10::intrusive_ptr<SubclassCall>::reclaim_copy(this));

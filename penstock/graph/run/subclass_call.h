@@ -7,19 +7,15 @@
 // result.
 // The tensors saved for backward are the plain ones inside. Writes to them are detected through the
 // subclasses and plain tensors they belong to, since autograd counts the versions of those.
-// Private to this folder: owned by CapturedCall where needed. Thread safety: that of CapturedCall.
+// Private to this folder. Thread safety: that of GraphCall.
 #pragma once
-
-#include <torch/custom_class.h>
 
 #include <cstddef>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "penstock/graph/partition/partition.h"
-#include "penstock/graph/run/execute.h"
-#include "penstock/graph/trace/capture.h"
+#include "penstock/graph/run/graph_call.h"
 
 namespace penstock::graph {
 
@@ -28,21 +24,10 @@ namespace penstock::graph {
 void reject_shared_writes(const Values& inputs, const ViewAndMutationMeta& meta,
                           const Convention& convention);
 
-class SubclassCall final : public torch::CustomClassHolder {
+class SubclassCall final : public GraphCall {
  public:
-  struct Context {
-    const JointGraph& joint;  // without writes
-    const Partition& halves;
-    const ViewAndMutationMeta& meta;
-    const Convention& convention;
-    // For each tensor among the inputs: whether its data is written; whether an input in the same memory
-    // changes.
-    std::vector<char> written, shares_changed;
-  };
-  explicit SubclassCall(const Context& context);
-
-  // Returns one tensor for each of meta.forward_returns(), undefined if there is none.
-  std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs);
+  SubclassCall(const PartitionedCapture& capture, CompiledHalves halves);
+  std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs, const CallSizes& sizes) override;
 
   // ---- for the autograd node ----
 
@@ -72,7 +57,7 @@ class SubclassCall final : public torch::CustomClassHolder {
   void flatten_tangent(std::size_t tangent, const at::Tensor& gradient, std::vector<at::Tensor>& flat) const;
   std::vector<at::Tensor> rebuild_gradients(const std::vector<c10::IValue>& results) const;
 
-  const Executor forward, backward;
+  const CompiledHalves halves;
   const std::shared_ptr<const SubclassLayout> layout;
   const std::size_t forward_outputs;  // plain ones
   std::vector<Saved> saved;
@@ -86,10 +71,10 @@ class SubclassCall final : public torch::CustomClassHolder {
     std::size_t output = 0, input = 0;
     Geometry geometry;
   };
-  void plan_returned(const Context& context);
-  void plan_views(const Context& context);
-  void plan_saved(const Context& context);
-  void plan_tangents(const Context& context);
+  void plan_returned(const FunctionCapture& capture);
+  void plan_views(const FunctionCapture& capture);
+  void plan_saved(const PartitionedCapture& partitioned);
+  void plan_tangents(const FunctionCapture& capture);
 
   std::vector<View> views_;
 };

@@ -26,6 +26,9 @@ namespace penstock::graph {
 // by the capture.
 using Values = std::vector<c10::IValue>;
 using Function = std::function<Values(const Values&)>;
+inline bool is_defined_tensor(const c10::IValue& value) {
+  return value.isTensor() && value.toTensor().defined();
+}
 
 // How a function receives its inputs.
 struct Convention {

@@ -15,8 +15,9 @@
 //   the intermediate bases;
 //   one gradient for each tensor among the inputs, kNoValue for those that have none;
 //   the inputs that backward writes (in a user-defined autograd function), with their new values.
-// Inputs are separate values here, whatever memory they share; input_plan.h handles inputs that are written
-// and shared. Views and in-place operators are recorded as they occur; functionalize() removes the writes.
+// Inputs are separate values here, whatever memory they share; wrap/synthetic_bases.h handles inputs that are
+// written and shared. Views and in-place operators are recorded as they occur; functionalize() removes the
+// writes.
 //
 // Throws NotImplemented if backward writes something that is visible outside and that a graph cannot write: a
 // gradient that was passed to it, a tensor that forward returned, or an input that requires a gradient, that

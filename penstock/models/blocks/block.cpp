@@ -3,22 +3,44 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
+#include <cstddef>
+#include <vector>
+
 #include "penstock/dtensor.h"
 #include "penstock/errors.h"
 #include "penstock/fully_shard.h"
+#include "penstock/mesh/local_shard.h"
+#include "penstock/models/blocks/split_rows.h"
 #include "penstock/random.h"
 #include "penstock/step_context.h"
 
 namespace penstock::models {
 
+namespace {
+
+// Of rows whose tokens are divided over the ranks of a mesh with one axis (split_rows.h).
+GlobalBox box_of_split_rows(const at::Tensor& x, const StepContext& step) {
+  const Placements& placements = placements_of(x);
+  if (placements.size() != 1 || !placements[0].splits(1))
+    throw NotImplemented(
+        "dropout on distributed activations, except those with rows that are divided over tensor-parallel "
+        "ranks; pass plain ones to the model (the rows of this rank), or set model.dropout to 0");
+  GlobalBox box = step.box_of(x.sizes());
+  if (box.whole()) box = {x.sizes().vec(), std::vector<std::int64_t>(static_cast<std::size_t>(x.dim()), 0)};
+  const comm::MeshGroups& mesh = mesh_of(x);
+  box.offset[1] =
+      local_shape_and_offset(x.sizes().vec(), mesh.shape(), mesh.coordinate(), placements).offset[1];
+  return box;
+}
+
+}  // namespace
+
 at::Tensor drop(const at::Tensor& x, double p, std::int64_t place, bool training) {
   if (!training || p == 0) return x;
-  if (is_dtensor(x))
-    throw NotImplemented(
-        "dropout on distributed activations; pass plain ones to the model (the rows of this rank), or set "
-        "model.dropout to 0");
   const auto step = StepContext::current();
-  return keyed_dropout(x, p, step->key(place, purpose::kDropout), step->box_of(x.sizes()));
+  const RandomKey key = step->key(place, purpose::kDropout);
+  if (!is_dtensor(x)) return keyed_dropout(x, p, key, step->box_of(x.sizes()));
+  return split_rows(keyed_dropout(own_tokens_of(x), p, key, box_of_split_rows(x, *step)), mesh_of(x));
 }
 
 BlockImpl::BlockImpl(const TransformerOptions& options, std::int64_t number)

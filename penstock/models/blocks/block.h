@@ -35,8 +35,8 @@ class BlockImpl : public torch::nn::Cloneable<BlockImpl> {
 };
 TORCH_MODULE(Block);
 
-// Dropout at a named place of the model (layer_from_name), with the same mask in every layout. Does nothing
-// in evaluation or for p = 0.
+// Dropout at a named place of the model (layer_from_name), with the same mask in every layout, also for rows
+// that are divided over ranks (split_rows.h). Does nothing in evaluation or for p = 0.
 at::Tensor drop(const at::Tensor& x, double p, std::int64_t place, bool training);
 
 }  // namespace penstock::models

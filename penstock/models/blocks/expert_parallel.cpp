@@ -34,7 +34,7 @@ RowCounts exchange_counts(const ExpertOrder& order, const comm::Group& group) {
   const at::Tensor ends = order.ends.to(at::kLong);
   const at::Tensor begins = at::cat({at::zeros({1}, ends.options()), ends.narrow(0, 0, ends.numel() - 1)});
   const at::Tensor own = ends - begins;  // [experts]
-  const at::Tensor others = functional::wait_tensor(functional::all_to_all(own, {}, {}, group));
+  const at::Tensor others = functional::wait_in_turn(functional::all_to_all(own, {}, {}, group));
   const at::Tensor both = at::stack({own, others}).cpu();  // others: [source rank, local expert]
   const std::int64_t *sent = both.data_ptr<std::int64_t>(), *received = sent + ends.numel();
 
@@ -106,7 +106,7 @@ at::Tensor compute_elsewhere(const at::Tensor& rows, const ExpertOrder& order, c
   const RowCounts counts = exchange_counts(order, group);
   const auto exchange = [&](const at::Tensor& out, const std::vector<std::int64_t>& from,
                             const std::vector<std::int64_t>& to) {
-    return functional::wait_tensor(functional::all_to_all(out, from, to, group));
+    return functional::wait_in_turn(functional::all_to_all(out, from, to, group));
   };
   const at::Tensor kept = rows.narrow(0, 0, counts.total_sent);
   const at::Tensor arrived = exchange(kept, counts.received, counts.sent);

@@ -9,7 +9,9 @@
 // equal on all ranks. A mesh with an axis "tp" also splits the columns of each expert, over ranks that have
 // the same tokens: one sum over it forward and one backward. Per forward, the number of rows for each expert
 // is exchanged once, and this is the only place that waits for the device: the sizes of the exchange must be
-// known, therefore a graph cannot capture it. Then rows are exchanged twice forward and twice backward.
+// known, therefore a graph cannot capture it. Then rows are exchanged twice forward and twice backward. In a
+// schedule's unit that pairs a forward with a backward, the other half computes during each exchange
+// (torch/random/unit_half.h).
 //
 // Within an expert, rows are in the order of the ranks, then of the tokens: as on one rank with the batches
 // of all ranks one after another. An expert computes the same products from the same matrices, so that hidden

@@ -16,6 +16,7 @@
 #include "penstock/models/blocks/expert_parallel.h"
 #include "penstock/models/blocks/input_check.h"
 #include "penstock/models/blocks/local_region.h"
+#include "penstock/models/blocks/split_rows.h"
 #include "penstock/step_context.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/torch/experts/expert_choice.h"
@@ -109,10 +110,21 @@ RouterMeans means_of_valid(const at::Tensor& logits, const Routed& routed, const
 
 }  // namespace
 
-ExpertsImpl::Routing ExpertsImpl::route(const at::Tensor& tokens, const at::Tensor& valid) {
+// Where ranks have tokens of their own, they exchange the logits. Every rank then routes all tokens in the
+// same way, so that losses are complete on each, and count once.
+at::Tensor ExpertsImpl::router_logits_of(const at::Tensor& x) const {
+  const NoAutocastScope exact;
+  const LocalRegion region(x, router->weight, Rows::BatchAndLength);
+  const at::Tensor own = region.enter(x);
+  const at::Tensor logits = router_logits(own.reshape({-1, options_.width}), region.weight(router->weight));
+  if (!is_dtensor(x)) return logits;
+  const at::Tensor by_rows = logits.view({own.size(0), own.size(1), options_.experts});
+  return whole_rows(split_rows(by_rows, mesh_of(x))).view({-1, options_.experts});
+}
+
+ExpertsImpl::Routing ExpertsImpl::route(const at::Tensor& logits, const at::Tensor& valid) {
   // Logits and scores are float32 although the tokens may not be.
   const NoAutocastScope exact;
-  const at::Tensor logits = router_logits(tokens, router->weight);
   const Routed routed = route_tokens(logits,
                                      {.choices = options_.top_k,
                                       .sigmoid = options_.router_scores == RouterScores::Sigmoid,
@@ -121,7 +133,7 @@ ExpertsImpl::Routing ExpertsImpl::route(const at::Tensor& tokens, const at::Tens
                                      router_bias);
   Routing routing;
   routing.weights = routed.weights;
-  routing.order = expert_order(routed.choices, options_.experts, expert_capacity(options_, tokens.size(0)));
+  routing.order = expert_order(routed.choices, options_.experts, expert_capacity(options_, logits.size(0)));
   const RouterMeans means =
       valid.defined() ? means_of_valid(logits, routed, valid, options_) : means_of_all(routed, routing.order);
   const at::Tensor shares =
@@ -142,7 +154,7 @@ at::Tensor ExpertsImpl::shares_of(const at::Tensor& counts, std::int64_t choices
                                   at::ScalarType dtype) const {
   const bool alone = !balance_ranks_ || balance_ranks_->size() == 1 || !is_training();
   const at::Tensor all = alone ? counts
-                               : comm::functional::wait_tensor(comm::functional::all_reduce(
+                               : comm::functional::wait_in_turn(comm::functional::all_reduce(
                                      counts, comm::ReduceOp::Sum, *balance_ranks_));
   if (choices == 0) return all.to(dtype) / all.sum().clamp_min(1);
   return all.to(dtype) / static_cast<double>(choices * (alone ? 1 : balance_ranks_->size()));
@@ -182,28 +194,27 @@ BlockResult ExpertsImpl::forward(const at::Tensor& x, const at::Tensor& valid) {
     throw ValueError(describe(fmt::format("{}: valid tokens", layer_), shown(valid),
                               fmt::format("Bool [{}, {}]", x.size(0), x.size(1))));
   // The router sees the tokens as the experts do.
-  at::Tensor tokens = cast_once(x).reshape({x.size(0) * x.size(1), options_.width}),
-             counted = valid.defined() ? valid.reshape({-1}) : valid;
+  const at::Tensor in = cast_once(x);
+  at::Tensor logits = router_logits_of(in), counted = valid.defined() ? valid.reshape({-1}) : valid;
+  const LocalRegion region = axes_.columns ? LocalRegion(in, *axes_.columns) : LocalRegion();
+  const at::Tensor rows = region.enter(in);
+  at::Tensor tokens = rows.reshape({x.size(0) * x.size(1), options_.width});
   // A limited expert takes the first tokens: padding must come last.
   at::Tensor order;
   if (counted.defined() && options_.capacity_factor > 0) {
     order = std::get<1>(at::sort(counted.logical_not().to(at::kInt), /*stable=*/true, 0, false));
+    logits = logits.index_select(0, order);
     tokens = tokens.index_select(0, order);
     counted = counted.index_select(0, order);
   }
-  Routing routing = route(tokens, counted);
-  at::Tensor hidden;
-  if (axes_.columns) {
-    // The router is outside: every rank has all of it, and gradients that are complete.
-    const LocalRegion region(*axes_.columns);
-    routing.weights = region.enter(routing.weights);
-    hidden = region.leave_sum(run_experts(region.enter(tokens), routing));
-  } else {
-    hidden = run_experts(tokens, routing);
-  }
+  Routing routing = route(logits, counted);
+  // The router is outside of the region: every rank has all of it, and gradients that are complete.
+  if (axes_.columns) routing.weights = LocalRegion(routing.weights, *axes_.columns).enter(routing.weights);
+  at::Tensor hidden = run_experts(tokens, routing);
   if (order.defined()) hidden = at::zeros_like(hidden).index_copy(0, order, hidden);
   hidden = hidden.view(x.sizes());
-  if (!shared.is_empty()) hidden = hidden + shared->forward(x);
+  if (!shared.is_empty()) hidden = hidden + shared->terms(region, rows);
+  hidden = region.leave_sum(hidden);
   return {.hidden = hidden, .losses = {{kBalanceLoss, routing.balance}, {kRouterZLoss, routing.router_z}}};
 }
 

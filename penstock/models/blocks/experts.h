@@ -54,7 +54,9 @@ namespace penstock::models {
 // The ranks among which a layer is divided, each a mesh with one axis (expert_parallel.h).
 struct ExpertAxes {
   std::optional<comm::MeshGroups> experts;  // each rank has some experts, and its own tokens
-  std::optional<comm::MeshGroups> columns;  // each rank has some columns of every expert, and the same tokens
+  // Each rank has some columns of every expert, and the same tokens; they may be divided over these ranks
+  // outside of the layer (split_rows.h).
+  std::optional<comm::MeshGroups> columns;
 };
 
 class ExpertsImpl : public torch::nn::Cloneable<ExpertsImpl> {
@@ -90,8 +92,10 @@ class ExpertsImpl : public torch::nn::Cloneable<ExpertsImpl> {
 
  private:
   struct Routing;
+  // Logits [T, experts] of all tokens of x, on every rank.
+  at::Tensor router_logits_of(const at::Tensor& x) const;
   // `valid`: undefined, or Bool [T].
-  Routing route(const at::Tensor& tokens, const at::Tensor& valid);
+  Routing route(const at::Tensor& logits, const at::Tensor& valid);
   // [experts], how often each was chosen, divided by the number of choices of a rank; 0: by their sum.
   at::Tensor shares_of(const at::Tensor& counts, std::int64_t choices, at::ScalarType dtype) const;
   at::Tensor run_experts(const at::Tensor& tokens, const Routing& routing) const;

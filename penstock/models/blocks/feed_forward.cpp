@@ -27,10 +27,13 @@ void FeedForwardImpl::reset() {
 
 at::Tensor FeedForwardImpl::forward(const at::Tensor& x) {
   const LocalRegion region(x, gate->weight, Rows::BatchAndLength);
-  const at::Tensor in = cast_once(region.enter(x));
+  return region.leave_sum(terms(region, cast_once(region.enter(x))));
+}
+
+at::Tensor FeedForwardImpl::terms(const LocalRegion& region, const at::Tensor& in) const {
   const at::Tensor gated =
       silu_product(at::linear(in, region.weight(gate->weight)), at::linear(in, region.weight(up->weight)));
-  return region.leave_sum(at::linear(gated, region.weight(down->weight)));
+  return at::linear(gated, region.weight(down->weight));
 }
 
 }  // namespace penstock::models

@@ -11,6 +11,8 @@
 
 namespace penstock::models {
 
+class LocalRegion;
+
 class FeedForwardImpl : public torch::nn::Cloneable<FeedForwardImpl> {
  public:
   explicit FeedForwardImpl(const TransformerOptions& options);
@@ -18,6 +20,8 @@ class FeedForwardImpl : public torch::nn::Cloneable<FeedForwardImpl> {
   void reset() override;
   // [batch, length, width]
   at::Tensor forward(const at::Tensor& x);
+  // Within a region that others share: what this rank adds to the sum. `in`: as forward() casts it.
+  at::Tensor terms(const LocalRegion& region, const at::Tensor& in) const;
 
   torch::nn::Linear gate{nullptr}, up{nullptr}, down{nullptr};
 

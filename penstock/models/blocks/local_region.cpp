@@ -9,6 +9,7 @@
 #include "penstock/comm/group/operators.h"
 #include "penstock/dtensor.h"
 #include "penstock/errors.h"
+#include "penstock/mesh/local_shard.h"
 
 namespace penstock::models {
 
@@ -31,26 +32,40 @@ LocalRegion::LocalRegion(const at::Tensor& x, const at::Tensor& weight, Rows row
           "an activation of a tensor parallel model", "a plain tensor",
           fmt::format("a distributed tensor of {}", mesh_->mesh().to_string()),
           "make it one with from_local(), or parallelize on the slice of the mesh that is tensor parallel"));
-    inside_ = Placements(1);
+    inside_ = outside_ = Placements(1);
     return;
   }
-  if (!(mesh_of(x) == *mesh_))
-    throw TypeError(describe("a distributed activation", describe_dtensor(x),
-                             fmt::format("one of the parameters' mesh {}", mesh_->mesh().to_string())));
-  inside_ = placements_of(x);
-  const std::int64_t kept = rows == Rows::Batch ? 1 : x.dim() - 1;
-  for (std::size_t axis = 0; axis < inside_.size(); ++axis) {
-    bool stays = !split_[axis] && inside_[axis].splits();
-    for (std::int64_t dim = kept; dim < x.dim(); ++dim) stays = stays && !inside_[axis].splits(dim);
-    if (!stays) inside_[axis] = Replicate{};
-  }
+  place(x, rows == Rows::Batch ? 1 : x.dim() - 1);
 }
 
-LocalRegion::LocalRegion(const comm::MeshGroups& mesh)
-    : mesh_(mesh), split_(mesh.shape().size(), true), inside_(mesh.shape().size()) {
+LocalRegion::LocalRegion(const at::Tensor& x, const comm::MeshGroups& mesh)
+    : mesh_(mesh),
+      split_(mesh.shape().size(), true),
+      inside_(mesh.shape().size()),
+      outside_(mesh.shape().size()),
+      plain_input_(!is_dtensor(x)),
+      shape_(x.sizes().vec()) {
   if (split_.size() != 1)
     throw TypeError(describe("a part of a model that is split over ranks", mesh.mesh().to_string(),
                              "a mesh with one axis", "use the slice of the mesh along that axis"));
+  if (!plain_input_) place(x, x.dim() - 1);
+}
+
+// `kept_dims`: so many dims of x, from the first, may stay divided within the region.
+void LocalRegion::place(const at::Tensor& x, std::int64_t kept_dims) {
+  if (!(mesh_of(x) == *mesh_))
+    throw TypeError(describe("a distributed activation", describe_dtensor(x),
+                             fmt::format("one of the parameters' mesh {}", mesh_->mesh().to_string())));
+  const auto divides_first = [&](const Placement& placement, std::int64_t dims) {
+    bool divides = placement.splits();
+    for (std::int64_t dim = dims; dim < x.dim(); ++dim) divides = divides && !placement.splits(dim);
+    return divides;
+  };
+  inside_ = outside_ = placements_of(x);
+  for (std::size_t axis = 0; axis < inside_.size(); ++axis) {
+    if (split_[axis] || !divides_first(inside_[axis], kept_dims)) inside_[axis] = Replicate{};
+    if (!divides_first(outside_[axis], x.dim() - 1)) outside_[axis] = inside_[axis];
+  }
 }
 
 at::Tensor LocalRegion::enter(const at::Tensor& x) const {
@@ -116,9 +131,14 @@ at::Tensor LocalRegion::leave_sum(const at::Tensor& local) const {
     if (split_[axis]) terms[axis] = Partial{};
   FromLocalOptions options{.check = false};
   if (!shape_.empty()) options.shape = shape_;
-  at::Tensor sum = from_local(local, *mesh_, terms, options);
-  if (!whole) sum = redistribute(sum, inside_);
+  const at::Tensor sum = redistribute(from_local(local, *mesh_, terms, options), outside_);
   return plain_input_ ? to_local(sum) : sum;
+}
+
+at::Tensor LocalRegion::own_tokens(const at::Tensor& per_token, std::int64_t dim) const {
+  if (!mesh_ || plain_input_) return per_token;
+  const LocalShard part = local_shape_and_offset(shape_, mesh_->shape(), mesh_->coordinate(), inside_);
+  return per_token.narrow(dim, part.offset.at(1), part.shape.at(1));
 }
 
 bool LocalRegion::is_split() const {

@@ -82,9 +82,9 @@ at::Tensor NgramEmbeddingImpl::rows_of(const at::Tensor& tokens, const at::Tenso
 at::Tensor NgramEmbeddingImpl::forward(const at::Tensor& x, const at::Tensor& tokens,
                                        const at::Tensor& documents) {
   check_hidden("NgramEmbedding: input", x, options_.width);
-  const LocalRegion region(x, weight, Rows::Batch);
+  const LocalRegion region(x, weight, Rows::BatchAndLength);
   const at::Tensor own = region.enter(x), ids = own_rows(tokens), owners = own_rows(documents);
-  const std::int64_t batch = own.size(0), length = own.size(1);
+  const std::int64_t batch = own.size(0), length = x.size(1);
   if (!ids.defined() || ids.dim() != 2 || ids.size(0) != batch || ids.size(1) < length ||
       (ids.scalar_type() != at::kLong && ids.scalar_type() != at::kInt))
     throw ValueError(describe(
@@ -92,8 +92,9 @@ at::Tensor NgramEmbeddingImpl::forward(const at::Tensor& x, const at::Tensor& to
         fmt::format("tokens [{}, {} or more], Long or Int, those before the row first", batch, length)));
   if (owners.defined()) check_ids("NgramEmbedding: documents", owners, ids.sizes(), "one for each token");
   const at::Tensor table = region.weight(weight);
+  const at::Tensor rows = region.own_tokens(rows_of(ids, owners, length), 2);
   const at::Tensor found =
-      at::embedding(table.view({-1, options_.width}), rows_of(ids, owners, length));  // [tables, batch, ...]
+      at::embedding(table.view({-1, options_.width}), rows);  // [tables, batch, own tokens, width]
   const at::ScalarType wide = wide_dtype(own.scalar_type());
   return region.leave_sum(own.to(wide).add(found.sum(0, false, wide)).to(own.scalar_type()));
 }

@@ -22,16 +22,18 @@ void PlatformEmbeddingImpl::initialize(const std::string& name, const BlockInit&
 
 at::Tensor PlatformEmbeddingImpl::forward(const at::Tensor& x, const at::Tensor& ids) {
   check_hidden("PlatformEmbedding: input", x, options_.width);
-  const LocalRegion region(x, weight, Rows::Batch);
-  const at::Tensor own = region.enter(x), numbers = own_rows(ids);
+  const LocalRegion region(x, weight, Rows::BatchAndLength);
+  const at::Tensor own = region.enter(x);
+  at::Tensor numbers = own_rows(ids);
   if (numbers.defined() && numbers.dim() == 1) {
     check_ids("PlatformEmbedding: ids", numbers, {own.size(0)}, "one for each row");
   } else {
-    check_ids("PlatformEmbedding: ids", numbers, {own.size(0), own.size(1)},
+    check_ids("PlatformEmbedding: ids", numbers, {own.size(0), x.size(1)},
               "one for each row [batch], or one for each token");
   }
   check_id_range("PlatformEmbedding: ids", numbers, 0, options_.platforms - 1,
                  "set model.platforms higher, or correct the metadata");
+  if (numbers.dim() == 2) numbers = region.own_tokens(numbers);
   const at::ScalarType wide = wide_dtype(own.scalar_type());
   at::Tensor found = at::embedding(region.weight(weight), numbers).to(wide);
   if (numbers.dim() == 1) found = found.unsqueeze(1);

@@ -46,7 +46,7 @@ void StructureEmbeddingImpl::initialize(const std::string& name, const BlockInit
 
 at::Tensor StructureEmbeddingImpl::forward(const at::Tensor& x, const StructureIds& ids) {
   check_hidden("StructureEmbedding: input", x, options_.width);
-  const LocalRegion region(x, tables[0]->weight, Rows::Batch);
+  const LocalRegion region(x, tables[0]->weight, Rows::BatchAndLength);
   const at::Tensor own = region.enter(x);
   const std::array<at::Tensor, 5> given{ids.structure_kinds, ids.dependency_levels, ids.syntax_depths,
                                         ids.sibling_indices, ids.node_types};
@@ -55,7 +55,8 @@ at::Tensor StructureEmbeddingImpl::forward(const at::Tensor& x, const StructureI
   at::Tensor sum = own.to(wide);
   for (std::size_t i = 0; i < tables.size(); ++i) {
     if (!given[i].defined()) continue;
-    const at::Tensor rows = structure_rows(described[i], own_rows(given[i]), {own.size(0), own.size(1)});
+    const at::Tensor rows =
+        region.own_tokens(structure_rows(described[i], own_rows(given[i]), {own.size(0), x.size(1)}));
     sum = sum.add(at::embedding(region.weight(tables[i]->weight), rows).to(wide));
   }
   return region.leave_sum(sum.to(own.scalar_type()));

@@ -84,9 +84,9 @@ void TreeFeedForwardImpl::initialize(const std::string& name, const BlockInit& i
   mix.fill_(0);
 }
 
-at::Tensor TreeFeedForwardImpl::with_parents(const at::Tensor& x, const TreeContext& context) {
-  const LocalRegion region(x, mix, Rows::Batch);
-  const at::Tensor own = region.enter(x), earlier = own_rows(context.earlier);
+at::Tensor TreeFeedForwardImpl::with_parents(const at::Tensor& own, const at::Tensor& own_mix,
+                                             const TreeContext& context) const {
+  const at::Tensor earlier = own_rows(context.earlier);
   const std::int64_t batch = own.size(0), length = own.size(1);
   if (earlier.defined() && (earlier.dim() != 3 || earlier.size(0) != batch ||
                             earlier.size(2) != options_.width || earlier.scalar_type() != own.scalar_type()))
@@ -101,16 +101,17 @@ at::Tensor TreeFeedForwardImpl::with_parents(const at::Tensor& x, const TreeCont
   const at::Tensor all = before > 0 ? at::cat({earlier, own}, 1) : own;
   // Rounded once: products and sums in float32 for 16 bits.
   const at::ScalarType wide = wide_dtype(own.scalar_type());
-  const at::Tensor share = region.weight(mix).to(wide).mul(parents.present.unsqueeze(-1));
-  return region.leave_sum(
-      at::addcmul(own.to(wide), rows_at(all, parents.places).to(wide), share).to(own.scalar_type()));
+  const at::Tensor share = own_mix.to(wide).mul(parents.present.unsqueeze(-1));
+  return at::addcmul(own.to(wide), rows_at(all, parents.places).to(wide), share).to(own.scalar_type());
 }
 
 at::Tensor TreeFeedForwardImpl::forward(const at::Tensor& x, const TreeContext& context) {
   check_hidden("TreeFeedForward: input", x, options_.width);
-  const at::Tensor mixed = context.parents.defined() ? with_parents(x, context) : x;
-  const LocalRegion region(mixed, gate->weight, Rows::BatchAndLength);
-  const at::Tensor in = cast_once(region.enter(mixed));
+  const bool mixes = context.parents.defined();
+  // A parent may be anywhere before its token: rows are whole. Every rank mixes all of them for its columns.
+  const LocalRegion region(x, gate->weight, mixes ? Rows::Batch : Rows::BatchAndLength);
+  const at::Tensor own = region.enter(x);
+  const at::Tensor in = cast_once(mixes ? with_parents(own, region.shared_weight(mix), context) : own);
   const at::Tensor gated =
       silu_product(at::linear(in, region.weight(gate->weight)), at::linear(in, region.weight(up->weight)));
   return region.leave_sum(at::linear(gated, region.weight(down->weight)));

@@ -52,7 +52,8 @@ class TreeFeedForwardImpl : public torch::nn::Cloneable<TreeFeedForwardImpl> {
   torch::nn::Linear gate{nullptr}, up{nullptr}, down{nullptr};
 
  private:
-  at::Tensor with_parents(const at::Tensor& x, const TreeContext& context);
+  // x + mix * x[parent], for whole rows of this rank.
+  at::Tensor with_parents(const at::Tensor& own, const at::Tensor& own_mix, const TreeContext& context) const;
 
   TreeFeedOptions options_;
 };

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "penstock/base/describe.h"
+#include "penstock/dtensor.h"
 #include "penstock/errors.h"
 #include "penstock/fully_shard.h"
 #include "penstock/models/blocks/any_norm.h"
@@ -26,6 +27,7 @@
 #include "penstock/models/blocks/recomputed_block.h"
 #include "penstock/models/blocks/relation_bias_table.h"
 #include "penstock/models/blocks/rotary.h"
+#include "penstock/models/blocks/split_rows.h"
 #include "penstock/models/hybrid/hybrid_block.h"
 #include "penstock/models/hybrid/hybrid_parallel.h"
 #include "penstock/models/hybrid/input_embeddings.h"
@@ -145,8 +147,11 @@ struct HybridStageImpl::Impl {
   at::Tensor run(const at::Tensor& input, HybridContext context, const HybridMetadata& metadata,
                  const HybridCache* cache = nullptr);
   at::Tensor with_losses(const at::Tensor& hidden, const std::vector<NamedLoss>& losses);
-  // Of tokens [batch, length], with the weight of the first or of the last stage.
+  // Of tokens [batch, length], with the weight of the first or of the last stage. Divided over ranks with
+  // sequence parallelism.
   at::Tensor embedded(const at::Tensor& weight, const at::Tensor& tokens) const;
+  // The hidden states that a stage gets, as the blocks take them; tokens are returned unchanged.
+  at::Tensor arrived(const at::Tensor& x) const;
   at::Tensor logits_of(const at::Tensor& hidden) const;
   // Whether the last stage uses the weight of the embedding, and whether this stage predicts further tokens.
   bool ties_embed() const { return options.tie_head || parts.multi_token.depth > 0; }
@@ -186,6 +191,9 @@ struct HybridStageImpl::Impl {
   std::vector<AuxiliaryLoss> auxiliary;
   LossTotals totals;  // of the training steps since they were taken
   RecomputePlan recompute;
+  bool sequence_parallel = false;
+  // Over these ranks, after parallelize(), tokens of hidden states between blocks are divided.
+  std::optional<comm::MeshGroups> token_ranks;
 };
 
 void HybridStageImpl::Impl::register_modules() {
@@ -239,7 +247,7 @@ at::Tensor HybridStageImpl::Impl::turns_of(const at::Tensor& x, std::int64_t bef
   if (!rotary) return {};
   // Tokens do not have the dtype of the model; the embedding does.
   const at::Tensor like =
-      part.has_embed() ? x.new_empty({0}, x.options().dtype(embed->weight.scalar_type())) : x;
+      part.has_embed() ? x.new_empty({0}, x.options().dtype(embed->weight.scalar_type())) : own_tokens_of(x);
   return rotary->turns(before, x.size(1), like);
 }
 
@@ -291,14 +299,17 @@ HybridContext HybridStageImpl::Impl::cached_context_of(const at::Tensor& x, Hybr
 }
 
 at::Tensor HybridStageImpl::Impl::embedded(const at::Tensor& weight, const at::Tensor& tokens) const {
-  const at::Tensor x = at::embedding(weight, tokens);
+  const at::Tensor x = at::embedding(
+      weight, token_ranks ? from_local(tokens, *token_ranks, {Replicate{}}, {.check = false}) : tokens);
   return options.embed_scale ? x * std::sqrt(static_cast<double>(options.width)) : x;
 }
 
 at::Tensor HybridStageImpl::Impl::first_input(const at::Tensor& tokens, const HybridMetadata& metadata,
                                               const HybridCache* cache) {
   static const std::int64_t kPlace = layer_from_name("embed");
-  const at::Tensor x = inputs.forward(embedded(embed->weight, tokens),
+  const at::Tensor found = embedded(embed->weight, tokens);
+  // Generation has whole rows: often of one token.
+  const at::Tensor x = inputs.forward(cache != nullptr ? whole_rows(found) : found,
                                       cache != nullptr ? cache->with_history(tokens) : tokens, metadata);
   return drop(x, options.dropout, kPlace, stage.is_training());
 }
@@ -320,10 +331,23 @@ at::Tensor HybridStageImpl::Impl::run(const at::Tensor& input, HybridContext con
     for (NamedLoss& loss : result.losses) losses.push_back(std::move(loss));
   }
   if (predicts_more() && stage.is_training() && metadata.targets.defined())
-    for (NamedLoss& loss : multi_token_losses(x, context, metadata)) losses.push_back(std::move(loss));
+    for (NamedLoss& loss : multi_token_losses(whole_rows(x), context, metadata))
+      losses.push_back(std::move(loss));
   x = with_losses(x, losses);
-  if (!part.has_head()) return scope.output(x);
+  if (!part.has_head()) return scope.output(own_tokens_of(x));
   return scope.output(logits_of(x));
+}
+
+at::Tensor HybridStageImpl::Impl::arrived(const at::Tensor& x) const {
+  if (!token_ranks || !x.defined()) return x;
+  const std::int64_t ranks = token_ranks->shape()[0];
+  if (part.has_embed()) {
+    if (x.dim() == 2)
+      check_split_length(fmt::format("HybridStage {} of {}: input", part.index, part.count), x.size(1),
+                         ranks);
+    return x;
+  }
+  return x.dim() == 3 ? split_rows(x, *token_ranks) : x;
 }
 
 // A weight that is split over ranks gives logits that are, by vocabulary.
@@ -345,7 +369,7 @@ std::vector<NamedLoss> HybridStageImpl::Impl::multi_token_losses(const at::Tenso
        .documents = context.documents,
        .ignored = kIgnoredTarget,
        .divisor = static_cast<double>(hidden.size(0) * hidden.size(1))},
-      {.embed = [&](const at::Tensor& tokens) { return embedded(last_embed(), tokens); },
+      {.embed = [&](const at::Tensor& tokens) { return whole_rows(embedded(last_embed(), tokens)); },
        .head = [&](const at::Tensor& rows) { return logits_of(rows); },
        .block =
            [&](std::int64_t d, const at::Tensor& rows) {
@@ -422,7 +446,12 @@ void HybridStageImpl::set_initial_values(std::uint64_t seed) {
   for (HybridBlock& block : impl_->multi_token_blocks) block->initialize(init);
 }
 
-void HybridStageImpl::parallelize(const comm::MeshGroups& mesh) { parallelize_hybrid(*this, mesh); }
+void HybridStageImpl::parallelize(const comm::MeshGroups& mesh) {
+  parallelize_hybrid(*this, mesh, impl_->sequence_parallel ? TokensOfRanks::Divided : TokensOfRanks::All);
+  if (impl_->sequence_parallel) impl_->token_ranks = mesh.with_mesh(mesh.mesh()["tp"]);
+}
+
+void HybridStageImpl::set_sequence_parallel() { impl_->sequence_parallel = true; }
 
 void HybridStageImpl::set_replicas(const comm::Group& replicas) {
   if (impl_->options.balance_scope != "microbatch") return;
@@ -439,6 +468,7 @@ at::Tensor HybridStageImpl::forward_with(at::Tensor x, const Tree& keywords) {
 }
 
 at::Tensor HybridStageImpl::forward_with(at::Tensor x, const HybridMetadata& metadata) {
+  x = impl_->arrived(x);
   impl_->check_input(x, 0);
   impl_->check_known(metadata);
   const HybridMetadata whole = impl_->completed(metadata, x);
@@ -511,7 +541,8 @@ at::Tensor HybridStageImpl::separate_last_use(const std::string& tied) {
                     part().index, part().count, tied));
   const at::Tensor& weight = impl_->embed->weight;
   impl_->tied_embed = register_parameter("tied_embed", weight.detach(), weight.requires_grad());
-  set_embedding_boundary(impl_->tied_embed);
+  set_embedding_boundary(impl_->tied_embed,
+                         impl_->sequence_parallel ? TokensOfRanks::Divided : TokensOfRanks::All);
   return impl_->tied_embed;
 }
 

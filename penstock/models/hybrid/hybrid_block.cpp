@@ -7,6 +7,7 @@
 
 #include "penstock/fully_shard.h"
 #include "penstock/models/blocks/block.h"
+#include "penstock/models/blocks/split_rows.h"
 #include "penstock/models/hybrid/routed_context.h"
 #include "penstock/random.h"
 
@@ -79,8 +80,9 @@ BlockResult HybridBlockImpl::forward(const at::Tensor& input, const HybridContex
   const ForwardScope scope(*this);  // sharded parameters are gathered from here on
   const at::Tensor x = scope.input(input);
   if (!depth_.is_empty()) {
-    BlockResult routed = forward_routed(x, context);
-    return {scope.output(routed.hidden), std::move(routed.losses)};
+    // Its tokens come from anywhere in a row: with rows that are divided over ranks, every rank has all.
+    BlockResult routed = forward_routed(whole_rows(x), context);
+    return {scope.output(rows_like(x, routed.hidden)), std::move(routed.losses)};
   }
   BlockResult first = first_addition(x, context);
   at::Tensor sum = x + first.hidden;

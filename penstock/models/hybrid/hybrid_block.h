@@ -39,7 +39,8 @@ class HybridBlockImpl : public torch::nn::Module {
   // `number`: its index in the whole model, which identifies dropout masks and the entries of caches.
   HybridBlockImpl(const HybridOptions& options, const HybridParts& parts, std::int64_t number);
 
-  // x [batch, length, width]. Dropout in training mode requires a step (penstock/step_context.h).
+  // x [batch, length, width], plain or with tokens that are divided over ranks (split_rows.h); so is the
+  // result. Dropout in training mode requires a step (penstock/step_context.h).
   BlockResult forward(const at::Tensor& x, const HybridContext& context);
   // Fills the parameters as functions of seed and name.
   void initialize(const BlockInit& init);

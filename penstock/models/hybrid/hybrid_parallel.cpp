@@ -14,11 +14,16 @@
 #include "penstock/dtensor.h"
 #include "penstock/errors.h"
 #include "penstock/models/blocks/attention.h"
+#include "penstock/models/blocks/dynamic_tanh.h"
 #include "penstock/models/blocks/expert_parallel.h"
 #include "penstock/models/blocks/experts.h"
 #include "penstock/models/blocks/feed_forward.h"
+#include "penstock/models/blocks/ngram_embedding.h"
+#include "penstock/models/blocks/norm.h"
+#include "penstock/models/blocks/platform_embedding.h"
 #include "penstock/models/blocks/relation_bias_table.h"
 #include "penstock/models/blocks/state_space.h"
+#include "penstock/models/blocks/structure_embedding.h"
 #include "penstock/models/blocks/tree_feed_forward.h"
 #include "penstock/models/plan/hybrid_parts.h"
 #include "penstock/tensor_parallel.h"
@@ -48,7 +53,7 @@ void split_feed(const Feed& feed, const comm::MeshGroups& tensor) {
 
 // By the kind of module, wherever it is in the stage. Others (norms, routers, embeddings of metadata and
 // n-grams) stay whole: every rank computes the same with them.
-void parallelize_tensors(torch::nn::Module& stage, const comm::MeshGroups& tensor) {
+void parallelize_tensors(torch::nn::Module& stage, const comm::MeshGroups& tensor, TokensOfRanks tokens) {
   for (const auto& module : stage.modules(/*include_self=*/false)) {
     if (const auto* attention = module->as<AttentionImpl>()) {
       for (const torch::nn::Linear& part : {attention->query, attention->key, attention->value})
@@ -58,6 +63,7 @@ void parallelize_tensors(torch::nn::Module& stage, const comm::MeshGroups& tenso
       split_feed(*feed, tensor);
     } else if (const auto* tree = module->as<TreeFeedForwardImpl>()) {
       split_feed(*tree, tensor);
+      distribute_parameter(tree->mix, tensor, {Replicate{}});  // used by every rank for its columns
     } else if (const auto* table = module->as<RelationBiasTableImpl>()) {
       distribute_parameter(table->weight, tensor, {Shard{1}});  // each rank has the columns of its heads
     } else if (auto* states = module->as<StateSpaceImpl>()) {
@@ -68,22 +74,38 @@ void parallelize_tensors(torch::nn::Module& stage, const comm::MeshGroups& tenso
     if (child.key() == "embed") {
       const at::Tensor& weight = child.value()->as<torch::nn::EmbeddingImpl>()->weight;
       distribute_parameter(weight, tensor, {Shard{0}});
-      set_embedding_boundary(weight);
+      set_embedding_boundary(weight, tokens);
     }
     if (child.key() == "head")
       distribute_parameter(child.value()->as<torch::nn::LinearImpl>()->weight, tensor, {Shard{0}});
   }
 }
 
+// What computes the tokens of its rank. Parameters that are split already, such as the norm within a state
+// space, stay as they are.
+void replicate_for_tokens(torch::nn::Module& stage, const comm::MeshGroups& tensor) {
+  const auto replicate = [&](const torch::nn::Module& module) {
+    for (const at::Tensor& parameter : module.parameters())
+      if (!is_dtensor(parameter)) distribute_parameter(parameter, tensor, {Replicate{}});
+  };
+  for (const auto& module : stage.modules(/*include_self=*/false)) {
+    if (const auto* experts = module->as<ExpertsImpl>()) replicate(*experts->router);
+    if (module->as<RmsNormImpl>() || module->as<DynamicTanhImpl>() || module->as<NgramEmbeddingImpl>() ||
+        module->as<StructureEmbeddingImpl>() || module->as<PlatformEmbeddingImpl>())
+      replicate(*module);
+  }
+}
+
 }  // namespace
 
-void set_embedding_boundary(const at::Tensor& weight) {
+void set_embedding_boundary(const at::Tensor& weight, TokensOfRanks tokens) {
   if (!is_dtensor(weight)) return;
-  set_boundary(weight, {.mesh = mesh_of(weight),
-                        .axis = 0,
-                        .plain_input = Replicate{},
-                        .desired_input = Replicate{},
-                        .output = Replicate{}});
+  set_boundary(weight,
+               {.mesh = mesh_of(weight),
+                .axis = 0,
+                .plain_input = Replicate{},
+                .desired_input = Replicate{},
+                .output = tokens == TokensOfRanks::All ? Placement(Replicate{}) : Placement(Shard{1})});
 }
 
 void check_tensor_parallel(const HybridOptions& options, int ranks) {
@@ -112,12 +134,15 @@ void check_expert_parallel(const HybridOptions& options, int ranks) {
   if (has_block(parts, BlockKind::Experts)) parts.experts.check_parallel(ranks);
 }
 
-void parallelize_hybrid(torch::nn::Module& stage, const comm::MeshGroups& mesh) {
+void parallelize_hybrid(torch::nn::Module& stage, const comm::MeshGroups& mesh, TokensOfRanks tokens) {
   const std::vector<std::string>& names = mesh.mesh().names();
   const bool tensor = std::find(names.begin(), names.end(), "tp") != names.end();
   for (const auto& module : stage.modules(/*include_self=*/false))
     if (auto* experts = module->as<ExpertsImpl>()) parallelize_experts(*experts, mesh);
-  if (tensor) parallelize_tensors(stage, mesh.with_mesh(mesh.mesh()["tp"]));
+  if (!tensor) return;
+  const comm::MeshGroups ranks = mesh.with_mesh(mesh.mesh()["tp"]);
+  parallelize_tensors(stage, ranks, tokens);
+  if (tokens == TokensOfRanks::Divided) replicate_for_tokens(stage, ranks);
 }
 
 }  // namespace penstock::models

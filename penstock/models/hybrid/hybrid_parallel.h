@@ -10,6 +10,12 @@
 // Everything else (norms, routers, tables of n-grams and of metadata) stays plain. It is computed from
 // activations that are equal on all tensor-parallel ranks, so that its gradients are complete and equal on
 // each of them, and auxiliary losses count once. A residual sends one sum forward and one backward.
+//
+// With sequence parallelism the tokens of activations between residuals are divided over the tensor-parallel
+// ranks (split_rows.h). What sees the tokens of one rank only is replicated: norms, routers of experts and
+// the tables of the first stage, whose gradients are terms of a sum over the ranks. A residual sends one
+// all-gather and one reduce-scatter in each direction, as many bytes as the two sums. Blocks within a mixture
+// of depths, which takes tokens from anywhere in a row, and multi-token prediction have whole rows.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -24,10 +30,15 @@ void check_tensor_parallel(const HybridOptions& options, int ranks);
 // Throws ConfigError unless the experts can be divided over `ranks` data-parallel ranks.
 void check_expert_parallel(const HybridOptions& options, int ranks);
 
-// [collective] Splits the parameters of a stage over a mesh with the axes "ep", "tp", or both.
-void parallelize_hybrid(torch::nn::Module& stage, const comm::MeshGroups& mesh);
+// What the ranks of the axis "tp" have of activations between residuals.
+enum class TokensOfRanks { All, Divided };
 
-// Lets plain tokens be looked up in a weight that is split by vocabulary; does nothing for a plain weight.
-void set_embedding_boundary(const at::Tensor& weight);
+// [collective] Splits the parameters of a stage over a mesh with the axes "ep", "tp", or both.
+void parallelize_hybrid(torch::nn::Module& stage, const comm::MeshGroups& mesh,
+                        TokensOfRanks tokens = TokensOfRanks::All);
+
+// Lets tokens be looked up in a weight that is split by vocabulary; does nothing for a plain weight. With
+// Divided each rank gets its tokens of the result, for distributed tokens as a distributed tensor.
+void set_embedding_boundary(const at::Tensor& weight, TokensOfRanks tokens = TokensOfRanks::All);
 
 }  // namespace penstock::models

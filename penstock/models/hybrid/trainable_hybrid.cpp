@@ -26,6 +26,7 @@ class TrainableHybrid : public TrainableModel {
     return stage;
   }
   void check_tensor_parallel(int ranks) const override { models::check_tensor_parallel(options_, ranks); }
+  void check_sequence_parallel() const override {}
   void check_expert_parallel(int ranks) const override { models::check_expert_parallel(options_, ranks); }
   void check_recompute(const RecomputePlan&) const override {}
   // Only the first stage sees tokens, but every stage needs the documents that they begin.

@@ -23,6 +23,12 @@ void ModelStage::parallelize(const comm::MeshGroups&) {
       "ModelStage::parallelize()");
 }
 
+void ModelStage::set_sequence_parallel() {
+  throw NotImplemented(
+      "this model cannot divide hidden states over tensor-parallel ranks; set layout.sequence_parallel to "
+      "false, or override ModelStage::set_sequence_parallel()");
+}
+
 void ModelStage::set_recompute(const RecomputePlan& plan) {
   if (plan.any())
     throw NotImplemented(
@@ -88,6 +94,13 @@ void TrainableModel::check_tensor_parallel(int ranks) const {
     throw ConfigError(describe("layout.tp", fmt::format("{}", ranks),
                                "1, because this model cannot be split over tensor-parallel ranks",
                                "use layout.dp or layout.pp instead"));
+}
+
+void TrainableModel::check_sequence_parallel() const {
+  throw ConfigError(describe("layout.sequence_parallel", "true",
+                             "false, because this model cannot divide hidden states over ranks",
+                             "leave it out, or override check_sequence_parallel() and "
+                             "ModelStage::set_sequence_parallel() of the model"));
 }
 
 void TrainableModel::check_expert_parallel(int ranks) const {

@@ -3,9 +3,8 @@
 // Column parallel (outputs split): query, key, value, gate, up, head. Row parallel (inputs split, results
 // summed): output, down. The embedding is split by vocabulary, like the head, so a tied weight has one
 // layout. Norms are replicated. A block sends two sums forward and two backward, each of the size of an
-// activation. Activations in between are replicated on every rank. Splitting them along the sequence is not
-// implemented: it would save memory in norms and cost two more transfers per sum on meshes that are not
-// overlapped.
+// activation. Activations in between are equal on all ranks. With ModelStage::set_sequence_parallel() their
+// tokens are divided over the ranks: in place of each sum a gather and a scattered sum, half as large each.
 #pragma once
 
 #include <string>

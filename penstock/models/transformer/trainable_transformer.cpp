@@ -16,6 +16,7 @@ class TrainableTransformer : public TrainableModel {
     return std::make_shared<TransformerStageImpl>(options_, part);
   }
   void check_tensor_parallel(int ranks) const override { models::check_tensor_parallel(options_, ranks); }
+  void check_sequence_parallel() const override {}
   void check_recompute(const RecomputePlan&) const override {}
 
  private:

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -19,8 +20,10 @@
 #include "penstock/models/blocks/norm.h"
 #include "penstock/models/blocks/recomputed_block.h"
 #include "penstock/models/blocks/rotary.h"
+#include "penstock/models/blocks/split_rows.h"
 #include "penstock/models/transformer/transformer_access.h"
 #include "penstock/random.h"
+#include "penstock/tensor_parallel.h"
 
 namespace penstock::models {
 namespace {
@@ -42,6 +45,7 @@ void check_part(const TransformerOptions& options, const StagePart& part) {
 }
 
 // A split weight keeps its distributed lookup (parallel_plan.h); a replicated one is used like a plain one.
+// Distributed tokens give a distributed result.
 at::Tensor looked_up(const at::Tensor& weight, const at::Tensor& tokens) {
   const bool whole = is_dtensor(weight) && !is_dtensor(tokens) &&
                      std::none_of(placements_of(weight).begin(), placements_of(weight).end(),
@@ -68,6 +72,10 @@ struct TransformerStageImpl::Impl {
   void check_input(const at::Tensor& x, std::int64_t before) const;
   // Rotary turns of `length` tokens after `before` others, on the device of `rows`.
   at::Tensor turns_of(const at::Tensor& rows, std::int64_t before, std::int64_t length);
+  // The hidden states that a stage gets, as the blocks take them; tokens are returned unchanged.
+  at::Tensor arrived(const at::Tensor& x) const;
+  // The input of the first block.
+  at::Tensor first_input(const at::Tensor& tokens, bool whole) const;
   at::Tensor run(const at::Tensor& input, const AttentionContext& context);
   // Whether the activations of this block are recomputed in this microbatch.
   bool recomputes(const Block& block) const {
@@ -87,6 +95,9 @@ struct TransformerStageImpl::Impl {
   Rotary rotary;
   at::Tensor tied_head;  // after separate_last_use
   RecomputePlan recompute;
+  bool sequence_parallel = false;
+  // Over these ranks, after parallelize(), tokens of hidden states between blocks are divided.
+  std::optional<comm::MeshGroups> token_ranks;
 };
 
 void TransformerStageImpl::Impl::register_modules() {
@@ -134,18 +145,36 @@ at::Tensor TransformerStageImpl::Impl::turns_of(const at::Tensor& rows, std::int
   return rotary.turns(before, length, like);
 }
 
+at::Tensor TransformerStageImpl::Impl::arrived(const at::Tensor& x) const {
+  if (!token_ranks || !x.defined()) return x;
+  if (part.has_embed()) {
+    if (x.dim() == 2)
+      check_split_length(fmt::format("TransformerStage {} of {}: input", part.index, part.count), x.size(1),
+                         token_ranks->shape()[0]);
+    return x;
+  }
+  return x.dim() == 3 ? split_rows(x, *token_ranks) : x;
+}
+
+at::Tensor TransformerStageImpl::Impl::first_input(const at::Tensor& tokens, bool whole) const {
+  static const std::int64_t kPlace = layer_from_name("embed");
+  at::Tensor x =
+      looked_up(stage.embed->weight,
+                token_ranks ? from_local(tokens, *token_ranks, {Replicate{}}, {.check = false}) : tokens);
+  if (token_ranks && whole) x = whole_rows(x);
+  return drop(x, options.dropout, kPlace, stage.is_training());
+}
+
 at::Tensor TransformerStageImpl::Impl::run(const at::Tensor& input, const AttentionContext& context) {
   const ForwardScope scope(stage);
   at::Tensor x = scope.input(input);
-  if (part.has_embed()) {
-    static const std::int64_t kPlace = layer_from_name("embed");
-    x = drop(looked_up(stage.embed->weight, x), options.dropout, kPlace, stage.is_training());
-  }
+  // Generation has whole rows: often of one token.
+  if (part.has_embed()) x = first_input(x, /*whole=*/context.cache != nullptr);
   // Blocks that run again derive masks for themselves: what other blocks have derived is not kept for them.
   const AttentionContext fresh = context;
   for (const Block& block : blocks)
     x = recomputes(block) ? run_again_later(block, x, fresh) : block.ptr()->forward(x, context);
-  if (!part.has_head()) return scope.output(x);
+  if (!part.has_head()) return scope.output(token_ranks ? own_tokens_of(x) : x);
   x = norm->forward(x);
   const at::Tensor& weight = stage.head_weight();
   const LocalRegion region(x, weight, Rows::BatchAndLength);
@@ -181,6 +210,7 @@ const at::Tensor& TransformerStageImpl::head_weight() const {
 }
 
 at::Tensor TransformerStageImpl::forward(at::Tensor x, at::Tensor documents) {
+  x = impl_->arrived(x);
   impl_->check_input(x, 0);
   const std::int64_t length = x.size(1);
   if (documents.defined() &&
@@ -248,7 +278,19 @@ void TransformerStageImpl::set_initial_values(std::uint64_t seed) { initialize(*
 
 void TransformerStageImpl::set_recompute(const RecomputePlan& plan) { impl_->recompute = plan; }
 
-void TransformerStageImpl::parallelize(const comm::MeshGroups& mesh) { parallelize_transformer(*this, mesh); }
+void TransformerStageImpl::parallelize(const comm::MeshGroups& mesh) {
+  parallelize_transformer(*this, mesh);
+  if (!impl_->sequence_parallel) return;
+  impl_->token_ranks = mesh;
+  if (part().has_embed())
+    set_boundary(embed->weight, {.mesh = mesh,
+                                 .axis = 0,
+                                 .plain_input = Replicate{},
+                                 .desired_input = Replicate{},
+                                 .output = Shard{1}});
+}
+
+void TransformerStageImpl::set_sequence_parallel() { impl_->sequence_parallel = true; }
 
 at::Tensor TransformerStageImpl::separate_last_use(const std::string& tied) {
   if (!is_whole() || !options().tie_head || impl_->tied_head.defined() || tied != "embed.weight")

@@ -18,11 +18,17 @@
 
 namespace penstock {
 
-// A part of one member of an overlapped unit: one block of its stage. The members of a unit take turns.
+// A part of one member of an overlapped unit. The members of a unit take turns: one of them computes at any
+// time, others may be in an exchange with other ranks.
 struct UnitPiece {
+  enum class Kind : std::uint8_t {
+    Compute,   // a block of its stage, or what is between two exchanges
+    Exchange,  // from the start of a collective until its result is there
+  };
   int member = 0;
   std::int64_t begin_ns = 0;
   std::int64_t end_ns = 0;
+  Kind kind = Kind::Compute;
   friend bool operator==(const UnitPiece&, const UnitPiece&) = default;
 };
 
@@ -31,7 +37,7 @@ class StepActions {
   virtual ~StepActions() = default;
   // F, B, I or W of one microbatch; several instructions are a unit whose parts may be interleaved.
   virtual void compute(std::span<const Instruction> unit) = 0;
-  // The pieces of the last unit, in order of time.
+  // The pieces of the last unit, by their beginnings.
   virtual std::vector<UnitPiece> pieces() const { return {}; }
   virtual void post(const Instruction& instruction, const Channel& channel) = 0;
   virtual void await(const Instruction& instruction, const Channel& channel) = 0;

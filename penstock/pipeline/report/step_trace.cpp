@@ -33,7 +33,11 @@ constexpr Kind kKinds[] = {Kind::Compute, Kind::Post,  Kind::Await, Kind::Send,
 constexpr int kComputeTrack = 0;
 constexpr int kWaitTrack = 1;
 constexpr int kTransferTrack = 2;
+// Of overlapped units with exchanges.
+constexpr int kForwardTrack = 3;
+constexpr int kBackwardTrack = 4;
 constexpr const char* kPieceCategory = "piece";
+constexpr const char* kExchange = "exchange";  // marks a piece; without a mark it is computation
 
 int track_of(Kind kind) {
   switch (kind) {
@@ -97,8 +101,10 @@ Json slice(int rank, const TraceEvent& event) {
   }
   if (!event.pieces.empty()) {
     Json pieces = Json::array();
-    for (const UnitPiece& piece : event.pieces)
+    for (const UnitPiece& piece : event.pieces) {
       pieces.push_back({piece.member, piece.begin_ns, piece.end_ns});
+      if (piece.kind == UnitPiece::Kind::Exchange) pieces.back().push_back(kExchange);
+    }
     args["pieces"] = std::move(pieces);
   }
   args["begin_ns"] = event.begin_ns;
@@ -113,14 +119,27 @@ Json slice(int rank, const TraceEvent& event) {
           {"args", std::move(args)}};
 }
 
-// Within the slice of its unit: on the same track, and not outside its time. Only for display; parse_trace
-// reads the pieces from the unit's slice.
+bool has_exchanges(const TraceEvent& event) {
+  return std::any_of(event.pieces.begin(), event.pieces.end(),
+                     [](const UnitPiece& piece) { return piece.kind == UnitPiece::Kind::Exchange; });
+}
+
+// Pieces without exchanges never overlap and are shown within the slice of their unit, on its track. An
+// exchange overlaps with pieces of other members, so that forwards and backwards have a track each.
+int piece_track(const TraceEvent& event, const UnitPiece& piece) {
+  if (!has_exchanges(event)) return track_of(event.kind);
+  const Action& action = event.actions[static_cast<std::size_t>(piece.member)];
+  return action.kind() == schedule::ActionKind::Forward ? kForwardTrack : kBackwardTrack;
+}
+
+// Only for display; parse_trace reads the pieces from the unit's slice.
 Json piece_slice(int rank, const TraceEvent& event, const UnitPiece& piece) {
-  return {{"name", schedule::to_text(event.actions[static_cast<std::size_t>(piece.member)])},
+  const std::string action = schedule::to_text(event.actions[static_cast<std::size_t>(piece.member)]);
+  return {{"name", piece.kind == UnitPiece::Kind::Exchange ? action + " exchange" : action},
           {"cat", kPieceCategory},
           {"ph", "X"},
           {"pid", rank},
-          {"tid", track_of(event.kind)},
+          {"tid", piece_track(event, piece)},
           {"ts", microseconds(piece.begin_ns)},
           {"dur", microseconds(piece.end_ns - piece.begin_ns)}};
 }
@@ -226,8 +245,12 @@ TraceEvent read_event(const Json& args, const schedule::StageMap& map) {
   args.at("end_ns").get_to(event.end_ns);
   if (args.contains("pieces"))
     for (const Json& each : args.at("pieces")) {
-      const UnitPiece piece{each.at(0).get<int>(), each.at(1).get<std::int64_t>(),
-                            each.at(2).get<std::int64_t>()};
+      UnitPiece piece{each.at(0).get<int>(), each.at(1).get<std::int64_t>(), each.at(2).get<std::int64_t>()};
+      if (each.size() > 3) {
+        if (const auto mark = each.at(3).get<std::string>(); mark != kExchange)
+          refuse(fmt::format("{} has a piece that is marked \"{}\"", action_text(event), mark));
+        piece.kind = UnitPiece::Kind::Exchange;
+      }
       if (piece.member < 0 || static_cast<std::size_t>(piece.member) >= event.actions.size())
         refuse(fmt::format("{} has a piece of member {}", action_text(event), piece.member));
       if (piece.begin_ns < event.begin_ns || piece.end_ns < piece.begin_ns || piece.end_ns > event.end_ns)
@@ -323,7 +346,8 @@ std::vector<TraceEvent> trace_events(const Program& program, const std::vector<T
     event.begin_ns = times[i].begin_ns + offset_ns;
     event.end_ns = times[i].end_ns + offset_ns;
     for (const UnitPiece& piece : times[i].pieces)
-      event.pieces.push_back({piece.member, piece.begin_ns + offset_ns, piece.end_ns + offset_ns});
+      event.pieces.push_back(
+          {piece.member, piece.begin_ns + offset_ns, piece.end_ns + offset_ns, piece.kind});
     events.push_back(std::move(event));
   }
   events.push_back({.kind = Kind::Finish,
@@ -356,6 +380,10 @@ std::string to_chrome_json(const StepTrace& trace) {
     events.push_back(metadata("thread_name", rank, kComputeTrack, {{"name", "compute"}}));
     events.push_back(metadata("thread_name", rank, kWaitTrack, {{"name", "waits"}}));
     events.push_back(metadata("thread_name", rank, kTransferTrack, {{"name", "transfers"}}));
+    if (std::any_of(trace.ranks[r].begin(), trace.ranks[r].end(), has_exchanges)) {
+      events.push_back(metadata("thread_name", rank, kForwardTrack, {{"name", "forwards of units"}}));
+      events.push_back(metadata("thread_name", rank, kBackwardTrack, {{"name", "backwards of units"}}));
+    }
     for (const TraceEvent& event : trace.ranks[r]) {
       events.push_back(slice(rank, event));
       for (const UnitPiece& piece : event.pieces) events.push_back(piece_slice(rank, event, piece));

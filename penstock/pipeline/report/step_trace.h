@@ -7,8 +7,10 @@
 //   TraceComparison comparison = compare_with_simulation(trace);                        // trace_comparison.h
 //
 // In the viewer every rank is a process with one track for computation, one for waits and one for the starts
-// of transfers. An overlapped unit contains the pieces of its actions as they took turns; an arrow leads from
-// each send to the wait that it ended. Ranks are positions along the pipeline. Does not depend on Torch.
+// of transfers. An overlapped unit contains the pieces of its actions as they took turns. If they exchanged
+// rows of experts, two more tracks show its forwards and its backwards: pieces of computation, and exchanges
+// during which the other one computed. An arrow leads from each send to the wait that it ended. Ranks are
+// positions along the pipeline. Does not depend on Torch.
 #pragma once
 
 #include <cstdint>

@@ -136,7 +136,9 @@ struct PipelineRuntime::Impl {
         groups(options.world, ranks, lowered.stages(), connections(options.skips), options.p2p),
         planner(stages, lowered.stages(), options.skips, loss, groups.control(), ranks, own),
         runners(make_runners()),
-        actions(runners, groups, options.skips, has_overlaps(training), options.borders),
+        actions(runners, groups, options.skips,
+                {.any = has_overlaps(training), .overlap_exchanges = options.overlap_exchanges},
+                options.borders),
         copies(options.world, ranks, lowered.stages(), stages) {
     if (options.device_graph) record_steps();
   }
@@ -277,6 +279,7 @@ struct PipelineRuntime::Impl {
       last.is_static = planner.is_static();
       last.replayed = false;
       last.units_on_two_streams = actions.units_on_two_streams();
+      last.overlapped_exchanges = actions.overlapped_exchanges();
       actions.clear();
       return result;
     });

@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "penstock/base/describe.h"
+#include "penstock/base/env.h"
 #include "penstock/base/log.h"
 #include "penstock/errors.h"
 #include "penstock/pipeline/contract/stage_meta.h"
@@ -82,12 +83,20 @@ std::optional<OverlapStreams> streams_of(const std::vector<StageRunner>& runners
 }  // namespace
 
 TorchStepActions::TorchStepActions(std::vector<StageRunner>& runners, const ChannelGroups& groups,
-                                   std::vector<SkipTensor> skips, bool overlaps, BorderOptions borders)
+                                   std::vector<SkipTensor> skips, UnitOptions units, BorderOptions borders)
     : runners_(runners),
       groups_(groups),
       skips_(std::move(skips)),
       codec_(std::move(borders)),
-      streams_(streams_of(runners_, overlaps)) {
+      streams_(streams_of(runners_, units.any)) {
+  const auto on_one_kind = [&] {
+    return streams_ || std::all_of(runners_.begin(), runners_.end(),
+                                   [](const StageRunner& each) { return each.stage().device().is_cpu(); });
+  };
+  if (units.any && units.overlap_exchanges && on_one_kind())
+    // A pipeline of one rank has no group of its own.
+    halves_ = std::make_unique<OverlappedHalves>(groups_.control() ? groups_.control().timeout()
+                                                                   : default_timeout());
   for (StageRunner& each : runners_) by_stage_[each.stage().index()] = &each;
 }
 
@@ -101,6 +110,7 @@ void TorchStepActions::begin(const StepDescription& step,
   reduce_ = std::move(reduce);
   peak_live_ = 0;
   units_on_two_streams_ = 0;
+  earlier_exchanges_ = halves_ ? halves_->overlapped_exchanges() : 0;
   codec_.begin_step();
   if (streams_) streams_->begin_step();
   for (StageRunner& each : runners_) {
@@ -243,9 +253,8 @@ void TorchStepActions::timed_piece(int member, const Body& body) {
   pieces_.push_back({member, begin, steady_now_ns()});
 }
 
-// Runs the members block by block, in turns: on CPU so that the transfers of one can start before the other
-// is done, on CUDA so that both streams have work.
-void TorchStepActions::run_unit(std::span<const Instruction> unit) {
+// The members of a unit that run block by block: forwards, and backwards.
+struct TorchStepActions::UnitParts {
   struct Part {
     int member;
     std::optional<c10::Stream> stream;
@@ -257,6 +266,22 @@ void TorchStepActions::run_unit(std::span<const Instruction> unit) {
       return forward ? forward->advance() : backward->advance();
     }
   };
+  std::vector<Part> forwards, backwards;
+
+  // Runs the next block of each part; removes the parts that are done.
+  template <class Timed>
+  static void advance(std::vector<Part>& parts, const Timed& timed) {
+    std::erase_if(parts, [&](const Part& each) {
+      bool more = false;
+      timed(each.member, [&] { more = each.advance(); });
+      return !more;
+    });
+  }
+};
+
+// Runs the members in turns: on CPU so that the transfers of one can start before the other is done, on CUDA
+// so that both streams have work.
+void TorchStepActions::run_unit(std::span<const Instruction> unit) {
   std::optional<c10::Stream> of_backward;
   if (streams_) {
     for (const Instruction& each : unit)
@@ -264,7 +289,7 @@ void TorchStepActions::run_unit(std::span<const Instruction> unit) {
         of_backward = streams_->of_pair(each.action.stage(), *each.action.microbatch());
     streams_->fork();
   }
-  std::vector<Part> forwards, backwards;
+  UnitParts parts;
   bool on_first = false, on_second = false;
   pieces_.clear();
   for (int member = 0; member < static_cast<int>(unit.size()); ++member) {
@@ -277,31 +302,44 @@ void TorchStepActions::run_unit(std::span<const Instruction> unit) {
     std::optional<c10::StreamGuard> guard;
     if (stream) guard.emplace(*stream);
     if (action.kind() == ActionKind::Forward) {
-      forwards.push_back({member, stream,
-                          stage.start_forward(microbatch, context_of(action), step_->args[m],
-                                              step_->kwargs[m], step_->targets[m]),
-                          nullptr});
+      parts.forwards.push_back({member, stream,
+                                stage.start_forward(microbatch, context_of(action), step_->args[m],
+                                                    step_->kwargs[m], step_->targets[m]),
+                                nullptr});
     } else if (action.kind() == ActionKind::BackwardWeight) {
       timed_piece(member, [&] { run_action(action); });
     } else {
-      backwards.push_back(
+      parts.backwards.push_back(
           {member, stream, nullptr,
            stage.start_backward(microbatch, context_of(action), action.kind() == ActionKind::BackwardInput)});
     }
   }
   count_live();
-  while (!forwards.empty() || !backwards.empty()) {
-    for (std::vector<Part>* parts : {&forwards, &backwards})
-      std::erase_if(*parts, [&](const Part& each) {
-        bool more = false;
-        timed_piece(each.member, [&] { more = each.advance(); });
-        return !more;
-      });
+  if (halves_ && !parts.forwards.empty() && !parts.backwards.empty()) {
+    run_halves(parts);
+  } else {
+    const auto timed = [this](int member, const auto& body) { timed_piece(member, body); };
+    while (!parts.forwards.empty() || !parts.backwards.empty())
+      for (auto* half : {&parts.forwards, &parts.backwards}) UnitParts::advance(*half, timed);
   }
   if (streams_) {
     streams_->join();
     units_on_two_streams_ += on_first && on_second;
   }
+}
+
+void TorchStepActions::run_halves(UnitParts& parts) {
+  const auto all_of = [](std::vector<UnitParts::Part>& of_half) {
+    return [&of_half](OverlappedHalves::Half& half) {
+      while (!of_half.empty()) {
+        UnitParts::advance(of_half, [&half](int member, const auto& body) { half.piece(member, body); });
+        if (!of_half.empty()) half.hand_over();
+      }
+    };
+  };
+  const std::vector<UnitPiece> pieces =
+      halves_->run(all_of(parts.forwards), all_of(parts.backwards), runners_.front().stage().device());
+  pieces_.insert(pieces_.end(), pieces.begin(), pieces.end());
 }
 
 void TorchStepActions::count_live() {

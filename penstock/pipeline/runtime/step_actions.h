@@ -16,17 +16,23 @@
 #include "penstock/pipeline/runtime/border_codec.h"
 #include "penstock/pipeline/runtime/channel_groups.h"
 #include "penstock/pipeline/runtime/overlap_streams.h"
+#include "penstock/pipeline/runtime/overlapped_halves.h"
 #include "penstock/pipeline/runtime/stage_runner.h"
 #include "penstock/pipeline/runtime/transfer_log.h"
 
 namespace penstock {
 
+// How units of several actions run.
+struct UnitOptions {
+  bool any = false;  // the program has such units: on CUDA, forward and backward run on two streams
+  // One computes while the other waits for an exchange with other ranks (overlapped_halves.h).
+  bool overlap_exchanges = false;
+};
+
 class TorchStepActions final : public StepActions {
  public:
-  // `overlaps`: the program has units of several actions. On CUDA, their forward and backward then run on two
-  // streams.
   TorchStepActions(std::vector<StageRunner>& runners, const ChannelGroups& groups,
-                   std::vector<SkipTensor> skips, bool overlaps, BorderOptions borders = {});
+                   std::vector<SkipTensor> skips, UnitOptions units, BorderOptions borders = {});
 
   // Prepares the next step. `reduce` is called where the schedule completes the gradients of a stage.
   void begin(const StepDescription& step, const std::vector<std::shared_ptr<const MicrobatchPlan>>& plans,
@@ -39,6 +45,10 @@ class TorchStepActions final : public StepActions {
   BorderReport border_report() const { return codec_.report(); }
   // Number of overlapped units of the step whose forward and backward ran on two streams.
   int units_on_two_streams() const { return units_on_two_streams_; }
+  // Number of exchanges of the step during which the other half of their unit computed.
+  int overlapped_exchanges() const {
+    return halves_ ? halves_->overlapped_exchanges() - earlier_exchanges_ : 0;
+  }
 
   void compute(std::span<const Instruction> unit) override;
   std::vector<UnitPiece> pieces() const override { return pieces_; }
@@ -92,6 +102,9 @@ class TorchStepActions final : public StepActions {
   void run_unit(std::span<const Instruction> unit);
   template <class Body>
   void timed_piece(int member, const Body& body);
+  struct UnitParts;
+  // Forwards and backwards as two halves.
+  void run_halves(UnitParts& parts);
   // Returns the stream on which an action of a unit runs; for a forward, chooses it.
   std::optional<c10::Stream> stream_for(const schedule::Action& action,
                                         const std::optional<c10::Stream>& of_backward);
@@ -123,7 +136,9 @@ class TorchStepActions final : public StepActions {
   int peak_live_ = 0;
   std::optional<OverlapStreams> streams_;
   int units_on_two_streams_ = 0;
-  std::vector<UnitPiece> pieces_;  // of the last unit; on CUDA the times of enqueueing the work
+  std::unique_ptr<OverlappedHalves> halves_;  // null: the members of a unit take turns block by block
+  int earlier_exchanges_ = 0;                 // overlapped ones before this step
+  std::vector<UnitPiece> pieces_;             // of the last unit; on CUDA the times of enqueueing the work
   TransferLog transfer_log_;
 };
 

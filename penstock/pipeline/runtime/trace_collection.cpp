@@ -20,7 +20,7 @@ constexpr int kClockTag = 1 << 27;
 constexpr int kSizeTag = kClockTag + 1;
 constexpr int kTimesTag = kClockTag + 2;
 constexpr comm::MessageKind kTimes("STEP");
-constexpr std::uint16_t kTimesVersion = 2;
+constexpr std::uint16_t kTimesVersion = 3;
 
 struct RankStepTimes {
   std::uint64_t step = 0;
@@ -44,7 +44,8 @@ std::vector<std::uint8_t> to_bytes(const TraceRequest& request) {
   std::vector<std::int64_t> pieces;
   for (std::size_t i = 0; i < request.times.size(); ++i)
     for (const UnitPiece& piece : request.times[i].pieces)
-      pieces.insert(pieces.end(), {static_cast<std::int64_t>(i), piece.member, piece.begin_ns, piece.end_ns});
+      pieces.insert(pieces.end(), {static_cast<std::int64_t>(i), piece.member, piece.begin_ns, piece.end_ns,
+                                   piece.kind == UnitPiece::Kind::Exchange});
   writer.write(times).write(pieces);
   return writer.finish();
 }
@@ -57,9 +58,10 @@ RankStepTimes from_bytes(const std::vector<std::uint8_t>& bytes) {
   const auto pieces = reader.read<std::vector<std::int64_t>>();
   reader.expect_end();
   for (std::size_t i = 0; i + 1 < times.size(); i += 2) found.times.push_back({times[i], times[i + 1]});
-  for (std::size_t i = 0; i + 3 < pieces.size(); i += 4)
+  for (std::size_t i = 0; i + 4 < pieces.size(); i += 5)
     found.times.at(static_cast<std::size_t>(pieces[i]))
-        .pieces.push_back({static_cast<int>(pieces[i + 1]), pieces[i + 2], pieces[i + 3]});
+        .pieces.push_back({static_cast<int>(pieces[i + 1]), pieces[i + 2], pieces[i + 3],
+                           pieces[i + 4] != 0 ? UnitPiece::Kind::Exchange : UnitPiece::Kind::Compute});
   return found;
 }
 

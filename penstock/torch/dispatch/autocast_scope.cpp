@@ -44,14 +44,18 @@ AutocastScope::AutocastScope(at::DeviceType device, std::optional<at::ScalarType
   if (device_ == at::kCPU && dtype == at::kBFloat16) ensure_cpu_bfloat16();
   was_enabled_ = is_enabled(device_);
   was_dtype_ = dtype_of(device_);
+  was_cached_ = at::autocast::is_autocast_cache_enabled();
   set_dtype(device_, *dtype);
   set_enabled(device_, true);
+  at::autocast::set_autocast_cache_enabled(false);
   at::autocast::increment_nesting();
 }
 
 AutocastScope::~AutocastScope() {
   if (!active_) return;
+  // This scope caches nothing, but LibTorch's own scopes within it leave it to the outermost to clear.
   if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+  at::autocast::set_autocast_cache_enabled(was_cached_);
   set_enabled(device_, was_enabled_);
   set_dtype(device_, was_dtype_);
 }
@@ -77,6 +81,7 @@ AutocastState autocast_state() {
   state.cuda = is_enabled(at::kCUDA);
   if (state.cpu) state.cpu_dtype = dtype_of(at::kCPU);
   if (state.cuda) state.cuda_dtype = dtype_of(at::kCUDA);
+  state.cached = (state.cpu || state.cuda) && at::autocast::is_autocast_cache_enabled();
   return state;
 }
 
@@ -88,17 +93,26 @@ AutocastStateScope::Device AutocastStateScope::set(at::DeviceType type, bool ena
 }
 
 AutocastStateScope::AutocastStateScope(const AutocastState& state)
-    : cpu_(set(at::kCPU, state.cpu, state.cpu_dtype)), cuda_(set(at::kCUDA, state.cuda, state.cuda_dtype)) {}
+    : cpu_(set(at::kCPU, state.cpu, state.cpu_dtype)),
+      cuda_(set(at::kCUDA, state.cuda, state.cuda_dtype)),
+      was_cached_(at::autocast::is_autocast_cache_enabled()) {
+  at::autocast::set_autocast_cache_enabled(state.cached);
+}
 
 AutocastStateScope::~AutocastStateScope() {
+  at::autocast::set_autocast_cache_enabled(was_cached_);
   for (const Device& device : {cpu_, cuda_}) {
     set_enabled(device.type, device.was_enabled);
     set_dtype(device.type, device.was_dtype);
   }
 }
 
-OwnAutocastCache::OwnAutocastCache() { at::autocast::clear_cache(); }
-OwnAutocastCache::~OwnAutocastCache() { at::autocast::clear_cache(); }
+OwnAutocastCache::OwnAutocastCache() : cached_(at::autocast::is_autocast_cache_enabled()) {
+  if (cached_) at::autocast::clear_cache();
+}
+OwnAutocastCache::~OwnAutocastCache() {
+  if (cached_) at::autocast::clear_cache();
+}
 
 namespace {
 

@@ -4,8 +4,12 @@
 //   const AutocastScope scope(device.type(), at::kBFloat16);
 //   y = model->forward(x);  // call backward() outside of the scope; it uses forward's dtypes
 //
-// Weights are cast once within the outermost scope of a thread. Without a dtype the scope does nothing.
-// Construct and destroy it on the same thread.
+// Every use of a weight casts it, and its gradients are added up in float32. LibTorch's cache of cast weights
+// is off within the scope: it belongs to the process, so that other threads could clear it between two uses
+// of a weight, and the last bits of its gradient would depend on their timing. A weight that is used several
+// times can be cast with cast_once() before.
+//
+// Without a dtype the scope does nothing. Construct and destroy it on the same thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,7 +29,7 @@ class AutocastScope {
  private:
   at::DeviceType device_;
   bool active_;
-  bool was_enabled_ = false;
+  bool was_enabled_ = false, was_cached_ = true;
   at::ScalarType was_dtype_ = at::kFloat;
 };
 
@@ -36,6 +40,7 @@ bool can_autocast(at::DeviceType device, at::ScalarType dtype);
 // The autocast state of this thread: operators are cast the same way under equal states.
 struct AutocastState {
   bool cpu = false, cuda = false;
+  bool cached = false;  // cast weights are kept in LibTorch's cache; false if autocast is off
   at::ScalarType cpu_dtype = at::kFloat, cuda_dtype = at::kFloat;  // when enabled
   friend bool operator==(const AutocastState&, const AutocastState&) = default;
 };
@@ -57,16 +62,20 @@ class AutocastStateScope {
   };
   static Device set(at::DeviceType type, bool enabled, at::ScalarType dtype);
   Device cpu_, cuda_;
+  bool was_cached_;
 };
 
-// Clears autocast's cache of cast weights at the start and at the end of this scope, so that weights cast
-// outside are not used inside and the reverse.
+// Clears autocast's cache of cast weights at the start and at the end of this scope if this thread uses it,
+// so that weights cast outside are not used inside and the reverse.
 class OwnAutocastCache {
  public:
   OwnAutocastCache();
   ~OwnAutocastCache();
   OwnAutocastCache(const OwnAutocastCache&) = delete;
   OwnAutocastCache& operator=(const OwnAutocastCache&) = delete;
+
+ private:
+  bool cached_;
 };
 
 // Returns the dtype to which cast_once() casts a tensor: that of the scope for float32, otherwise its own.
@@ -77,8 +86,8 @@ at::ScalarType dtype_in_scope(const at::Tensor& tensor);
 // float32.
 at::Tensor cast_once(const at::Tensor& tensor);
 
-// The same for a parameter, through autocast's cache of cast weights: for operators of our own, which
-// autocast does not know.
+// The same for a parameter, through autocast's cache of cast weights where that is on: for operators of our
+// own, which autocast does not know.
 at::Tensor cast_weight(const at::Tensor& parameter);
 
 // Turns autocast off within its scope, for operators that must compute in the dtype of their inputs.

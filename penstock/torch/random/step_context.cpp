@@ -7,16 +7,11 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
+#include "penstock/torch/random/step_info.h"
 
 namespace penstock {
 
 namespace {
-
-class StepInfo final : public c10::DebugInfoBase {
- public:
-  explicit StepInfo(std::shared_ptr<const StepContext> context) : context(std::move(context)) {}
-  const std::shared_ptr<const StepContext> context;
-};
 
 void check(const StepContext& context) {
   // Outside of any step there is no context to make current, except to say that a forward is recomputed.
@@ -43,19 +38,25 @@ std::shared_ptr<c10::DebugInfoBase> info_of(std::shared_ptr<const StepContext> c
   if (context == nullptr)
     throw ValueError("step context: got a null pointer; pass a snapshot from StepContext::current()");
   check(*context);
-  return std::make_shared<StepInfo>(std::move(context));
+  // A scope inside of a half of an overlapped unit belongs to that half.
+  const detail::StepInfo* outer = detail::current_step_info();
+  return std::make_shared<detail::StepInfo>(std::move(context), outer == nullptr ? nullptr : outer->half);
 }
 
 }  // namespace
 
+const detail::StepInfo* detail::current_step_info() {
+  const c10::DebugInfoBase* info = c10::ThreadLocalDebugInfo::get(kStepInfoKind);
+  if (info == nullptr) return nullptr;
+  if (const auto* step = dynamic_cast<const StepInfo*>(info)) return step;
+  // It may hide the context of an outer scope; continuing without it would change random numbers.
+  throw StateError(
+      "step context: other code has set PRODUCER_INFO in c10::ThreadLocalDebugInfo, which Penstock uses; "
+      "it must use another kind");
+}
+
 std::shared_ptr<const StepContext> StepContext::current() {
-  if (const c10::DebugInfoBase* info = c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PRODUCER_INFO)) {
-    if (const auto* step = dynamic_cast<const StepInfo*>(info)) return step->context;
-    // It may hide the context of an outer scope; continuing without it would change random numbers.
-    throw StateError(
-        "step context: other code has set PRODUCER_INFO in c10::ThreadLocalDebugInfo, which Penstock uses; "
-        "it must use another kind");
-  }
+  if (const detail::StepInfo* info = detail::current_step_info()) return info->context;
   static const std::shared_ptr<const StepContext> outside = [] {
     auto context = std::make_shared<StepContext>();
     context->running = false;
@@ -103,6 +104,6 @@ StepGuard::StepGuard(StepContext context)
     : StepGuard(std::make_shared<const StepContext>(std::move(context))) {}
 
 StepGuard::StepGuard(std::shared_ptr<const StepContext> context)
-    : guard_(c10::DebugInfoKind::PRODUCER_INFO, info_of(std::move(context))) {}
+    : guard_(detail::kStepInfoKind, info_of(std::move(context))) {}
 
 }  // namespace penstock

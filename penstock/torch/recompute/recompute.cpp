@@ -18,6 +18,7 @@
 #include "penstock/step_context.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/torch/dispatch/gradient_sink.h"
+#include "penstock/torch/random/unit_half.h"
 #include "penstock/torch/recompute/recomputed_state.h"
 #include "penstock/torch/recompute/saved_tensor_hooks.h"
 
@@ -108,10 +109,13 @@ class ForwardState {
   void run(const Body& body) {
     const at::AutoGradMode recording(true);
     const StepGuard step(step_);
-    const OwnAutocastCache casts;
     const AutocastStateScope autocast(autocast_);
+    const OwnAutocastCache casts;
     std::vector<std::shared_ptr<void>> held;
     for (const RestoreState& restore : others_) held.push_back(restore());
+    // The other half of an overlapped unit must not draw from generators that are set back.
+    std::optional<UnitHalfGuard> alone;
+    if (generators_) alone.emplace(nullptr);
     const GeneratorScope generators(generators_);
     body();
   }

@@ -39,6 +39,7 @@ class Completion {
     schedule();
     stages();
     tensor_parallel();
+    sequence_parallel();
     batch();
     training();
     data();
@@ -230,6 +231,7 @@ class Completion {
     layout.schedule = std::string(to_text(kind));
     const std::optional<int> required = required_stages_per_rank(kind);
     fixed_stages_ = required.has_value();
+    never_pairs_ = kind != schedule::ScheduleKind::DualPipe && kind != schedule::ScheduleKind::DualPipeV;
     if (layout.virtual_stages == 0)
       derive<std::int64_t>("layout.virtual_stages", layout.virtual_stages, default_stages_per_rank(kind));
     if (required && layout.virtual_stages != *required)
@@ -320,6 +322,21 @@ class Completion {
     if (model.expert_width == 0) divides("model.feed_width", model.feed_width);
     divides("model.expert_width", model.expert_width);
     divides("model.shared_expert_width", model.shared_expert_width);
+  }
+
+  void sequence_parallel() {
+    if (!config_.layout.sequence_parallel) return;
+    const std::string setting = setting_text("layout.sequence_parallel"), tp = setting_text("layout.tp");
+    if (config_.layout.tp == 1)
+      return problem(fmt::format(
+          "{} divides tokens over tensor-parallel ranks, but {}; set layout.tp to 2 or more, or leave "
+          "layout.sequence_parallel out",
+          setting, tp));
+    if (config_.model.context % config_.layout.tp != 0)
+      problem(fmt::format(
+          "{} is not a multiple of {}, over whose ranks {} divides the tokens of every row; change "
+          "model.context or layout.tp, or set layout.sequence_parallel to false",
+          setting_text("model.context"), tp, setting));
   }
 
   void batch() {
@@ -452,6 +469,10 @@ class Completion {
          setting_text("model.pattern"));
     idle(config_.layout.pp == 1, "layout.border_dtype",
          setting_text("layout.pp") + ", because nothing is sent between stages");
+    idle(config_.layout.ep == 1, "layout.overlap_experts",
+         setting_text("layout.ep") + ", because no rows of experts are exchanged");
+    idle(config_.layout.ep > 1 && never_pairs_, "layout.overlap_experts",
+         setting_text("layout.schedule") + ", which pairs no forward with a backward");
     const std::string& type = config_.model.type;  // a registered model may use it for anything
     const bool is_known = type == "auto" || type == "transformer" || type == "hybrid";
     idle(config_.data.structure == "cpp" && is_known && !config_.model.structure_embedding &&
@@ -465,6 +486,7 @@ class Completion {
   TrainConfig& config_;
   std::int64_t copies_ = 1;
   bool fixed_stages_ = true;  // the schedule requires a fixed number of stages per rank
+  bool never_pairs_ = false;  // a kind of schedule in which no forward is paired with a backward
   std::vector<std::string> problems_;
 };
 

@@ -221,6 +221,11 @@ std::vector<ConfigField> make_fields() {
        "model.experts and, unless it is 1, shard",
        at(&T::layout, &L::ep), 1, 65536},
       {"layout", "tp", "Tensor-parallel ranks; they split each layer", at(&T::layout, &L::tp), 1, 65536},
+      {"layout", "sequence_parallel",
+       "Tensor-parallel ranks divide the tokens of hidden states between the parts of layers that they "
+       "split: "
+       "less memory and work for norms, dropout and sums; needs tp > 1, which must divide model.context",
+       at(&T::layout, &L::sequence_parallel)},
       {"layout", "schedule",
        "Pipeline schedule (penstock schedule --help lists the kinds), or the path of a CSV file; auto: "
        "ZBVZeroBubble if there are enough blocks for two stages per rank, else 1F1B or Interleaved1F1B",
@@ -257,6 +262,15 @@ std::vector<ConfigField> make_fields() {
        0,
        false,
        {"same", "bf16", "fp8"}},
+      {"layout",
+       "overlap_experts",
+       "auto: where a schedule pairs a forward with a backward (DualPipe, DualPipeV), one computes while the "
+       "other exchanges rows of experts (ep > 1); off: one after the other. Results have the same bits",
+       at(&T::layout, &L::overlap_experts),
+       0,
+       0,
+       false,
+       {"auto", "off"}},
       {"layout",
        "device",
        "Device that the model runs on; auto: cuda if there is a GPU for each rank, else cpu",

@@ -105,6 +105,7 @@ std::string key_for_synonym(std::string_view name) {
       {"tensor_parallel", "layout.tp"},
       {"tensor_parallel_size", "layout.tp"},
       {"tensor_model_parallel_size", "layout.tp"},
+      {"sequence_parallelism", "layout.sequence_parallel"},
       {"expert_parallel", "layout.ep"},
       {"expert_parallel_size", "layout.ep"},
       {"expert_model_parallel_size", "layout.ep"},

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "penstock/base/describe.h"
+#include "penstock/base/env.h"
 #include "penstock/base/log.h"
 #include "penstock/checkpoint/tensors/load.h"
 #include "penstock/checkpoint/tensors/tensor_part.h"
@@ -27,6 +28,7 @@
 #include "penstock/mode.h"
 #include "penstock/observer.h"
 #include "penstock/optimizer.h"
+#include "penstock/train/config/expert_overlap.h"
 #include "penstock/train/data/prefetcher.h"
 #include "penstock/train/job/find_not_finite.h"
 #include "penstock/train/job/replica_gradient_sync.h"
@@ -113,7 +115,9 @@ void check_transport(const LayoutConfig& config, bool gpu) {
 
 at::Device configured_device(const LayoutConfig& config, const comm::World& world) {
   const int gpus = torch::cuda::is_available() ? static_cast<int>(torch::cuda::device_count()) : 0;
-  const bool own_gpu = gpus >= world.local_size();
+  // Several ranks on one GPU, at the price that everything between them goes through host memory.
+  const bool shares = gpus > 0 && env_int("PENSTOCK_SHARE_GPUS", 0, 1) == 1 && config.device == "cuda";
+  const bool own_gpu = shares || gpus >= world.local_size();
   const bool cpu = config.device == "cpu" || (config.device == "auto" && !own_gpu);
   if (cpu || own_gpu) check_transport(config, !cpu);
   if (cpu) return at::kCPU;
@@ -121,8 +125,10 @@ at::Device configured_device(const LayoutConfig& config, const comm::World& worl
     throw ConfigError(
         describe("layout.device",
                  fmt::format("cuda, with {} GPUs for {} ranks on this host", gpus, world.local_size()),
-                 "one GPU per rank", "start fewer ranks, or set layout.device to cpu"));
-  return at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(world.local_rank()));
+                 "one GPU per rank",
+                 "start fewer ranks, set layout.device to cpu, or let ranks share GPUs with "
+                 "PENSTOCK_SHARE_GPUS=1"));
+  return at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(world.local_rank() % gpus));
 }
 
 struct TrainingJob::Impl {
@@ -187,8 +193,11 @@ struct TrainingJob::Impl {
       options.rows = BatchRows{.global = rows * config.layout.dp, .first = rows * layout.dp(), .count = rows};
     if (config.layout.border_dtype == "bf16") options.borders.dtype = BorderDtype::BFloat16;
     if (config.layout.border_dtype == "fp8") options.borders.dtype = BorderDtype::Float8;
-    // Activations between stages are whole and equal on all tensor-parallel ranks.
-    if (layout.tp_size() > 1 && layout.pp_size() > 1) options.borders.equal_ranks = layout.mesh().group("tp");
+    // Activations between stages are whole and equal on all tensor-parallel ranks, unless each has its
+    // tokens.
+    if (layout.tp_size() > 1 && layout.pp_size() > 1 && !config.layout.sequence_parallel)
+      options.borders.equal_ranks = layout.mesh().group("tp");
+    options.overlap_exchanges = ExpertOverlap(config.layout, schedule).on();
     if (config.layout.transport == "gloo") options.p2p = comm::P2PTransport::Gloo;
     if (config.layout.transport == "ucx") options.p2p = comm::P2PTransport::Ucx;
     return options;

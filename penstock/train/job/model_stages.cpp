@@ -76,6 +76,7 @@ void check_stages(const TrainConfig& config, const models::TrainableModel& model
                   const schedule::Schedule& schedule) {
   check_copies(schedule.stages(), config.layout.schedule);
   if (config.layout.tp > 1) model.check_tensor_parallel(static_cast<int>(config.layout.tp));
+  if (config.layout.sequence_parallel) model.check_sequence_parallel();
   if (config.layout.ep > 1) model.check_expert_parallel(static_cast<int>(config.layout.ep));
   configured_recompute(config, model, parts_of_model(schedule.stages()));
 }
@@ -92,6 +93,7 @@ ModelStages::ModelStages(const RankLayout& layout, const TrainConfig& config,
     std::shared_ptr<models::ModelStage> module =
         model_->make_stage(parts_[static_cast<std::size_t>(part_of_stage(map, index))]);
     module->to(device);
+    if (config.layout.sequence_parallel) module->set_sequence_parallel();
     if (const auto mesh = layout.split_mesh()) module->parallelize(*mesh);
     if (layout.dp_size() > 1) module->set_replicas(layout.copies());
     module->set_initial_values(static_cast<std::uint64_t>(config.training.seed));

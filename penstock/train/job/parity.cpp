@@ -214,6 +214,7 @@ TrainConfig one_process(const TrainConfig& config) {
   TrainConfig one = config;
   one.layout.ranks = one.layout.pp = one.layout.dp = one.layout.shard = one.layout.ep = one.layout.tp =
       one.layout.virtual_stages = 1;
+  one.layout.sequence_parallel = false;
   one.layout.schedule = "1F1B";
   one.layout.microbatch_size = config.layout.microbatch_size * config.layout.dp;
   std::erase(one.model.pattern, '|');

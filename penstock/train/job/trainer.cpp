@@ -22,6 +22,8 @@
 #include "penstock/observer.h"
 #include "penstock/torch/compat/device_memory.h"
 #include "penstock/torch/compat/version.h"
+#include "penstock/train/config/configured_schedule.h"
+#include "penstock/train/config/expert_overlap.h"
 #include "penstock/train/data/make_shards.h"
 #include "penstock/train/job/job.h"
 #include "penstock/train/job/open_data.h"
@@ -135,8 +137,11 @@ struct Trainer::Impl {
 
   void describe_run() {
     const models::ModelPlan& plan = job.model().plan();
-    if (world.rank() == 0)
+    if (world.rank() == 0) {
       for (const std::string& line : job.model().shared().report()) log().info("train: {}", line);
+      const ExpertOverlap overlap(config.layout, configured_schedule(config.layout));
+      if (!overlap.text().empty()) log().info("train: {}", overlap.text());
+    }
     description.config = config;
     description.folder = folder;
     description.ranks = world.size();

@@ -18,6 +18,7 @@
 #include "penstock/comm/transport/ucx_transport.h"
 #include "penstock/draw.h"
 #include "penstock/errors.h"
+#include "penstock/train/config/expert_overlap.h"
 #include "penstock/train/config/layout_text.h"
 #include "penstock/train/job/configured_model.h"
 #include "penstock/train/job/host_check.h"
@@ -63,6 +64,18 @@ struct StageEstimate {
   plan::MicrobatchMemory memory;
 };
 
+// Hidden states that a rank keeps, or has a buffer for: all tokens, or those of the rank.
+std::int64_t hidden_bytes(const DryRun& run) {
+  const LayoutConfig& layout = run.config.layout;
+  return layout.sequence_parallel ? run.measured.border / layout.tp : run.measured.border;
+}
+
+// What a rank sends to the next stage: tensor-parallel ranks share the work.
+std::int64_t sent_bytes(const DryRun& run) {
+  const std::int64_t ranks = run.config.layout.tp;
+  return (run.measured.border + ranks - 1) / ranks;
+}
+
 StageEstimate estimate_stage(const DryRun& run, const models::StagePart& part, bool recomputes) {
   const PartMeasurements& measured = run.measured;
   StageEstimate stage;
@@ -82,14 +95,14 @@ StageEstimate estimate_stage(const DryRun& run, const models::StagePart& part, b
     const bool again =
         recomputes && run.recompute.recomputes({.number = i, .letter = block.letter}, part.index, {});
     add((again ? measured.recomputed : measured.blocks).at(block.kind));
-    kept += measured.border;  // the input
+    kept += hidden_bytes(run);  // the input
     const auto shared = measured.shared.find(block.kind);
     if (!again && shared != measured.shared.end() && sharing[block.kind]++ > 0) kept -= shared->second;
   }
   if (part.has_embed()) add(measured.embed);
   if (part.has_head()) {
     add(measured.head);
-    kept += measured.border;
+    kept += hidden_bytes(run);
   }
   if (knows_weights) stage.memory.between_input_and_weight = for_weights;
   return stage;
@@ -119,7 +132,7 @@ plan::CostModel cost_model(const DryRun& run) {
     cost.forward = (plain.forward + (again.forward - plain.forward) * recomputed) * share;
     cost.backward = backward * share;
     cost.backward_input = cost.backward_weight = backward * share / 2;
-    cost.output_bytes = static_cast<double>(run.measured.border);
+    cost.output_bytes = static_cast<double>(sent_bytes(run));
     model.stages.push_back(cost);
     const plan::MicrobatchMemory& usual = (chosen.empty() ? again : plain).memory;
     plan::StageMemory memory;
@@ -177,8 +190,9 @@ std::string kept_text(const DryRun& run) {
 
 std::string mesh_text(const DryRun& run) {
   const LayoutConfig& layout = run.config.layout;
-  return fmt::format("mesh: {} = pp {} x dp {} x tp {}, on {}{}", count_of(layout.ranks, "rank"), layout.pp,
-                     dp_text(layout), layout.tp, run.device,
+  return fmt::format("mesh: {} = pp {} x dp {} x tp {}{}, on {}{}", count_of(layout.ranks, "rank"), layout.pp,
+                     dp_text(layout), layout.tp, layout.sequence_parallel ? " with sequence parallelism" : "",
+                     run.device,
                      run.device == "cpu" ? fmt::format(" ({}, {} per rank)", count_of(run.cores, "core"),
                                                        count_of(run.measured.threads, "thread"))
                                          : std::string());
@@ -207,14 +221,15 @@ Lines rank_lines(const DryRun& run) {
 
 std::string schedule_text(const DryRun& run) {
   const schedule::Schedule& schedule = run.schedule;
-  return fmt::format("schedule: {}, {} stage{}, {} microbatches of {} rows{}; bubble {:.1f} % of the run",
+  const std::string experts = ExpertOverlap(run.config.layout, schedule).text();
+  return fmt::format("schedule: {}, {} stage{}, {} microbatches of {} rows{}; bubble {:.1f} % of the run{}",
                      run.config.layout.schedule, schedule.stages().stages(),
                      schedule.stages().stages() == 1 ? "" : "s", schedule.microbatches(),
                      run.config.layout.microbatch_size,
                      run.config.training.accumulation > 1
                          ? fmt::format(", {} runs per step", run.config.training.accumulation)
                          : std::string(),
-                     100 * run.simulation.bubble);
+                     100 * run.simulation.bubble, experts.empty() ? "" : "; " + experts);
 }
 
 Lines grid_lines(const schedule::Schedule& schedule) {
@@ -293,7 +308,7 @@ void write_time(std::string& text, const DryRun& run) {
     assumed.push_back(fmt::format("each of {} tensor-parallel ranks does an equal share", layout.tp));
   if (slowdown(run) > 1) assumed.push_back(fmt::format("{} ranks share {} cores", layout.ranks, run.cores));
   assumed.push_back(
-      fmt::format("transfers of {} at {:g} GB/s", bytes_text(run.measured.border), kBandwidth / 1e9));
+      fmt::format("transfers of {} at {:g} GB/s", bytes_text(sent_bytes(run)), kBandwidth / 1e9));
   fmt::format_to(out, "assumptions: {}; not included: sums over ranks, optimizer, data loading\n",
                  fmt::join(assumed, ", "));
   fmt::format_to(out, "predicted: {} per step of {} tokens, {:.0f} tokens/s, {} for {}\n",
@@ -364,7 +379,7 @@ DryRun dry_run(const TrainConfig& config, const DataCheckProgress& progress) {
   now("planning memory");
   run.memory = plan_memory(config, run.plan, run.schedule, run.parts, run.simulation,
                            {.stages = costs.memory,
-                            .border = run.measured.border,
+                            .border = hidden_bytes(run),
                             .knows_sent = !device.is_cpu() || uses_ucx(config.layout)});
   run.step_seconds = run.simulation.time * static_cast<double>(config.training.accumulation);
   return run;

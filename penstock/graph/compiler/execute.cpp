@@ -1,4 +1,4 @@
-#include "penstock/graph/run/execute.h"
+#include "penstock/graph/compiler/execute.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/GradMode.h>

@@ -12,15 +12,15 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
+#include "penstock/graph/compiler/graph_compiler.h"
 #include "penstock/graph/ir/graph.h"
 
 namespace penstock::graph {
 
-struct BoundSizes;
-
-class Executor {
+class Executor final : public CompiledGraph {
  public:
   // Verifies the graph and copies what a run needs; the graph may then be destroyed.
   explicit Executor(const Graph& graph);
@@ -30,6 +30,9 @@ class Executor {
   // graph, one is undefined, or the graph has symbols and `sizes` is null.
   std::vector<c10::IValue> operator()(std::vector<at::Tensor> inputs,
                                       const BoundSizes* sizes = nullptr) const;
+  std::vector<c10::IValue> run(std::vector<at::Tensor> inputs, const BoundSizes* sizes) const override {
+    return (*this)(std::move(inputs), sizes);
+  }
 
   std::size_t input_count() const { return inputs_.size(); }
 

@@ -1,0 +1,132 @@
+#include "penstock/graph/run/function_capture.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "penstock/errors.h"
+#include "penstock/graph/ir/functionalize.h"
+#include "penstock/graph/run/graph_call.h"
+#include "penstock/graph/run/subclass_call.h"
+#include "penstock/graph/trace/capture.h"
+
+namespace penstock::graph {
+namespace {
+
+// What backward writes is known only after duplicate inputs were removed.
+void check_written_in_backward(const JointGraph& joint, std::size_t primal,
+                               const std::vector<at::Tensor>& primals) {
+  const std::string& name = joint.graph.inputs[primal].name;
+  for (std::size_t i = 0; i < primals.size(); ++i)
+    if (i != primal && primals[i].is_alias_of(primals[primal]))
+      throw NotImplemented(fmt::format("graph: backward writes {}, which shares memory with {}; pass a copy",
+                                       name, joint.graph.inputs[i].name));
+  if (overlaps_itself(geometry_of(primals[primal])))
+    throw NotImplemented(
+        fmt::format("graph: {} has elements that share memory (expand, unfold), and backward writes it; pass "
+                    "a contiguous copy",
+                    name));
+}
+
+// Whether some input may have to be replaced by another one before the function is captured.
+bool needs_wrappers(const CallGuard& guard, const Values& inputs) {
+  return guard.inputs_share_memory() ||
+         std::any_of(inputs.begin(), inputs.end(), [](const c10::IValue& input) {
+           return is_defined_tensor(input) && (input.toTensor().is_conj() || input.toTensor().is_neg());
+         });
+}
+
+void find_written_primals(FunctionCapture& capture, const Values& inner) {
+  const std::vector<std::size_t> mutated = capture.meta.mutated_at_run_time();
+  std::vector<at::Tensor> primals;
+  std::vector<char> changed;
+  for (std::size_t i = 0; i < inner.size(); ++i) {
+    if (!is_defined_tensor(inner[i])) continue;
+    primals.push_back(inner[i].toTensor());
+    changed.push_back(std::find(mutated.begin(), mutated.end(), i) != mutated.end());
+    capture.primal_written.push_back(changed.back() && capture.meta.inputs[i].mutates_data);
+  }
+  // Changing a tensor, even only its metadata, increments the version of all tensors that share its memory.
+  for (std::size_t i = 0; i < primals.size(); ++i) {
+    bool shares = false;
+    for (std::size_t j = 0; j < primals.size(); ++j)
+      shares |= changed[j] && primals[i].is_alias_of(primals[j]);
+    capture.primal_shares_changed.push_back(shares);
+  }
+}
+
+// The number of symbols that backward depends on.
+std::size_t count_symbols_for_backward(const JointGraph& joint, const Partition& halves) {
+  const SymbolicTable* table = joint.graph.table.get();
+  if (!table) return 0;
+  std::vector<char> used(table->symbols.symbols(), 0);
+  const auto use = [&](const SizeExpression& expression) {
+    for (std::size_t variable = 0; variable < table->symbols.variables(); ++variable)
+      for (std::size_t symbol = 0; symbol < used.size(); ++symbol)
+        if (expression.uses(variable) && table->symbols.depends(variable, symbol)) used[symbol] = 1;
+  };
+  for (const Node& node : halves.backward.nodes)
+    for (const Operand& operand : node.arguments)
+      if (operand.symbolic != kNotSymbolic)
+        for (const NumberOrSize& number :
+             table->constants[static_cast<std::size_t>(operand.symbolic)].numbers)
+          use(std::holds_alternative<SizeExpression>(number) ? std::get<SizeExpression>(number)
+                                                             : std::get<NumberExpression>(number).size);
+  for (const TangentInfo& tangent : joint.tangents)
+    if (tangent.geometry.symbolic != kNotSymbolic) {
+      const SymbolicGeometry& geometry =
+          table->geometries[static_cast<std::size_t>(tangent.geometry.symbolic)];
+      for (const auto& expressions : {geometry.sizes, geometry.strides})
+        for (const auto& expression : expressions)
+          if (expression) use(*expression);
+    }
+  return static_cast<std::size_t>(std::count(used.begin(), used.end(), char{1}));
+}
+
+}  // namespace
+
+FunctionCapture capture_function(const Function& function, const Values& inputs, const Convention& convention,
+                                 const CallWrappers& wrappers) {
+  CallGuard guard(inputs, convention);
+  const AnalyzeOptions options{.convention = convention};
+  AnalyzedCapture at_once;  // if one run of the function is enough
+  if (needs_wrappers(guard, inputs)) {
+    at_once.meta = analyze(function, inputs, options);
+    reject_shared_writes(inputs, at_once.meta, convention);
+  } else {
+    at_once = analyze_and_capture(function, inputs, convention);
+  }
+  FunctionForm form(function, inputs, options, std::move(at_once.meta));
+  FunctionCapture capture{.guard = std::move(guard), .wrappers = apply(wrappers, form)};
+  capture.meta = form.meta();
+  capture.convention = form.convention();
+  capture.joint = at_once.joint && capture.wrappers.empty()
+                      ? std::move(*at_once.joint)
+                      : capture_joint(form.function(), form.inputs(), form.meta(), form.convention());
+  JointGraph& joint = capture.joint;
+  for (std::size_t i = 0; i < capture.meta.mutated_at_run_time().size(); ++i)
+    capture.geometry_after.push_back(
+        joint.graph[joint.graph.outputs[joint.first_output(i)].value()].geometry);
+  find_written_primals(capture, form.inputs());
+  for (std::size_t i = 0; i < joint.forward_outputs; ++i) {
+    const ValueId value = joint.graph.outputs[i].value();
+    capture.memory_of_output.push_back(value == kNoValue ? StorageId{-1} : joint.graph[value].storage);
+  }
+  for (const std::size_t primal : joint.written_in_backward)
+    check_written_in_backward(joint, primal, tensors_among(form.inputs()));
+  joint.graph = functionalize(std::move(joint.graph), joint.forward_outputs);
+  remove_dead_nodes(joint.graph);
+  return capture;
+}
+
+PartitionedCapture partition(FunctionCapture capture, Partitioner partitioner) {
+  Partition halves = partitioner == Partitioner::MinCut ? partition_min_cut(capture.joint)
+                                                        : partition_default(capture.joint);
+  const std::size_t symbols = count_symbols_for_backward(capture.joint, halves);
+  for_each_meta(capture, [&](ViewAndMutationMeta& meta) { meta.symbols_for_backward = symbols; });
+  return {std::move(capture), std::move(halves)};
+}
+
+}  // namespace penstock::graph

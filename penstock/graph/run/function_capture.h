@@ -1,0 +1,60 @@
+// A function captured for one kind of call: what it does to its inputs, how its results alias, and what it
+// computes, forward and backward, as one graph without writes. The first stage on the way to a compiled call:
+//
+//   FunctionCapture capture = capture_function(function, inputs);
+//   PartitionedCapture halves = partition(std::move(capture), Partitioner::MinCut);
+//   CompiledCall call(std::move(halves), *graph_compiler("executor"));
+//   Values results = call.run(inputs);
+//
+// Every stage is a value. The graph of a capture can be read, and replaced by one with the same inputs and
+// outputs, before it is partitioned.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "penstock/compile_options.h"
+#include "penstock/graph/ir/joint_graph.h"
+#include "penstock/graph/partition/partition.h"
+#include "penstock/graph/run/call_guard.h"
+#include "penstock/graph/run/dynamic_call.h"
+#include "penstock/graph/wrap/call_wrapper.h"
+
+namespace penstock::graph {
+
+struct FunctionCapture {
+  CallGuard guard;                     // the calls for which it is valid
+  std::vector<WrapperInUse> wrappers;  // outermost first
+  ViewAndMutationMeta meta;            // of the function inside the wrappers
+  Convention convention;               // the inputs of that function
+  JointGraph joint;                    // without writes
+  // For each primal: whether its data is written; whether an input in the same memory changes.
+  std::vector<char> primal_written, primal_shares_changed;
+  std::vector<Geometry> geometry_after;     // of the mutated inputs, in the order of the forward outputs
+  std::vector<StorageId> memory_of_output;  // of the forward outputs, before the writes were removed
+  std::vector<DynamicSymbol> symbols;       // of a capture for all sizes; its table is that of the graph
+
+  // Of the function as it is called.
+  const ViewAndMutationMeta& user_meta() const { return wrappers.empty() ? meta : wrappers.front().outer; }
+};
+
+// Runs the function on fake tensors: nothing is computed.
+FunctionCapture capture_function(const Function& function, const Values& inputs,
+                                 const Convention& convention = {},
+                                 const CallWrappers& wrappers = default_call_wrappers());
+
+// Calls `visit(meta)` for the metadata of the function as it is called, and inside each of the wrappers.
+template <class Capture, class Visit>
+void for_each_meta(Capture& capture, Visit&& visit) {
+  for (auto& used : capture.wrappers) visit(used.outer);
+  visit(capture.meta);
+}
+
+// A capture whose graph is split in two.
+struct PartitionedCapture {
+  FunctionCapture capture;
+  Partition halves;
+};
+PartitionedCapture partition(FunctionCapture capture, Partitioner partitioner);
+
+}  // namespace penstock::graph

@@ -1,0 +1,27 @@
+// What LibTorch's thread-local state carries for Penstock: the context of the step and the half of an
+// overlapped unit. Private to this folder.
+#pragma once
+
+#include <c10/util/ThreadLocalDebugInfo.h>
+
+#include <memory>
+#include <utility>
+
+#include "penstock/step_context.h"
+#include "penstock/torch/random/unit_half.h"
+
+namespace penstock::detail {
+
+constexpr auto kStepInfoKind = c10::DebugInfoKind::PRODUCER_INFO;
+
+struct StepInfo final : c10::DebugInfoBase {
+  StepInfo(std::shared_ptr<const StepContext> the_context, std::shared_ptr<UnitHalf> the_half)
+      : context(std::move(the_context)), half(std::move(the_half)) {}
+  const std::shared_ptr<const StepContext> context;
+  const std::shared_ptr<UnitHalf> half;  // null: none
+};
+
+// Returns null outside of any scope. Throws StateError if other code uses the kind.
+const StepInfo* current_step_info();
+
+}  // namespace penstock::detail

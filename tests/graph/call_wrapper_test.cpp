@@ -1,0 +1,175 @@
+// The stages from a function to a compiled call, each used alone, and wrappers and compilers of a user.
+#include "penstock/graph/wrap/call_wrapper.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "penstock/errors.h"
+#include "penstock/graph/compiler/execute.h"
+#include "penstock/graph/run/compiled_call.h"
+#include "tests/has_text.h"
+#include "tests/throws.h"
+
+namespace penstock::graph {
+namespace call_wrapper_test {
+
+using test::has_text;
+using test::message_of;
+
+// Writes its first input and adds the second.
+Values write_and_add(const Values& in) {
+  in[0].toTensor().mul_(2);
+  return {in[0].toTensor() + in[1].toTensor()};
+}
+
+CompiledCall compiled_with(const Function& function, const Values& inputs,
+                           const CallWrappers& wrappers = default_call_wrappers()) {
+  return {partition(capture_function(function, inputs, {}, wrappers), Partitioner::Default),
+          *graph_compiler(kExecutorCompiler)};
+}
+
+using Names = std::vector<std::string>;
+
+TEST(CallWrappers, AreInUseOnlyWhereNeeded) {
+  const at::Tensor x = torch::randn({4}), y = torch::randn({4});
+  EXPECT_EQ(compiled_with(write_and_add, {x, y}).wrappers(), Names{"epilogue"});
+  EXPECT_EQ(compiled_with(write_and_add, {x, x}).wrappers(), (Names{"duplicate inputs", "epilogue"}));
+  EXPECT_EQ(compiled_with(write_and_add, {x.slice(0, 0, 3), x.slice(0, 1, 4)}).wrappers(),
+            (Names{"synthetic bases", "epilogue"}));
+  const at::Tensor z = torch::randn({4}, at::kComplexFloat);
+  EXPECT_EQ(compiled_with(write_and_add, {z, z.clone().conj()}).wrappers(),
+            (Names{"lazy inputs", "epilogue"}));
+}
+
+// All of them at once: the first two are one tensor, which overlaps the third; the last is a conjugate.
+TEST(CallWrappers, Compose) {
+  const auto function = [](const Values& in) -> Values {
+    in[0].toTensor().mul_(3);
+    return {in[1].toTensor() + in[2].toTensor(), in[0], in[2].toTensor().view({-1}), in[3].toTensor() * 2};
+  };
+  const auto inputs = [] {
+    torch::manual_seed(7);
+    const at::Tensor memory = torch::randn({5}, at::kComplexFloat);
+    const at::Tensor a = memory.slice(0, 0, 4);
+    return Values{a, a, memory.slice(0, 1, 5), torch::randn({3}, at::kComplexFloat).conj()};
+  };
+  const Values expected_inputs = inputs(), ours_inputs = inputs();
+  const CompiledCall call = compiled_with(function, inputs());
+  EXPECT_EQ(call.wrappers(), (Names{"duplicate inputs", "synthetic bases", "lazy inputs", "epilogue"}));
+  const Values expected = function(expected_inputs), ours = call.run(ours_inputs);
+  for (std::size_t i = 0; i < expected.size(); ++i)
+    EXPECT_TRUE(at::equal(ours[i].toTensor(), expected[i].toTensor())) << i;
+  for (std::size_t i = 0; i < expected_inputs.size(); ++i)
+    EXPECT_TRUE(at::equal(ours_inputs[i].toTensor(), expected_inputs[i].toTensor())) << i;
+  EXPECT_TRUE(ours[1].toTensor().is_same(ours_inputs[0].toTensor()));
+  EXPECT_TRUE(ours[2].toTensor().is_alias_of(ours_inputs[2].toTensor()));
+}
+
+TEST(CallWrappers, MessagesNameInputsOfTheOriginalCall) {
+  const at::Tensor memory = torch::randn({5}), other = torch::randn({2});
+  const at::Tensor written = memory.slice(0, 0, 4);
+  // The second is a duplicate; what overlaps is input 2, which was input 1 without it.
+  const std::string message = message_of<NotImplemented>([&] {
+    compiled_with(
+        [](const Values& in) -> Values {
+          in[0].toTensor().mul_(2);
+          in[2].toTensor().t_();
+          return {in[2].toTensor() + 1};
+        },
+        {written, written, memory.slice(0, 1, 5).view({2, 2})});
+  });
+  EXPECT_TRUE(has_text(message, "input 2 overlaps other inputs"));
+}
+
+// A user's wrapper: the function computes in double, whatever the dtype of its first input.
+class ComputeInDouble final : public CallWrapper {
+ public:
+  class Applied final : public AppliedWrapper {
+   public:
+    std::string_view name() const override { return "compute in double"; }
+    Call around(Call inner, const ViewAndMutationMeta&) const override {
+      return [inner = std::move(inner)](Values inputs, const CallSizes& sizes) {
+        inputs[0] = inputs[0].toTensor().to(at::kDouble);
+        return inner(inputs, sizes);
+      };
+    }
+    bool same_but_for_sizes(const AppliedWrapper& other) const override {
+      return dynamic_cast<const Applied*>(&other) != nullptr;
+    }
+  };
+  std::string_view name() const override { return "compute in double"; }
+  std::shared_ptr<const AppliedWrapper> apply(FunctionForm& form) const override {
+    if (form.inputs()[0].toTensor().scalar_type() == at::kDouble) return nullptr;
+    Values inputs = form.inputs();
+    inputs[0] = inputs[0].toTensor().to(at::kDouble);
+    form.replace(form.function(), std::move(inputs), form.convention(), {0});
+    return std::make_shared<const Applied>();
+  }
+};
+
+TEST(CallWrappers, OfAUserAreApplied) {
+  CallWrappers wrappers = default_call_wrappers();
+  wrappers.insert(wrappers.begin(), std::make_shared<ComputeInDouble>());
+  const Function function = [](const Values& in) -> Values { return {in[0].toTensor().exp().sum()}; };
+  const at::Tensor x = torch::randn({10}).set_requires_grad(true);
+  const CompiledCall call = compiled_with(function, {x}, wrappers);
+  EXPECT_EQ(call.wrappers(), (Names{"compute in double", "epilogue"}));
+  const at::Tensor sum = call.run({x})[0].toTensor();
+  EXPECT_EQ(sum.scalar_type(), at::kDouble);
+  EXPECT_TRUE(at::equal(sum, x.to(at::kDouble).exp().sum()));
+  sum.backward();
+  EXPECT_TRUE(at::equal(x.grad(), x.to(at::kDouble).exp().to(at::kFloat)));
+  EXPECT_EQ(compiled_with(function, {x.detach().to(at::kDouble)}, wrappers).wrappers(), Names{"epilogue"});
+}
+
+TEST(FunctionCapture, ItsGraphCanBeReplaced) {
+  const Function function = [](const Values& in) -> Values { return {in[0].toTensor().sin()}; };
+  const at::Tensor x = torch::randn({6});
+  FunctionCapture capture = capture_function(function, {x});
+  ASSERT_EQ(capture.joint.graph.nodes.size(), 1u);
+  capture.joint.graph.nodes[0].op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::cos", "");
+  const CompiledCall call(partition(std::move(capture), Partitioner::Default),
+                          *graph_compiler(kExecutorCompiler));
+  EXPECT_TRUE(at::equal(call.run({x})[0].toTensor(), x.cos()));
+}
+
+// A user's compiler: runs graphs like the built-in one, and counts what it was asked for.
+class CountingCompiler final : public GraphCompiler {
+ public:
+  std::string_view name() const override { return "counting"; }
+  std::shared_ptr<const CompiledGraph> compile(const Graph& graph, GraphRole role) const override {
+    asked.emplace_back(to_text(role));
+    return std::make_shared<const Executor>(graph);
+  }
+  mutable std::vector<std::string> asked;
+};
+
+TEST(GraphCompilers, AreFoundByName) {
+  const auto counting = std::make_shared<CountingCompiler>();
+  register_graph_compiler(counting);
+  EXPECT_EQ(graph_compiler("counting"), counting);
+  EXPECT_EQ(graph_compiler_names(), (Names{"counting", "executor"}));
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] { register_graph_compiler(counting); }),
+                       "already a compiler named 'counting'"));
+  EXPECT_TRUE(
+      has_text(message_of<ValueError>([] { graph_compiler("excutor"); }), "one of counting, executor"));
+
+  const Function function = [](const Values& in) -> Values { return {in[0].toTensor().square().sum()}; };
+  const at::Tensor x = torch::randn({3}).set_requires_grad(true);
+  const CompiledCall training(partition(capture_function(function, {x}), Partitioner::Default), *counting);
+  EXPECT_EQ(counting->asked, (Names{"forward", "backward"}));
+  training.run({x})[0].toTensor().backward();
+  EXPECT_TRUE(at::equal(x.grad(), 2 * x.detach()));
+  counting->asked.clear();
+  const CompiledCall inference(partition(capture_function(function, {x.detach()}), Partitioner::Default),
+                               *counting);
+  EXPECT_EQ(counting->asked, Names{"inference"});
+}
+
+}  // namespace call_wrapper_test
+}  // namespace penstock::graph

@@ -268,6 +268,9 @@ TEST(HybridMultiToken, CompiledEqualsEager) {
 
 TEST(HybridMultiToken, BadOptionsNameTheirKey) {
   EXPECT_TRUE(has_text(message_of<ConfigError>([] { predicting("AE", -1).check(); }), "multi_token_depth"));
+  EXPECT_NO_THROW(predicting("AE", 15).check());
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] { predicting("AE", 16).check(); }),
+                       "model.multi_token_depth: got 16, expected less than model.context, 16"));
   for (const char* block : {"X", "AF", "|"})
     EXPECT_TRUE(
         has_text(message_of<ConfigError>([&] { predicting("AE", 1, block).check(); }), "multi_token_block"));

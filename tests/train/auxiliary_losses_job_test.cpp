@@ -15,70 +15,22 @@
 #include "penstock/trainer.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
-#include "tests/train/small_training.h"
+#include "tests/train/hybrid_job.h"
 
 namespace penstock::train {
 namespace auxiliary_losses_job_test {
 
 using namespace std::chrono_literals;
-using penstock::test::config_of;
-using penstock::test::Layout;
-using penstock::test::small_data;
-
-using Options = std::vector<std::string>;
+using namespace penstock::test;
 
 constexpr int kSteps = 2;
 constexpr double kTolerance = 1e-5;  // relative; sums over stages and replicas are rounded differently
 
-const Options kAll = {"--pattern",
-                      "AEME",
-                      "--attention_feed",
-                      "false",
-                      "--experts",
-                      "4",
-                      "--expert_width",
-                      "16",
-                      "--state_size",
-                      "4",
-                      "--state_head_width",
-                      "8",
-                      "--state_chunk",
-                      "8",
-                      "--balance_weight",
-                      "0.05",
-                      "--router_z_weight",
-                      "0.1",
-                      "--depth_layers",
-                      "1,2",
-                      "--depth_weight",
-                      "0.2",
-                      "--multi_token_depth",
-                      "1",
-                      "--multi_token_block",
-                      "E",
-                      "--tie_head",
-                      "false",
-                      "--lr",
-                      "0.01"};
-
-Options all_and(const Options& more) {
-  Options options = kAll;
-  options.insert(options.end(), more.begin(), more.end());
-  return options;
-}
+const Options kAll = with(with(hybrid_blocks(), hybrid_losses()),
+                          {"--balance_weight", "0.05", "--depth_weight", "0.2", "--tie_head", "false"});
 
 std::vector<StepOutcome> train(const Layout& layout, const Options& options = kAll) {
-  const TrainConfig config = config_of(layout, options);
-  std::vector<StepOutcome> outcomes;
-  comm::run_ranks(layout.pp * layout.dp * layout.tp, 120s, [&](comm::World& world) {
-    TrainingJob job(world, config, small_data().open(config));
-    job.validate();  // does not count
-    for (int step = 0; step < kSteps; ++step) {
-      const StepOutcome outcome = job.train_step();
-      if (world.rank() == 0) outcomes.push_back(outcome);
-    }
-  });
-  return outcomes;
+  return train_job(layout, options, {.steps = kSteps, .validates_first = true}).steps;
 }
 
 void expect_near(const std::vector<StepOutcome>& ours, const std::vector<StepOutcome>& theirs) {
@@ -109,7 +61,7 @@ TEST(AuxiliaryLossesJob, EveryLayoutReportsTheValuesOfOneProcess) {
   EXPECT_NEAR(one[0].auxiliary[3].value, one[0].loss, 0.1 * one[0].loss);
   const auto near = [&](const Layout& layout, const Options& more = {}) {
     SCOPED_TRACE(layout.name);
-    expect_near(train(layout, all_and(more)), one);
+    expect_near(train(layout, with(kAll, more)), one);
   };
   near({.name = "pp2", .pp = 2, .microbatch_size = 4});
   near({.name = "pp4", .pp = 4, .microbatch_size = 4});
@@ -159,10 +111,10 @@ class Unlisted : public models::TrainableModel {
 
 TEST(AuxiliaryLossesJob, ALossThatThePlanLacksIsNamed) {
   register_model("unlisted", [](const TrainConfig& config) { return std::make_shared<Unlisted>(config); });
-  const std::string message = penstock::test::message_of<StateError>([] {
-    train({.name = "one"}, all_and({"--model.type", "unlisted"}));
+  const std::string message = message_of<StateError>([] {
+    train({.name = "one"}, with(kAll, {"--model.type", "unlisted"}));
   });
-  EXPECT_TRUE(penstock::test::has_text(message, "multi_token")) << message;
+  EXPECT_TRUE(has_text(message, "multi_token")) << message;
 }
 
 }  // namespace auxiliary_losses_job_test

@@ -4,70 +4,28 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
-#include <map>
-#include <mutex>
 #include <string>
 #include <vector>
 
-#include "penstock/checkpoint/files/reader.h"
-#include "penstock/checkpoint/tensors/world_agreement.h"
-#include "penstock/checkpoint/tensors/writer.h"
 #include "penstock/errors.h"
-#include "penstock/train/job/job.h"
 #include "penstock/train/job/parity.h"
 #include "penstock/train/job/stage_copies.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
-#include "tests/train/scratch_folder.h"
-#include "tests/train/small_training.h"
+#include "tests/train/hybrid_job.h"
 
 namespace penstock::train {
 namespace dual_pipe_job_test {
 
 using namespace std::chrono_literals;
-using penstock::test::config_of;
-using penstock::test::has_text;
-using penstock::test::Layout;
-using penstock::test::message_of;
-using penstock::test::ScratchFolder;
-using penstock::test::small_data;
-
-using Options = std::vector<std::string>;
+using namespace penstock::test;
 
 Layout dual_pipe(const std::string& name) {
   return {.name = name, .pp = 2, .virtual_stages = 2, .schedule = "DualPipe"};
 }
 
-const Options kHybrid = {"--pattern",
-                         "AEME",
-                         "--attention_feed",
-                         "false",
-                         "--experts",
-                         "4",
-                         "--expert_width",
-                         "16",
-                         "--state_size",
-                         "4",
-                         "--state_head_width",
-                         "8",
-                         "--state_chunk",
-                         "8",
-                         "--router_z_weight",
-                         "0.1",
-                         "--depth_layers",
-                         "1,2",
-                         "--router_bias_rate",
-                         "0.002",
-                         "--multi_token_depth",
-                         "1",
-                         "--multi_token_block",
-                         "E",
-                         "--tie_head",
-                         "true",
-                         "--dropout",
-                         "0.1",
-                         "--lr",
-                         "0.01"};
+const Options kHybrid = with(with(hybrid_blocks(), hybrid_losses()),
+                             {"--router_bias_rate", "0.002", "--tie_head", "true", "--dropout", "0.1"});
 
 constexpr int kSteps = 2;
 
@@ -108,98 +66,46 @@ TEST(DualPipeJob, TrainsHybridModelsWithEveryLoss) {
   Layout replicas = dual_pipe("dp2");
   replicas.dp = 2;
   EXPECT_TRUE(compare(dual_pipe("pp2"), kHybrid).ok());
-  Options more = kHybrid;
-  more.insert(more.end(), {"--shard", "2"});
-  const ParityReport sharded = compare(replicas, more);
+  const ParityReport sharded = compare(replicas, with(kHybrid, {"--shard", "2"}));
   EXPECT_TRUE(sharded.ok()) << to_text(sharded, false);
-  more.back() = "1";
-  more.insert(more.end(), {"--ep", "2"});
-  const ParityReport experts = compare(replicas, more);
+  const ParityReport experts = compare(replicas, with(kHybrid, {"--ep", "2"}));
   EXPECT_TRUE(experts.ok()) << to_text(experts, false);
 }
 
-// What a job ends with: the parameters of both copies by name.
-struct Ended {
-  std::vector<double> losses, norms;
-  double validation = 0;
-  std::map<std::string, at::Tensor> tensors;
-};
-
-struct Run {
-  int steps = 3;
-  const ScratchFolder* from = nullptr;
-  const ScratchFolder* to = nullptr;
-};
-
-Ended train(const Layout& layout, const Run& run, const Options& options = kHybrid) {
-  const TrainConfig config = config_of(layout, options);
-  Ended ended;
-  std::mutex mutex;
-  comm::run_ranks(layout.pp * layout.dp, 120s, [&](comm::World& world) {
-    TrainingJob job(world, config, small_data().open(config));
-    if (run.from != nullptr) {
-      checkpoint::WorldAgreement agreement(world);
-      job.load(checkpoint::open_latest(agreement, run.from->path())->checkpoint);
-    }
-    while (job.steps_done() < run.steps) {
-      const StepOutcome outcome = job.train_step();
-      if (world.rank() != 0) continue;
-      ended.losses.push_back(outcome.loss);
-      ended.norms.push_back(outcome.grad_norm);
-    }
-    const double validation = job.validate();
-    if (run.to != nullptr) {
-      checkpoint::CheckpointWriter saver(world, run.to->path());
-      saver.save(job.steps_done(), job.contents());
-      saver.wait();
-    }
-    const std::lock_guard lock(mutex);
-    if (world.rank() == 0) ended.validation = validation;
-    const auto keep = [&](const std::string& name, const at::Tensor& tensor) {
-      const auto [at, is_new] = ended.tensors.emplace(name, tensor.detach().clone());
-      EXPECT_TRUE(is_new || at::equal(at->second, tensor)) << "copies differ in " << name;
-    };
-    for (const optim::NamedParameter& parameter : job.model().parameters())
-      keep(parameter.name, parameter.tensor);
-    for (const models::StateBuffer& buffer : job.model().state_buffers()) keep(buffer.name, buffer.tensor);
-  });
-  return ended;
+TrainedJob train(const Layout& layout, JobRun run = {}) {
+  run.validates = run.keeps.parameters = true;
+  return train_job(layout, kHybrid, run);
 }
 
 // Checkpoints go from DualPipe to one process, to another pipeline and back; copies stay equal.
 TEST(DualPipeJob, CheckpointsMoveBetweenLayouts) {
   const Layout one{.name = "one"},
       v{.name = "ZBV", .pp = 2, .virtual_stages = 2, .schedule = "ZBVZeroBubble"};
-  const Ended whole = train(one, {.steps = 5});
+  const TrainedJob whole = train(one, {.steps = 5});
   const ScratchFolder first, second;
-  const Ended begun = train(dual_pipe("DualPipe"), {.steps = 2, .to = &first});
-  const Ended moved = train(v, {.steps = 3, .from = &first, .to = &second});
-  const Ended back = train(dual_pipe("DualPipe"), {.steps = 5, .from = &second});
+  TrainedJob all = train(dual_pipe("DualPipe"), {.steps = 2, .to = &first});
+  const TrainedJob moved = train(v, {.steps = 3, .from = &first, .to = &second});
+  const TrainedJob back = train(dual_pipe("DualPipe"), {.steps = 5, .from = &second});
+  for (const TrainedJob* job : {&moved, &back})
+    all.steps.insert(all.steps.end(), job->steps.begin(), job->steps.end());
   // Each parameter counts once in the norm.
-  for (std::size_t i = 0; i < begun.norms.size(); ++i)
-    EXPECT_NEAR(begun.norms[i], whole.norms[i], 2e-4 * whole.norms[i]) << "step " << i + 1;
-  std::vector<double> losses = begun.losses;
-  losses.insert(losses.end(), moved.losses.begin(), moved.losses.end());
-  losses.insert(losses.end(), back.losses.begin(), back.losses.end());
-  ASSERT_EQ(losses.size(), whole.losses.size());
-  for (std::size_t i = 0; i < losses.size(); ++i)
-    EXPECT_NEAR(losses[i], whole.losses[i], 2e-5 * whole.losses[i]) << "step " << i + 1;
+  expect_near_steps(all, whole);
   EXPECT_NEAR(back.validation, whole.validation, 2e-5 * whole.validation);
-  EXPECT_EQ(back.tensors.size(), whole.tensors.size());
-  EXPECT_EQ(train(one, {.steps = 3, .from = &first}).losses, train(v, {.steps = 3, .from = &first}).losses);
+  EXPECT_EQ(back.parameters.size(), whole.parameters.size());
+  EXPECT_EQ(back.buffers.size(), whole.buffers.size());
+  EXPECT_EQ(train(one, {.steps = 3, .from = &first}).losses(),
+            train(v, {.steps = 3, .from = &first}).losses());
 }
 
 // The copies also agree on which experts are balanced: their loads are summed.
 TEST(DualPipeJob, RouterBiasesAreThoseOfOneProcess) {
-  const Ended one = train({.name = "one"}, {}), dual = train(dual_pipe("DualPipe"), {});
-  std::size_t biases = 0;
-  for (const auto& [name, tensor] : one.tensors) {
-    if (!has_text(name, "router_bias")) continue;
-    ++biases;
-    EXPECT_TRUE(at::equal(dual.tensors.at(name), tensor)) << name;
+  const TrainedJob one = train({.name = "one"});
+  EXPECT_EQ(one.buffers.size(), 3u);
+  for (const auto& [name, tensor] : one.buffers) {
+    EXPECT_TRUE(has_text(name, "router_bias"));
     EXPECT_GT(tensor.abs().max().item<double>(), 0) << name;
   }
-  EXPECT_EQ(biases, 3u);
+  expect_equal_tensors(train(dual_pipe("DualPipe")).buffers, one.buffers);
 }
 
 TEST(StageCopies, PartsAndStages) {

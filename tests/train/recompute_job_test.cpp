@@ -3,111 +3,39 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
-#include <map>
-#include <mutex>
 #include <string>
 #include <vector>
 
-#include "penstock/dtensor.h"
 #include "penstock/errors.h"
 #include "penstock/train/job/job.h"
 #include "penstock/train/job/parity.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
-#include "tests/train/small_training.h"
+#include "tests/train/hybrid_job.h"
 
 namespace penstock::train {
 namespace recompute_job_test {
 
 using namespace std::chrono_literals;
-using penstock::test::config_of;
-using penstock::test::has_text;
-using penstock::test::Layout;
-using penstock::test::message_of;
-using penstock::test::small_data;
-
-using Options = std::vector<std::string>;
+using namespace penstock::test;
 
 // Everything that a forward could do differently the second time: routers with counters, mixtures of depths,
 // dropout, masks, multi-token prediction.
-const Options kEverything = {"--pattern",
-                             "AEME",
-                             "--attention_feed",
-                             "false",
-                             "--experts",
-                             "4",
-                             "--lr",
-                             "0.01",
-                             "--expert_width",
-                             "16",
-                             "--state_size",
-                             "4",
-                             "--state_head_width",
-                             "8",
-                             "--state_chunk",
-                             "8",
-                             "--router_z_weight",
-                             "0.1",
-                             "--depth_layers",
-                             "1,2",
-                             "--router_bias_rate",
-                             "0.002",
-                             "--multi_token_depth",
-                             "1",
-                             "--multi_token_block",
-                             "E",
-                             "--tie_head",
-                             "false",
-                             "--dropout",
-                             "0.1"};
+const Options kEverything = with(with(hybrid_blocks(), hybrid_losses()),
+                                 {"--router_bias_rate", "0.002", "--tie_head", "false", "--dropout", "0.1"});
 // What tensor parallelism can split.
 const Options kSplittable = {"--pattern",      "AEAE", "--experts", "4",
                              "--expert_width", "16",   "--dropout", "0.1"};
 
-Options with(Options all, const Options& more) {
-  all.insert(all.end(), more.begin(), more.end());
-  return all;
+TrainedJob train(const Layout& layout, const Options& options) {
+  return train_job(layout, options, {.steps = 2, .keeps = {.local = true}});
 }
 
-struct Outcome {
-  std::vector<double> losses;
-  std::map<std::string, at::Tensor> tensors;  // gradients of every step, parameters and buffers, of all ranks
-};
-
-Outcome train(const Layout& layout, const Options& options) {
-  const TrainConfig config = config_of(layout, options);
-  Outcome seen;
-  std::mutex mutex;
-  comm::run_ranks(layout.pp * layout.dp * layout.tp, 120s, [&](comm::World& world) {
-    TrainingJob job(world, config, small_data().open(config));
-    const auto keep = [&](const std::string& name, const at::Tensor& tensor) {
-      if (!tensor.defined()) return;
-      const std::lock_guard lock(mutex);
-      seen.tensors[std::to_string(world.rank()) + " " + name] =
-          (is_dtensor(tensor) ? to_local(tensor) : tensor).detach().clone();
-    };
-    job.set_gradient_hook([&](const std::vector<optim::NamedParameter>& parameters) {
-      for (const optim::NamedParameter& each : parameters)
-        keep("gradient " + std::to_string(job.steps_done()) + " " + each.name, each.tensor.grad());
-    });
-    while (job.steps_done() < 2) {
-      const StepOutcome outcome = job.train_step();
-      const std::lock_guard lock(mutex);
-      if (world.rank() == 0) seen.losses.push_back(outcome.loss);
-    }
-    job.set_gradient_hook({});
-    for (const optim::NamedParameter& each : job.model().parameters()) keep(each.name, each.tensor);
-    for (const models::StateBuffer& buffer : job.model().state_buffers()) keep(buffer.name, buffer.tensor);
-  });
-  return seen;
-}
-
-void expect_same(const Outcome& ours, const Outcome& plain) {
-  EXPECT_EQ(ours.losses, plain.losses);
-  ASSERT_EQ(ours.tensors.size(), plain.tensors.size());
-  EXPECT_GT(plain.tensors.size(), 20u);
-  for (const auto& [name, tensor] : plain.tensors)
-    EXPECT_TRUE(at::equal(ours.tensors.at(name), tensor)) << name;
+void expect_same(const TrainedJob& ours, const TrainedJob& plain) {
+  EXPECT_EQ(ours.losses(), plain.losses());
+  EXPECT_GT(plain.local.size(), 20u);
+  expect_equal_tensors(ours.local, plain.local);
+  expect_equal_tensors(ours.buffers, plain.buffers);
 }
 
 struct Case {
@@ -121,7 +49,7 @@ class RecomputeJob : public ::testing::TestWithParam<Case> {};
 
 TEST_P(RecomputeJob, HasTheBitsOfTrainingThatKeepsEverything) {
   const Options options = with(GetParam().model, GetParam().options);
-  const Outcome plain = train(GetParam().layout, options);
+  const TrainedJob plain = train(GetParam().layout, options);
   for (const Options& recompute : GetParam().recompute) {
     SCOPED_TRACE(recompute[1]);
     expect_same(train(GetParam().layout, with(options, recompute)), plain);

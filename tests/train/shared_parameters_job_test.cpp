@@ -4,40 +4,29 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
-#include <map>
 #include <mutex>
 #include <string>
 #include <vector>
 
-#include "penstock/checkpoint/files/reader.h"
-#include "penstock/checkpoint/tensors/world_agreement.h"
-#include "penstock/checkpoint/tensors/writer.h"
-#include "penstock/dtensor.h"
 #include "penstock/errors.h"
 #include "penstock/hybrid_metadata.h"
 #include "penstock/models/hybrid/trainable_hybrid.h"
 #include "penstock/train/config/configured_plan.h"
 #include "penstock/train/job/configured_model.h"
 #include "penstock/train/job/job.h"
-#include "penstock/train/job/model_stages.h"
 #include "penstock/train/job/parity.h"
 #include "penstock/trainer.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
-#include "tests/train/scratch_folder.h"
-#include "tests/train/small_training.h"
+#include "tests/train/hybrid_job.h"
 
 namespace penstock::train {
 namespace shared_parameters_job_test {
 
 using namespace std::chrono_literals;
-using penstock::test::config_of;
-using penstock::test::has_text;
-using penstock::test::Layout;
-using penstock::test::ScratchFolder;
-using penstock::test::small_data;
-using Options = std::vector<std::string>;
+using namespace penstock::test;
 
 // The hybrid model, with relations between tokens that a program computes. `change` changes its plan or its
 // stages.
@@ -65,6 +54,7 @@ class WithRelations : public models::TrainableModel {
     whole.metadata = models::HybridMetadata{.relations = at::stack({same, near}, 1)}.keywords();
     return model_->inputs(whole);
   }
+  void check_tensor_parallel(int ranks) const override { model_->check_tensor_parallel(ranks); }
 
  private:
   std::shared_ptr<models::TrainableModel> model_;
@@ -91,75 +81,25 @@ const Options kBlocks = {"--pattern",      "AEAA", "--attention_feed", "false", 
                          "--expert_width", "16",   "--relations",      "2",     "--clip_norm", "0.1",
                          "--partition",    "count"};
 
-Options with(const Options& more, const std::string& type = "with relations") {
-  Options all = kBlocks;
-  all.insert(all.end(), {"--model.type", type});
-  all.insert(all.end(), more.begin(), more.end());
-  return all;
+Options of_type(const std::string& type, const Options& more = {}) {
+  return with(with(kBlocks, {"--model.type", type}), more);
 }
 
-const Options kRelations = with({"--tie_head", "false"});
+const Options kRelations = of_type("with relations", {"--tie_head", "false"});
 // The embedding is used at the head, for multi-token prediction, or both.
-const Options kTied = with({"--tie_head", "true", "--multi_token_depth", "1", "--multi_token_block", "E"});
+const Options kTied =
+    of_type("with relations", {"--tie_head", "true", "--multi_token_depth", "1", "--multi_token_block", "E"});
 
-struct Outcome {
-  std::vector<double> losses, norms;
-  std::map<std::string, at::Tensor> values;  // of the parameters, whole
-};
-
-struct Run {
-  int steps = 3;
-  const ScratchFolder* from = nullptr;  // continues its newest checkpoint
-  const ScratchFolder* to = nullptr;    // saves the last state
-};
-
-Outcome train(const Layout& layout, const Options& options, const Run& run = {}) {
+TrainedJob train(const Layout& layout, const Options& options, JobRun run = {}) {
   register_models();
-  const TrainConfig config = config_of(layout, options);
-  Outcome seen;
-  std::mutex mutex;
-  comm::run_ranks(layout.pp * layout.dp * layout.tp, 120s, [&](comm::World& world) {
-    TrainingJob job(world, config, small_data().open(config));
-    if (run.from != nullptr) {
-      checkpoint::WorldAgreement agreement(world);
-      job.load(checkpoint::open_latest(agreement, run.from->path())->checkpoint);
-    }
-    while (job.steps_done() < run.steps) {
-      const StepOutcome outcome = job.train_step();
-      if (world.rank() != 0) continue;
-      seen.losses.push_back(outcome.loss);
-      seen.norms.push_back(outcome.grad_norm);
-    }
-    if (run.to != nullptr) {
-      checkpoint::CheckpointWriter saver(world, run.to->path());
-      saver.save(job.steps_done(), job.contents());
-      saver.wait();
-    }
-    for (const PipelineStage& stage : job.model().stages())
-      for (const optim::NamedParameter& parameter : job.model().parameters_of(stage.index())) {
-        if (parameter.name == "tied_embed") continue;  // the second use of a whole model
-        const at::Tensor value =
-            is_dtensor(parameter.tensor) ? full_tensor(parameter.tensor.detach()) : parameter.tensor.detach();
-        const std::lock_guard lock(mutex);
-        const auto [at, is_new] = seen.values.emplace(parameter.name, value.clone());
-        EXPECT_TRUE(is_new || at::equal(at->second, value)) << "copies differ in " << parameter.name;
-      }
-  });
-  return seen;
+  run.keeps.parameters = true;
+  return train_job(layout, options, run);
 }
 
 // Gradients are added in another order than in one process: float32 rounding.
-void expect_near(const Outcome& ours, const Outcome& theirs) {
-  ASSERT_EQ(ours.losses.size(), theirs.losses.size());
-  for (std::size_t i = 0; i < theirs.losses.size(); ++i) {
-    EXPECT_NEAR(ours.losses[i], theirs.losses[i], 2e-5 * theirs.losses[i]);
-    EXPECT_NEAR(ours.norms[i], theirs.norms[i], 2e-4 * theirs.norms[i]);
-  }
-  ASSERT_EQ(ours.values.size(), theirs.values.size());
-  for (const auto& [name, value] : theirs.values)
-    EXPECT_LT((ours.values.at(name) - value).abs().max().item<double>(),
-              1e-3 * value.abs().max().item<double>() + 1e-6)
-        << name;
+void expect_near(const TrainedJob& ours, const TrainedJob& theirs) {
+  expect_near_steps(ours, theirs);
+  expect_near_tensors(ours.parameters, theirs.parameters);
 }
 
 struct Shared {
@@ -171,14 +111,13 @@ class SharedParametersJob : public ::testing::TestWithParam<Shared> {};
 
 TEST_P(SharedParametersJob, PipelinesAgreeWithOneProcess) {
   const Options& options = GetParam().options;
-  const Outcome one = train({.name = "one", .microbatch_size = 4}, options);
+  const TrainedJob one = train({.name = "one", .microbatch_size = 4}, options);
   // The relations matter and are trained.
-  const Outcome start = train({.name = "one", .microbatch_size = 4}, options, {.steps = 1});
-  EXPECT_FALSE(one.values.at("relations.weight").equal(start.values.at("relations.weight")));
-  const auto near = [&](const Layout& layout, Options more = {}) {
+  const TrainedJob start = train({.name = "one", .microbatch_size = 4}, options, {.steps = 1});
+  EXPECT_FALSE(one.parameters.at("relations.weight").equal(start.parameters.at("relations.weight")));
+  const auto near = [&](const Layout& layout, const Options& more = {}) {
     SCOPED_TRACE(layout.name);
-    more.insert(more.begin(), options.begin(), options.end());
-    expect_near(train(layout, more), one);
+    expect_near(train(layout, with(options, more)), one);
   };
   near({.name = "pp2", .pp = 2, .microbatch_size = 4});
   near({.name = "pp4", .pp = 4, .schedule = "GPipe", .microbatch_size = 4});
@@ -189,25 +128,28 @@ TEST_P(SharedParametersJob, PipelinesAgreeWithOneProcess) {
   near({.name = "ZBV shard2", .pp = 2, .virtual_stages = 2, .dp = 2, .schedule = "ZBVZeroBubble"},
        {"--shard", "2"});
   near({.name = "two runs", .pp = 2, .microbatch_size = 4, .accumulation = 2, .microbatches = 2});
+  near({.name = "tp2", .tp = 2, .microbatch_size = 4});
+  near({.name = "ZBV tp2",
+        .pp = 2,
+        .virtual_stages = 2,
+        .tp = 2,
+        .schedule = "ZBVZeroBubble",
+        .microbatch_size = 4});
 }
 
 TEST_P(SharedParametersJob, CheckpointsMoveBetweenLayouts) {
   const Options& options = GetParam().options;
-  const Outcome whole = train({.name = "one", .microbatch_size = 4}, options, {.steps = 4});
+  const TrainedJob whole = train({.name = "one", .microbatch_size = 4}, options, {.steps = 4});
   const ScratchFolder scratch;
   train({.name = "pp4", .pp = 4, .microbatch_size = 4}, options, {.steps = 2, .to = &scratch});
-  Outcome rest = whole;
-  rest.losses.erase(rest.losses.begin(), rest.losses.begin() + 2);
-  rest.norms.erase(rest.norms.begin(), rest.norms.begin() + 2);
   for (const Layout& layout :
        {Layout{.name = "one", .microbatch_size = 4},
         Layout{
             .name = "ZBV", .pp = 2, .virtual_stages = 2, .schedule = "ZBVZeroBubble", .microbatch_size = 4},
         Layout{.name = "shard", .pp = 2, .dp = 2}}) {
     SCOPED_TRACE(layout.name);
-    Options more = options;
-    if (layout.name == "shard") more.insert(more.end(), {"--shard", "2"});
-    expect_near(train(layout, more, {.steps = 4, .from = &scratch}), rest);
+    const Options more = with(options, {"--shard", layout.name == "shard" ? "2" : "1"});
+    expect_near(train(layout, more, {.steps = 4, .from = &scratch}), whole.after(2));
   }
 }
 
@@ -218,17 +160,16 @@ INSTANTIATE_TEST_SUITE_P(Parts, SharedParametersJob,
 
 // Without relations in the data no copy has a gradient: none is updated, and the rest has the same bits.
 TEST(SharedParametersWithoutGradients, AreNotUpdated) {
-  Options options = kBlocks;
-  options.insert(options.end(), {"--data.structure", "none"});
-  const Outcome one = train({.name = "one"}, options);
-  const Outcome start = train({.name = "one"}, options, {.steps = 0});
+  const Options options = with(kBlocks, {"--data.structure", "none"});
+  const TrainedJob one = train({.name = "one"}, options);
+  const TrainedJob start = train({.name = "one"}, options, {.steps = 0});
   for (const Layout& layout :
        {Layout{.name = "pp4", .pp = 4},
         Layout{.name = "ZBV", .pp = 2, .virtual_stages = 2, .schedule = "ZBVZeroBubble"}}) {
     SCOPED_TRACE(layout.name);
-    const Outcome seen = train(layout, options);
-    EXPECT_EQ(seen.losses, one.losses);
-    EXPECT_TRUE(seen.values.at("relations.weight").equal(start.values.at("relations.weight")));
+    const TrainedJob seen = train(layout, options);
+    EXPECT_EQ(seen.losses(), one.losses());
+    EXPECT_TRUE(seen.parameters.at("relations.weight").equal(start.parameters.at("relations.weight")));
   }
 }
 
@@ -245,12 +186,12 @@ TEST(SharedParametersParity, ExpectsTheSameBitsOnlyOfTwoUses) {
 // The error of every rank of a job that cannot be built.
 void expect_refused(const std::string& type, const std::string& what) {
   register_models();
-  const TrainConfig config = config_of({.name = "pp4", .pp = 4}, with({}, type));
+  const TrainConfig config = config_of({.name = "pp4", .pp = 4}, of_type(type));
   std::mutex mutex;
   int refused = 0;
   comm::run_ranks(4, 60s, [&](comm::World& world) {
-    const std::string message = penstock::test::message_of<ValueError>(
-        [&] { TrainingJob(world, config, small_data().open(config)); });
+    const std::string message =
+        message_of<ValueError>([&] { TrainingJob(world, config, small_data().open(config)); });
     const std::lock_guard lock(mutex);
     EXPECT_TRUE(has_text(message, what));
     ++refused;

@@ -45,6 +45,13 @@ Options with(const Options& more) {
 const Options kIds = with({"--structure_embedding", "true"});
 const Options kAll = with({"--structure_embedding", "true", "--tree_feed", "true", "--relations", "5"});
 
+// Feed-forward part and attention at the last stages, which get nothing but their own metadata.
+Options with_pattern(Options options, const std::string& pattern) {
+  *std::find(options.begin(), options.end(), "AFME") = pattern;
+  return options;
+}
+const Options kLate = with_pattern(kAll, "MEFA");
+
 std::vector<TokenStructure> structure_of(const std::string& text) {
   CppStructure structure;
   std::vector<std::int64_t> tokens;
@@ -67,6 +74,9 @@ TEST(StructureNeeds, OfTheStagesOfARank) {
   EXPECT_EQ(needs_text(all, {m}), "--0");
   EXPECT_EQ(needs_text(all, {a, e}), "i-5") << "the two stages of a rank";
   EXPECT_EQ(needs_text(all, {whole}), "ip5");
+  const TrainConfig late = config_of({.name = "one"}, kLate);
+  EXPECT_EQ(needs_text(late, {a}), "i-0");
+  EXPECT_EQ(needs_text(late, {e}), "--5");
   EXPECT_EQ(needs_text(config_of({.name = "one"}, with({"--tree_feed", "true", "--multi_token_depth", "1",
                                                         "--multi_token_block", "F"})),
                        {e}),
@@ -175,7 +185,7 @@ Outcome train(const Layout& layout, const Options& options) {
 }
 
 TEST(StructureJob, PipelinesEqualOneProcess) {
-  for (const Options& options : {kIds, kAll}) {
+  for (const Options& options : {kIds, kAll, kLate}) {
     const Outcome one = train({.name = "one"}, options);
     for (const Layout& layout :
          {Layout{.name = "1F1B", .pp = 2},

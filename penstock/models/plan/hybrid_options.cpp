@@ -292,6 +292,11 @@ HybridParts hybrid_parts(const HybridOptions& options) {
   if (!parts.depth_layers.empty()) parts.depth.check();
   require_of_hybrid(options.multi_token_depth >= 0, "multi_token_depth",
                     fmt::format("{}", options.multi_token_depth), "at least 1, or 0 for none");
+  // The farthest token that a row can be asked for is its last.
+  require_of_hybrid(options.multi_token_depth < options.context, "multi_token_depth",
+                    fmt::format("{}", options.multi_token_depth),
+                    fmt::format("less than model.context, {}", options.context),
+                    "lower model.multi_token_depth, or raise model.context");
   if (options.multi_token_depth > 0) {
     parts.multi_token.norm = parts.norm;
     parts.multi_token_kind = multi_token_kind_of(options, parts.pattern);

@@ -15,6 +15,7 @@
 #include "penstock/comm/launch/launch_cores.h"
 #include "penstock/comm/launch/launch_env.h"
 #include "penstock/comm/launch/launcher.h"
+#include "penstock/comm/transport/ucx_transport.h"
 #include "penstock/draw.h"
 #include "penstock/errors.h"
 #include "penstock/train/config/expert_overlap.h"
@@ -42,6 +43,11 @@ constexpr double kBandwidth = 4e9;
 double slowdown(const DryRun& run) {
   if (run.device != "cpu") return 1;
   return std::max(1.0, static_cast<double>(run.config.layout.ranks) / run.cores);
+}
+
+// On one host.
+bool uses_ucx(const LayoutConfig& layout) {
+  return layout.transport == "ucx" || (layout.transport == "auto" && comm::ucx_available());
 }
 
 bool has_weight_backwards(const schedule::Schedule& schedule) {
@@ -368,9 +374,13 @@ DryRun dry_run(const TrainConfig& config, const DataCheckProgress& progress) {
              .step_seconds = 0,
              .tokens_per_step = config.training.global_batch * config.model.context};
   now("simulating a step");
-  run.simulation = plan::simulate(run.schedule, cost_model(run));
+  const plan::CostModel costs = cost_model(run);
+  run.simulation = plan::simulate(run.schedule, costs);
   now("planning memory");
-  run.memory = plan_memory(config, run.plan, run.schedule, run.parts, run.simulation, hidden_bytes(run));
+  run.memory = plan_memory(config, run.plan, run.schedule, run.parts, run.simulation,
+                           {.stages = costs.memory,
+                            .border = hidden_bytes(run),
+                            .knows_sent = !device.is_cpu() || uses_ucx(config.layout)});
   run.step_seconds = run.simulation.time * static_cast<double>(config.training.accumulation);
   return run;
 }

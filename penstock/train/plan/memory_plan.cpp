@@ -100,21 +100,12 @@ class GatheredPeaks {
   std::map<int, std::map<std::string, std::int64_t>> stages_;
 };
 
-// Whether a stage of the rank has a neighbour on another rank.
-bool exchanges_tensors(const schedule::StageMap& map, int rank) {
-  const std::vector<int> stages = map.stages_of(rank);
-  return std::any_of(stages.begin(), stages.end(), [&](int stage) {
-    return (!map.is_first(stage) && map.rank_of(stage - 1) != rank) ||
-           (!map.is_last(stage) && map.rank_of(stage + 1) != rank);
-  });
-}
-
 }  // namespace
 
 std::vector<RankMemory> plan_memory(const TrainConfig& config, const models::ModelPlan& plan,
                                     const schedule::Schedule& schedule,
                                     const std::vector<models::StagePart>& parts,
-                                    const plan::Simulation& simulation, std::int64_t border) {
+                                    const plan::Simulation& simulation, const KeptActivations& kept) {
   const schedule::StageMap& map = schedule.stages();
   const bool sharded = config.layout.shard > 1;
   const auto has_copies = [&](const models::ParameterShape& parameter) {
@@ -156,16 +147,12 @@ std::vector<RankMemory> plan_memory(const TrainConfig& config, const models::Mod
       rank.optimizer += size.shard * states;
     }
   }
-  if (sharded) {
-    const schedule::Schedule lowered = executable(schedule, /*unshard=*/true);
-    for (int rank = 0; rank < map.ranks(); ++rank)
-      memory[static_cast<std::size_t>(rank)].gathered = gathered.of(lowered.row(rank), map.stages_of(rank));
-  }
-  for (std::size_t rank = 0; rank < memory.size(); ++rank) {
-    memory[rank].activations = simulation.ranks[rank].peak_bytes;
-    // One tensor arrives while another one leaves.
-    if (exchanges_tensors(map, static_cast<int>(rank))) memory[rank].activations += 2 * border;
-    memory[rank].live = simulation.ranks[rank].peak_activations;
+  const schedule::Schedule lowered = executable(schedule, sharded);
+  for (int rank = 0; rank < map.ranks(); ++rank) {
+    RankMemory& of = memory[static_cast<std::size_t>(rank)];
+    if (sharded) of.gathered = gathered.of(lowered.row(rank), map.stages_of(rank));
+    of.activations = peak_of_activations(compile_program(lowered, rank), map, kept);
+    of.live = simulation.ranks[static_cast<std::size_t>(rank)].peak_activations;
   }
   return memory;
 }

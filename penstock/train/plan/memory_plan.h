@@ -1,12 +1,12 @@
 // Predicts how much memory each rank of a configuration needs, from the plan alone.
 //
 //   // by pipeline rank
-//   const std::vector<RankMemory> memory = plan_memory(config, plan, schedule, parts, simulation, border);
+//   const std::vector<RankMemory> memory = plan_memory(config, plan, schedule, parts, simulation, kept);
 //
 // Included: parameters, gradients, optimizer state (float32, even if the computation is not), gathered
 // parameters in the order in which the schedule gathers and frees stages, and what microbatches keep for
-// their backward, with one tensor that arrives from another rank and one that leaves. Not included: LibTorch
-// itself, temporary memory of kernels, reduction buffers, batches.
+// their backward and between stages (live_activations.h). Not included: LibTorch itself, temporary memory of
+// kernels, reduction buffers, batches.
 // Expert-parallel ranks divide the experts, tensor-parallel ranks split every tensor except norms;
 // activations are not divided by them.
 #pragma once
@@ -17,6 +17,7 @@
 #include "penstock/model_plan.h"
 #include "penstock/schedule.h"
 #include "penstock/simulator.h"
+#include "penstock/train/plan/live_activations.h"
 #include "penstock/train_config.h"
 
 namespace penstock::train {
@@ -32,10 +33,9 @@ struct RankMemory {
   std::int64_t total() const { return parameters + gathered + gradients + optimizer + activations; }
 };
 
-// `border`: bytes of an activation between two stages.
 std::vector<RankMemory> plan_memory(const TrainConfig& config, const models::ModelPlan& plan,
                                     const schedule::Schedule& schedule,
                                     const std::vector<models::StagePart>& parts,
-                                    const plan::Simulation& simulation, std::int64_t border);
+                                    const plan::Simulation& simulation, const KeptActivations& kept);
 
 }  // namespace penstock::train

@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -40,16 +41,25 @@ constexpr std::int64_t kFewTokens = 16, kMoreTokens = 64;
 // none.
 constexpr std::int64_t kPairsAtOnce = 1024;
 
-// Memory allocated by operators that is still referenced.
+// Memory allocated by operators that is still referenced. Views of what existed before, such as tables of
+// rotary positions, do not count.
 class LiveMemory final : public Mode {
  public:
   void dispatch(const c10::OperatorHandle& op, Stack* stack) override {
+    std::set<const void*> given;
+    const std::size_t arguments = op.schema().arguments().size();
+    for (std::size_t i = stack->size() - arguments; i < stack->size(); ++i)
+      for_each_tensor((*stack)[i], [&](const at::Tensor& tensor) {
+        if (tensor.has_storage()) given.insert(tensor.storage().unsafeGetStorageImpl());
+      });
     op.callBoxed(stack);
     const std::size_t results = op.schema().returns().size();
     for (std::size_t i = stack->size() - results; i < stack->size(); ++i) {
       for_each_tensor((*stack)[i], [&](const at::Tensor& tensor) {
         if (!tensor.has_storage()) return;
         const c10::Storage& storage = tensor.storage();
+        if (given.contains(storage.unsafeGetStorageImpl()) && !seen_.contains(storage.unsafeGetStorageImpl()))
+          return;
         seen_.insert_or_assign(
             storage.unsafeGetStorageImpl(),
             Held{storage.getWeakStorageImpl(), static_cast<std::int64_t>(storage.nbytes())});
@@ -140,6 +150,7 @@ class Trial {
   // Between forward and backward, without the output, which is sent to the next stage. The input of a middle
   // stage is kept, too.
   std::int64_t kept() {
+    make_tables();
     LiveMemory memory;
     NodePtr graph;
     {
@@ -149,14 +160,19 @@ class Trial {
     return memory.bytes_without(not_kept());
   }
 
-  // Between the halves of a split backward. On the CPU, whose backward runs on this thread.
+  // Between the halves of a split backward, with the input if it is kept. On the CPU, whose backward runs on
+  // this thread.
   std::int64_t kept_for_weights() {
+    make_tables();
+    const at::Tensor given = input_;
     LiveMemory memory;
     InputBackward half;
     {
       const ModeGuard guard(memory);
       OutputEdges edges;
       at::Tensor gradient;
+      // A copy that only the graph holds in the end: a norm needs its input for the gradient of its scale.
+      if (given.requires_grad()) input_ = given.detach().clone().requires_grad_(true);
       {
         const at::Tensor output = forward();
         edges = OutputEdges::of({output});
@@ -166,6 +182,7 @@ class Trial {
       context.microbatch = 0;
       const StepGuard step(context);
       half = stage_backward_input(std::move(edges), {std::move(gradient)}, {input_});
+      input_ = given;
     }
     half.input_grads.clear();
     const std::int64_t bytes = memory.bytes_without(not_kept());
@@ -174,6 +191,11 @@ class Trial {
   }
 
  private:
+  // What the first forward makes for all that follow.
+  void make_tables() {
+    const c10::AutoGradMode no_grad(false);
+    (void)forward();
+  }
   // Tensors that exist anyway.
   std::vector<at::Tensor> not_kept() const {
     std::vector<at::Tensor> others = stage_->parameters();
@@ -244,12 +266,13 @@ class PartMeter {
       measured.forward = all.forward;
       measured.backward = all.backward;
     }
-    measured.kept *= rows_;
-    if (splits_) measured.kept_for_weights = bytes(part, slow, &Trial::kept_for_weights);
+    const bool is_quick = !slow && measured.forward < kBudget * static_cast<double>(rows_);
+    measured.kept = bytes(part, slow, is_quick, &Trial::kept);
+    if (splits_) measured.kept_for_weights = bytes(part, slow, is_quick, &Trial::kept_for_weights);
     return measured;
   }
   // Bytes that a microbatch keeps.
-  std::int64_t kept(const models::StagePart& part) { return bytes(part, is_slow(part), &Trial::kept); }
+  std::int64_t kept(const models::StagePart& part) { return bytes(part, is_slow(part), false, &Trial::kept); }
 
   std::int64_t measured_rows() const { return measured_rows_; }
   std::int64_t measured_tokens() const { return measured_tokens_; }
@@ -260,8 +283,12 @@ class PartMeter {
   Trial trial(const models::StagePart& part, std::int64_t rows, std::int64_t tokens) const {
     return Trial(config_, model_, part, device_, rows, tokens, recomputes_);
   }
-  std::int64_t bytes(const models::StagePart& part, bool slow, Bytes count) const {
-    return (slow ? extrapolated_bytes(part, count) : (trial(part, 1, length_).*count)()) * rows_;
+  // Of a microbatch. Some bytes may serve all rows: two rows tell, if that takes no time.
+  std::int64_t bytes(const models::StagePart& part, bool slow, bool is_quick, Bytes count) const {
+    if (slow) return extrapolated_bytes(part, count) * rows_;
+    const std::int64_t one = (trial(part, 1, length_).*count)();
+    if (rows_ == 1 || !is_quick) return one * rows_;
+    return one + ((trial(part, 2, length_).*count)() - one) * (rows_ - 1);
   }
 
   // Of one row: the second of two runs, because the first loads kernels and allocates memory, unless it takes
@@ -287,9 +314,7 @@ class PartMeter {
   PartMeasurement whole_row(const models::StagePart& part) const {
     Trial one = trial(part, 1, length_);
     one.time(1);  // loads kernels and allocates memory
-    PartMeasurement measured = one.time(1);
-    measured.kept = one.kept();
-    return measured;
+    return one.time(1);
   }
 
   PartMeasurement extrapolated_row(const models::StagePart& part) const {
@@ -297,9 +322,7 @@ class PartMeter {
     const auto row = [&](double one, double two) {
       return on_a_line(kFewTokens, one, kMoreTokens, two, static_cast<double>(length_));
     };
-    return {.forward = row(few.forward, more.forward),
-            .backward = row(few.backward, more.backward),
-            .kept = extrapolated_bytes(part, &Trial::kept)};
+    return {.forward = row(few.forward, more.forward), .backward = row(few.backward, more.backward)};
   }
 
   std::int64_t extrapolated_bytes(const models::StagePart& part, Bytes count) const {

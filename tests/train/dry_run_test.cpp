@@ -153,9 +153,10 @@ TEST(DryRun, SequenceParallelism) {
   EXPECT_TRUE(has_text(to_text(divided), "tp 2 with sequence parallelism, on cpu"));
   EXPECT_FALSE(to_text(whole).find("sequence parallelism") != std::string::npos);
   // Microbatches of 2 rows of 16 tokens, of width 16 in float32; at most two are in flight on the first rank,
-  // with two blocks, and two buffers.
+  // with two blocks, and the output that is being sent, the gradient that has arrived, and the buffer of the
+  // next one.
   constexpr std::int64_t kHidden = 2 * 16 * 16 * 4;
-  EXPECT_EQ(whole.memory[0].activations - divided.memory[0].activations, (2 * 2 + 2) * kHidden / 2);
+  EXPECT_EQ(whole.memory[0].activations - divided.memory[0].activations, (2 * 2 + 3) * kHidden / 2);
   EXPECT_TRUE(has_text(to_text(divided), "transfers of 1.0 KiB"));
 }
 

@@ -1,6 +1,6 @@
 // Every command with bad inputs: it ends in time, with a documented exit code and a message of Penstock.
 //
-//   PENSTOCK_BAD_INPUTS=200 build/release/tests/cli_plain_tests --of=bad_input_test  # cases per command (10)
+//   PENSTOCK_BAD_INPUTS=200 build/release/tests/cli_plain_tests --of=bad_input_test  # cases per command (3)
 //   PENSTOCK_BAD_INPUT_SEED=7                                                         # other cases
 //   PENSTOCK_BAD_INPUT_COMMAND='data make'                                            # only this command
 #include <gtest/gtest.h>
@@ -46,7 +46,7 @@ TEST(BadInput, EveryCommandReportsItsOwnError) {
   const std::vector<std::string> variables = own_variables(program());
   ASSERT_GE(commands.size(), 15U) << "commands of the program that --help lists";
   ASSERT_GE(variables.size(), 5U) << "variables in the program";
-  const std::uint64_t each = number_of("PENSTOCK_BAD_INPUTS", 5),
+  const std::uint64_t each = number_of("PENSTOCK_BAD_INPUTS", 3),
                       seed = number_of("PENSTOCK_BAD_INPUT_SEED", 20261117);
   const std::string only = environment("PENSTOCK_BAD_INPUT_COMMAND");
   const ScratchFolder folder;

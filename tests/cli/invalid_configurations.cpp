@@ -146,8 +146,13 @@ ConfigurationFiles make_configuration_files(const std::string& program, const fs
 
 std::vector<ValidConfiguration> valid_configurations(const ConfigurationFiles& files) {
   std::vector<ValidConfiguration> all;
-  for (const NamedLayout& layout : layouts(files))
-    all.push_back({layout.name, arguments_of(settings_of(layout, files))});
+  for (const NamedLayout& layout : layouts(files)) {
+    const Settings settings = settings_of(layout, files);
+    Settings plan;
+    for (const auto& [key, value] : settings)
+      if (key.starts_with("model.") || key.starts_with("layout.")) plan[key] = value;
+    all.push_back({layout.name, arguments_of(settings), arguments_of(plan)});
+  }
   return all;
 }
 

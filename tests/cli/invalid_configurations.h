@@ -32,9 +32,10 @@ struct InvalidConfiguration {
 
 InvalidConfiguration make_invalid_configuration(const ConfigurationFiles& files, Chance& chance);
 
-// The layouts without a corruption: name and arguments.
+// The layouts without a corruption.
 struct ValidConfiguration {
   std::string layout, arguments;
+  std::string plan_arguments;  // those of [model] and [layout], which `penstock partition` takes
 };
 std::vector<ValidConfiguration> valid_configurations(const ConfigurationFiles& files);
 

@@ -119,10 +119,10 @@ TEST(InvalidConfigurations, LayoutsAreValidWithoutTheirCorruption) {
   const ScratchFolder folder;
   for (const ValidConfiguration& valid : valid_configurations(files())) {
     const std::string run = " --run_folder='" + (folder / valid.layout).string() + "'";
-    const Ended ended =
-        run_command("'" + command_named("penstock") + "' " +
-                        (trains ? "train" + run : std::string("partition")) + valid.arguments + " </dev/null",
-                    kDeadline);
+    const Ended ended = run_command(
+        "'" + command_named("penstock") + "' " +
+            (trains ? "train" + run + valid.arguments : "partition" + valid.plan_arguments) + " </dev/null",
+        kDeadline);
     EXPECT_EQ(ended.exit_code, 0) << valid.layout << "\n" << ended.output;
   }
 }

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "penstock/comm/transport/ucx_transport.h"
 #include "penstock/errors.h"
 #include "penstock/models/hybrid/trainable_hybrid.h"
 #include "penstock/train/config/configured_plan.h"
@@ -154,9 +155,11 @@ TEST(DryRun, SequenceParallelism) {
   EXPECT_FALSE(to_text(whole).find("sequence parallelism") != std::string::npos);
   // Microbatches of 2 rows of 16 tokens, of width 16 in float32; at most two are in flight on the first rank,
   // with two blocks, and the output that is being sent, the gradient that has arrived, and the buffer of the
-  // next one.
+  // next one. A transport that does not tell when something has been sent holds one output more.
   constexpr std::int64_t kHidden = 2 * 16 * 16 * 4;
-  EXPECT_EQ(whole.memory[0].activations - divided.memory[0].activations, (2 * 2 + 3) * kHidden / 2);
+  const int between_stages = comm::ucx_available() ? 3 : 4;
+  EXPECT_EQ(whole.memory[0].activations - divided.memory[0].activations,
+            (2 * 2 + between_stages) * kHidden / 2);
   EXPECT_TRUE(has_text(to_text(divided), "transfers of 1.0 KiB"));
 }
 

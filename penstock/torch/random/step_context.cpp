@@ -46,7 +46,7 @@ std::shared_ptr<c10::DebugInfoBase> info_of(std::shared_ptr<const StepContext> c
 }  // namespace
 
 const detail::StepInfo* detail::current_step_info() {
-  const c10::DebugInfoBase* info = c10::ThreadLocalDebugInfo::get(kStepInfoKind);
+  const c10::DebugInfoBase* info = c10::ThreadLocalDebugInfo::get(step_info_kind());
   if (info == nullptr) return nullptr;
   if (const auto* step = dynamic_cast<const StepInfo*>(info)) return step;
   // It may hide the context of an outer scope; continuing without it would change random numbers.
@@ -104,6 +104,6 @@ StepGuard::StepGuard(StepContext context)
     : StepGuard(std::make_shared<const StepContext>(std::move(context))) {}
 
 StepGuard::StepGuard(std::shared_ptr<const StepContext> context)
-    : guard_(detail::kStepInfoKind, info_of(std::move(context))) {}
+    : guard_(detail::step_info_kind(), info_of(std::move(context))) {}
 
 }  // namespace penstock

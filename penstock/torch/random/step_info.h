@@ -12,7 +12,8 @@
 
 namespace penstock::detail {
 
-constexpr auto kStepInfoKind = c10::DebugInfoKind::PRODUCER_INFO;
+// A function: LibTorch 2.14 has objects, initialized at run time, where earlier versions have constants.
+inline auto step_info_kind() { return c10::DebugInfoKind::PRODUCER_INFO; }
 
 struct StepInfo final : c10::DebugInfoBase {
   StepInfo(std::shared_ptr<const StepContext> the_context, std::shared_ptr<UnitHalf> the_half)

@@ -13,7 +13,7 @@ std::shared_ptr<UnitHalf> UnitHalf::current() {
 }
 
 UnitHalfGuard::UnitHalfGuard(std::shared_ptr<UnitHalf> half)
-    : guard_(detail::kStepInfoKind,
+    : guard_(detail::step_info_kind(),
              std::make_shared<detail::StepInfo>(StepContext::current(), std::move(half))) {}
 
 }  // namespace penstock

@@ -217,7 +217,9 @@ std::vector<std::map<std::string, double>> losses_of_run(const std::string& fold
 // A run that continues in another layout after each step has the losses of one process.
 TEST_F(HybridParity, CheckpointsMoveBetweenLayouts) {
   if (environment("PENSTOCK_ALL_LAYOUTS") != "1")
-    GTEST_SKIP() << "the label long; MovingJob.* changes layouts in threads";
+    GTEST_SKIP()
+        << "runs with the label long (PENSTOCK_ALL_LAYOUTS=1); by default MovingJob.* moves a job between "
+           "layouts, in threads";
   const std::vector<std::string> layouts{"--pp 4 --schedule Interleaved1F1B",
                                          "--pp 2 --schedule DualPipe",
                                          "--pp 2 --dp 2 --microbatch_size 1 --shard 2 --schedule 1F1B",

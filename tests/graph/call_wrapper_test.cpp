@@ -154,6 +154,7 @@ TEST(GraphCompilers, AreFoundByName) {
   register_graph_compiler(counting);
   EXPECT_EQ(graph_compiler("counting"), counting);
   EXPECT_EQ(graph_compiler_names(), (Names{"counting", "executor"}));
+  EXPECT_TRUE(has_text(message_of<ValueError>([] { register_graph_compiler(nullptr); }), "got no compiler"));
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { register_graph_compiler(counting); }),
                        "already a compiler named 'counting'"));
   EXPECT_TRUE(

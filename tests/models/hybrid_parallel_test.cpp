@@ -36,17 +36,8 @@ TEST(HybridParallel, EveryKindOfBlock) {
 }
 
 TEST(HybridParallel, BlocksTogether) {
-  HybridOptions options = small_parallel("AEMF");
-  options.tie_head = true;
-  options.embed_scale = true;
-  options.norm = "dynamic_tanh";
-  options.attention_feed = true;
-  expect_tensor_parallel(options, 2, "tied, dynamic tanh");
-  options = small_parallel("AEMF");
-  options.windows = {3, 0, 0, 0};
-  options.router_scores = "sigmoid";
-  options.capacity_factor = 0.7;
-  expect_tensor_parallel(options, 4, "sigmoid scores with a capacity");
+  expect_tensor_parallel(tied_parallel(), 2, "tied, dynamic tanh");
+  expect_tensor_parallel(limited_parallel(), 4, "sigmoid scores with a capacity");
 }
 
 // Keys and queries are split, shared by all ranks, or shared by the ranks of a group.

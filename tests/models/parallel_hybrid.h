@@ -42,6 +42,23 @@ inline HybridOptions small_parallel(const std::string& pattern) {
   return options;
 }
 
+// All kinds of blocks, with options that concern several of them.
+inline HybridOptions tied_parallel() {
+  HybridOptions options = small_parallel("AEMF");
+  options.tie_head = true;
+  options.embed_scale = true;
+  options.norm = "dynamic_tanh";
+  options.attention_feed = true;
+  return options;
+}
+inline HybridOptions limited_parallel() {
+  HybridOptions options = small_parallel("AEMF");
+  options.windows = {3, 0, 0, 0};
+  options.router_scores = "sigmoid";
+  options.capacity_factor = 0.7;
+  return options;
+}
+
 // Four rows of at most 9 tokens. In a row no token occurs twice: a router of depths would have to choose
 // between equal ones, and rounding would decide.
 struct ParallelInput {

@@ -42,17 +42,8 @@ TEST(SequenceParallel, EveryKindOfBlock) {
 }
 
 TEST(SequenceParallel, BlocksTogether) {
-  HybridOptions options = small_parallel("AEMF");
-  options.tie_head = true;
-  options.embed_scale = true;
-  options.norm = "dynamic_tanh";
-  options.attention_feed = true;
-  expect_divided(options, 2, "tied, dynamic tanh");
-  options = small_parallel("AEMF");
-  options.windows = {3, 0, 0, 0};
-  options.router_scores = "sigmoid";
-  options.capacity_factor = 0.7;
-  expect_divided(options, 4, "sigmoid scores with a capacity, and padding",
+  expect_divided(tied_parallel(), 2, "tied, dynamic tanh");
+  expect_divided(limited_parallel(), 4, "sigmoid scores with a capacity, and padding",
                  {.row_valid_tokens = at::tensor({8, 5, 6, 8}, at::kLong)});
 }
 

@@ -19,7 +19,7 @@
 #include "penstock/train/job/job.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
-#include "tests/train/small_training.h"
+#include "tests/train/hybrid_job.h"
 
 namespace penstock::train {
 namespace expert_overlap_job_test {
@@ -29,9 +29,9 @@ using penstock::test::config_of;
 using penstock::test::has_text;
 using penstock::test::Layout;
 using penstock::test::message_of;
+using penstock::test::Options;
 using penstock::test::small_data;
-
-using Options = std::vector<std::string>;
+using penstock::test::with;
 
 // Everything in which the order of things could matter: random numbers, loads and biases of routers,
 // auxiliary losses, a shared expert, weights that are used several times.
@@ -73,16 +73,11 @@ struct Ended {
 };
 
 TrainConfig config_with(const Layout& layout, const Options& more, int ep = 2) {
-  Options options = kModel;
-  options.insert(options.end(), {"--ep", std::to_string(ep)});
-  options.insert(options.end(), more.begin(), more.end());
-  return config_of(layout, options);
+  return config_of(layout, with(with(kModel, {"--ep", std::to_string(ep)}), more));
 }
 
 Ended train(const Layout& layout, const Options& more, bool overlaps) {
-  Options options = more;
-  if (!overlaps) options.insert(options.end(), {"--overlap_experts", "off"});
-  const TrainConfig config = config_with(layout, options);
+  const TrainConfig config = config_with(layout, overlaps ? more : with(more, {"--overlap_experts", "off"}));
   Ended ended;
   std::mutex mutex;
   comm::run_ranks(static_cast<int>(config.layout.ranks), 120s, [&](comm::World& world) {

@@ -42,8 +42,7 @@ TEST(MovingJob, EveryStepInAnotherLayout) {
       {{.name = "VHalf", .pp = 2, .virtual_stages = 2, .schedule = "VHalf"}},
   };
   const int count = static_cast<int>(places.size());
-  const TrainedJob one =
-      train_job({.name = "one"}, kEverything, {.steps = count, .keeps = {.parameters = true}});
+  TrainedJob one = train_job({.name = "one"}, kEverything, {.steps = count, .keeps = {.parameters = true}});
   std::vector<ScratchFolder> folders(places.size());
   TrainedJob moved;
   for (int step = 1; step <= count; ++step) {
@@ -65,9 +64,15 @@ TEST(MovingJob, EveryStepInAnotherLayout) {
     moved = std::move(next);
   }
   expect_near_steps(moved, one, 1e-4, 1e-3);
-  // AdamW divides a gradient by its size: of a parameter with gradients near zero (relations), the rounding
-  // of ten layouts is a visible part of ten updates, 5e-3 with LibTorch 2.14.
-  expect_near_tensors(moved.parameters, one.parameters, 2e-2);
+  // AdamW divides a gradient by its size. Those of relations are near zero: rounding is a visible part of an
+  // update.
+  const auto relations = [](TrainedJob& job) {
+    NamedTensors found;
+    found.insert(job.parameters.extract("relations.weight"));
+    return found;
+  };
+  expect_near_tensors(relations(moved), relations(one), 2e-2);
+  expect_near_tensors(moved.parameters, one.parameters, 5e-3);
   EXPECT_EQ(one.buffers.size(), 3u);
   expect_equal_tensors(moved.buffers, one.buffers);
 }

@@ -11,24 +11,23 @@
 #include <string>
 #include <vector>
 
-#include "penstock/checkpoint/files/reader.h"
-#include "penstock/checkpoint/tensors/world_agreement.h"
-#include "penstock/checkpoint/tensors/writer.h"
 #include "penstock/train/job/job.h"
 #include "penstock/train/job/parity.h"
-#include "tests/train/scratch_folder.h"
-#include "tests/train/small_training.h"
+#include "tests/train/hybrid_job.h"
 
 namespace penstock::train {
 namespace sequence_parallel_job_test {
 
 using namespace std::chrono_literals;
 using penstock::test::config_of;
+using penstock::test::expect_near_steps;
 using penstock::test::Layout;
+using penstock::test::Options;
 using penstock::test::ScratchFolder;
 using penstock::test::small_data;
-
-using Options = std::vector<std::string>;
+using penstock::test::train_job;
+using penstock::test::TrainedJob;
+using penstock::test::with;
 
 constexpr int kSteps = 2;
 
@@ -52,12 +51,6 @@ const Options kHybrid = {"--pattern",
                          "0.1",
                          "--layout.sequence_parallel",
                          "true"};
-
-Options with(const Options& options, const Options& more) {
-  Options all = options;
-  all.insert(all.end(), more.begin(), more.end());
-  return all;
-}
 
 void record(const TrainConfig& config, const std::filesystem::path& folder) {
   comm::run_ranks(static_cast<int>(config.layout.ranks), 120s, [&](comm::World& world) {
@@ -115,23 +108,10 @@ TEST(SequenceParallelJob, TransformerAgreesWithOneProcess) {
 // In 16 bits tensor parallelism rounds differently from one process; how tokens are divided adds nothing.
 TEST(SequenceParallelJob, LowPrecisionIsThatOfTensorParallelism) {
   const auto train = [](const Options& more) {
-    const TrainConfig config = config_of({.name = "pp2 tp2", .pp = 2, .tp = 2},
-                                         with({"--dropout", "0.1", "--precision", "bf16"}, more));
-    std::vector<StepOutcome> outcomes;
-    comm::run_ranks(4, 120s, [&](comm::World& world) {
-      TrainingJob job(world, config, small_data().open(config));
-      for (int step = 0; step < 3; ++step) {
-        const StepOutcome outcome = job.train_step();
-        if (world.rank() == 0) outcomes.push_back(outcome);
-      }
-    });
-    return outcomes;
+    return train_job({.name = "pp2 tp2", .pp = 2, .tp = 2},
+                     with({"--dropout", "0.1", "--precision", "bf16"}, more));
   };
-  const std::vector<StepOutcome> plain = train({}), divided = train({"--layout.sequence_parallel", "true"});
-  for (std::size_t i = 0; i < plain.size(); ++i) {
-    EXPECT_NEAR(divided[i].loss, plain[i].loss, 1e-5 * plain[i].loss);
-    EXPECT_NEAR(divided[i].grad_norm, plain[i].grad_norm, 1e-3 * plain[i].grad_norm);
-  }
+  expect_near_steps(train({"--layout.sequence_parallel", "true"}), train({}), 1e-5, 1e-3);
 }
 
 // Every rank sends its own tokens and nothing else: 1/tp of every activation and gradient.
@@ -158,38 +138,14 @@ TEST(SequenceParallelJob, BytesAtBorders) {
 
 // Checkpoints do not depend on how activations are divided.
 TEST(SequenceParallelJob, CheckpointsContinueInOneProcess) {
-  const ScratchFolder scratch;
-  const auto train = [&](const Layout& layout, const Options& options, int steps, bool continues) {
-    const TrainConfig config = config_of(layout, options);
-    std::vector<StepOutcome> steps_seen;
-    comm::run_ranks(static_cast<int>(config.layout.ranks), 120s, [&](comm::World& world) {
-      TrainingJob job(world, config, small_data().open(config));
-      if (continues) {
-        checkpoint::WorldAgreement agreement(world);
-        job.load(checkpoint::open_latest(agreement, scratch.path())->checkpoint);
-      }
-      while (job.steps_done() < steps) {
-        const StepOutcome outcome = job.train_step();
-        if (world.rank() == 0) steps_seen.push_back(outcome);
-      }
-      if (continues) return;
-      checkpoint::CheckpointWriter saver(world, scratch.path());
-      saver.save(job.steps_done(), job.contents());
-      saver.wait();
-    });
-    return steps_seen;
-  };
+  const ScratchFolder saved;
   const Layout divided{.name = "pp2 tp2", .pp = 2, .tp = 2};
-  train(divided, kHybrid, 2, false);
-  const std::vector<StepOutcome> ours = train(divided, kHybrid, 4, true),
-                                 one = train({.name = "one"}, Options(kHybrid.begin(), kHybrid.end() - 2), 4,
-                                             true);
-  ASSERT_EQ(ours.size(), 2u);
-  for (std::size_t i = 0; i < 2; ++i) {
-    EXPECT_NEAR(ours[i].loss, one[i].loss, 2e-5 * one[i].loss);
-    // Replicated parameters count once.
-    EXPECT_NEAR(ours[i].grad_norm, one[i].grad_norm, 2e-4 * one[i].grad_norm);
-  }
+  train_job(divided, kHybrid, {.steps = 2, .to = &saved});
+  const TrainedJob ours = train_job(divided, kHybrid, {.steps = 4, .from = &saved}),
+                   one = train_job({.name = "one"}, Options(kHybrid.begin(), kHybrid.end() - 2),
+                                   {.steps = 4, .from = &saved});
+  ASSERT_EQ(ours.steps.size(), 2u);
+  expect_near_steps(ours, one, 2e-5, 2e-4);  // in the norm replicated parameters count once
 }
 
 }  // namespace sequence_parallel_job_test

@@ -230,8 +230,7 @@ Tensor call_wait(const Tensor& input) {
   return handle.call(input);
 }
 
-// ------------------------------------------------------------------------------------------ overlapped
-// halves
+// ----------------------------------------------------------------------------------------- overlapped units
 
 class EndExchange {
  public:

@@ -223,8 +223,8 @@ std::vector<ConfigField> make_fields() {
       {"layout", "tp", "Tensor-parallel ranks; they split each layer", at(&T::layout, &L::tp), 1, 65536},
       {"layout", "sequence_parallel",
        "Tensor-parallel ranks divide the tokens of hidden states between the parts of layers that they "
-       "split: "
-       "less memory and work for norms, dropout and sums; needs tp > 1, which must divide model.context",
+       "split: less memory and work for norms, dropout and sums; needs tp > 1, which must divide "
+       "model.context",
        at(&T::layout, &L::sequence_parallel)},
       {"layout", "schedule",
        "Pipeline schedule (penstock schedule --help lists the kinds), or the path of a CSV file; auto: "

@@ -27,6 +27,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <string>
 #include <utility>
 #include <variant>
@@ -78,11 +79,40 @@ enum class Partitioner : std::uint8_t {
   MinCut    // recomputes cheap values in backward where that saves memory
 };
 
+class Artifact;  // compile_artifact.h
+
+// Where captures are kept between runs of a program (docs/compile_cache.md). A cache never makes a run fail:
+// what cannot be read or written is compiled, with a warning.
+struct CacheOptions {
+  // Whether the cache folder is used.
+  enum class Use : std::uint8_t {
+    Environment,  // if PENSTOCK_CACHE names a folder
+    On,           // unless PENSTOCK_CACHE is "off"
+    Off
+  };
+  Use use = Use::Environment;  // whether the cache folder is used
+  // Empty: PENSTOCK_CACHE, else $XDG_CACHE_HOME/penstock, else ~/.cache/penstock.
+  std::string folder = {};
+  // Names everything that decides what the function does besides its inputs and the program itself: the
+  // configuration of the model, the place of this process. With an identity, a call that an earlier run of
+  // the same program has compiled is loaded without running the function. Empty: every run captures, and
+  // only what follows the capture is looked up.
+  std::string identity = {};
+  // Captures nevertheless, and throws StateError that names the difference if the entry describes another
+  // function: to find what `identity` leaves out.
+  bool verify = false;
+  // Of the module, in messages and artifacts: "stage 0".
+  std::string name = {};
+  // Used instead of the cache folder: calls are written to it, or only loaded from it (compile_artifact.h).
+  std::shared_ptr<Artifact> artifact = {};
+};
+
 // The options of graph::compile.
 struct CompileOptions {
   bool recapture = true;  // capture again for a different kind of call; false: throw StateError
   Partitioner partitioner = Partitioner::Default;  // what forward saves for backward
   DynamicOptions dynamic = {};                     // dims whose size is not fixed
+  CacheOptions cache = {};                         // what is kept between runs
 };
 
 // Declares that an operator of the user ("mine::send") has an effect besides its results: in a captured graph

@@ -14,6 +14,7 @@
 #include "penstock/checkpoint.h"
 #include "penstock/checkpoint_types.h"
 #include "penstock/compile.h"
+#include "penstock/compile_artifact.h"
 #include "penstock/compile_options.h"
 #include "penstock/cost_model.h"
 #include "penstock/deferred_linear.h"

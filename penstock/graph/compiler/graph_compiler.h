@@ -7,6 +7,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -38,6 +40,22 @@ class GraphCompiler {
   virtual std::string_view name() const = 0;
   // The graph has no writes to its inputs. It may be destroyed afterwards.
   virtual std::shared_ptr<const CompiledGraph> compile(const Graph& graph, GraphRole role) const = 0;
+
+  // ---- for compilers with code that is worth keeping between runs (docs/compile_cache.md) ----
+
+  // Part of the keys of stored code: another text for each change of what the compiler makes of a graph.
+  virtual std::string version() const { return "1"; }
+  // Returns the code of a graph that this compiler has compiled, for load(). Default: std::nullopt, only the
+  // graph is kept and is compiled again.
+  virtual std::optional<std::vector<std::uint8_t>> artifact(const CompiledGraph&) const {
+    return std::nullopt;
+  }
+  // Makes a graph ready to run from the code that artifact() has returned for it, in this or another process.
+  // The bytes are undamaged. Returns null to have the graph compiled instead, which is the default.
+  virtual std::shared_ptr<const CompiledGraph> load(const Graph&, GraphRole,
+                                                    std::span<const std::uint8_t>) const {
+    return nullptr;
+  }
 };
 
 // Makes a compiler known by its name. Throws ValueError if the name is taken. Thread safety: any thread.

@@ -40,6 +40,8 @@ class SizeExpression {
   static SizeExpression constant(std::int64_t value);
   static SizeExpression variable(std::size_t index);
 
+  const std::vector<Term>& terms() const { return terms_; }
+  std::int64_t divisor() const { return divisor_; }
   bool is_constant() const;
   bool uses(std::size_t variable) const;
   // Returns std::nullopt if the divisor does not divide the value or a number is out of range.
@@ -71,6 +73,10 @@ struct NumberExpression {
 // Symbols, and floors of quotients of them: the output length of a convolution with stride 2 is "(T - 1)//2".
 class SymbolSet {
  public:
+  struct Quotient {
+    SizeExpression numerator;
+    std::int64_t divisor = 1;
+  };
   explicit SymbolSet(std::vector<std::string> names = {})
       : names_(std::move(names)), symbols_(names_.size()) {}
 
@@ -79,16 +85,13 @@ class SymbolSet {
   const std::vector<std::string>& names() const { return names_; }  // of variables
   // Adds floor(numerator / divisor) as a variable; the numerator may use all variables so far.
   void add_quotient(SizeExpression numerator, std::int64_t divisor);
+  const std::vector<Quotient>& quotients() const { return quotients_; }
   // The values of the symbols, then those of the quotients. Returns std::nullopt if one is out of range.
   std::optional<SymbolValues> variables_at(const SymbolValues& symbols) const;
   // Whether a variable is this symbol or is computed from it.
   bool depends(std::size_t variable, std::size_t symbol) const;
 
  private:
-  struct Quotient {
-    SizeExpression numerator;
-    std::int64_t divisor = 1;
-  };
   std::vector<std::string> names_;
   std::size_t symbols_ = 0;
   std::vector<Quotient> quotients_;

@@ -16,7 +16,10 @@ namespace penstock::graph {
 
 class CallGuard {
  public:
+  CallGuard() = default;  // of a call without inputs; to be filled by a decoder
   CallGuard(const Values& inputs, const Convention& convention);
+
+  std::size_t size() const { return inputs_.size(); }  // number of inputs
 
   bool inputs_share_memory() const { return any_sharing_; }
   // The first input that uses the same memory as `input`: itself, or an earlier one.
@@ -46,6 +49,7 @@ class CallGuard {
   }
 
  private:
+  friend struct CallGuardFields;
   struct Input {
     std::optional<Geometry> tensor;
     // Set for a subclass: kind, context and inner tensors are compared as well.

@@ -7,6 +7,7 @@
 
 #include "penstock/base/warnings.h"
 #include "penstock/errors.h"
+#include "penstock/graph/run/call_store.h"
 #include "penstock/graph/run/compiled_call.h"
 #include "penstock/graph/run/generalize.h"
 
@@ -29,8 +30,19 @@ struct Compiled::Refused {
   std::string why;
 };
 
-Compiled::Compiled(Function function, const CompileOptions& options, Convention convention)
-    : function_(std::move(function)), options_(options), convention_(std::move(convention)) {}
+struct Compiled::Lookup {
+  Lookup(CallStore& store, const Values& inputs, const Convention& convention, CallStore::Sizes sizes)
+      : guard(inputs, convention), place(store.find(guard, sizes, inputs)) {}
+  CallGuard guard;
+  CallStore::Place place;
+};
+
+Compiled::Compiled(Function function, const CompileOptions& options, Convention convention,
+                   FunctionIdentity identity)
+    : function_(std::move(function)),
+      options_(options),
+      convention_(std::move(convention)),
+      store_(CallStore::open(options_, std::move(identity), graph_compiler(kExecutorCompiler))) {}
 Compiled::~Compiled() = default;
 Compiled::Compiled(Compiled&&) noexcept = default;
 Compiled& Compiled::operator=(Compiled&&) noexcept = default;
@@ -57,10 +69,16 @@ Values Compiled::operator()(const Values& inputs) {
 
 Values Compiled::check_and_run(CompiledCall& call, const Values& inputs,
                                const c10::intrusive_ptr<BoundSizes>& sizes) {
+  if (store_ && store_->only_loads())
+    throw StateError(
+        fmt::format("graph: the artifact was not compiled for {}; compile it with a call of these sizes, or "
+                    "set dynamic.trust if the function does the same for all sizes",
+                    call.dynamic()->table().text_of(sizes->values)));
   FunctionCapture fixed = capture_function(function_, inputs, convention_);
   const std::string difference = difference_at(call.capture(), fixed, *sizes);
   if (difference.empty()) {
     call.dynamic()->mark_checked(*sizes);
+    keep_checked(call);
     return call.run(inputs, sizes);
   }
   if (!options_.recapture)
@@ -72,17 +90,64 @@ Values Compiled::check_and_run(CompiledCall& call, const Values& inputs,
 }
 
 CompiledCall& Compiled::add(FunctionCapture capture) {
-  calls_.push_back(std::make_unique<CompiledCall>(graph::partition(std::move(capture), options_.partitioner),
-                                                  *graph_compiler(kExecutorCompiler),
-                                                  options_.dynamic.trust));
+  const auto compiler = graph_compiler(kExecutorCompiler);
+  CallStore::Halves halves;
+  if (store_)
+    halves = store_->halves_of(std::move(capture), options_.partitioner);
+  else
+    halves.capture = graph::partition(std::move(capture), options_.partitioner);
+  calls_.push_back(std::make_unique<CompiledCall>(std::move(halves.capture), *compiler,
+                                                  options_.dynamic.trust, halves.code));
+  if (store_) store_->keep_halves(halves, *calls_.back());
   return *calls_.back();
+}
+
+CompiledCall* Compiled::load(Lookup& lookup, const Values& inputs) {
+  if (!lookup.place.call) return nullptr;
+  StoredCall& stored = *lookup.place.call;
+  if (store_->verifies())
+    if (stored.capture.capture.symbols.empty())
+      store_->verify(stored.capture, graph::partition(capture_function(function_, inputs, convention_),
+                                                      options_.partitioner));
+  auto call = std::make_unique<CompiledCall>(std::move(stored.capture), *graph_compiler(kExecutorCompiler),
+                                             options_.dynamic.trust, stored.code);
+  if (call->dynamic()) {
+    // The entry is for one kind of call: not for all sizes of it.
+    const auto sizes = call->dynamic()->bind(inputs);
+    if (!sizes || !call->capture().guard.holds(inputs, sizes.get())) return nullptr;
+    if (!store_->verifies()) call->dynamic()->set_checked_sizes(stored.checked_sizes);
+  } else if (!call->capture().guard.holds(inputs)) {
+    return nullptr;
+  }
+  ++loaded_;
+  calls_.push_back(std::move(call));
+  return calls_.back().get();
+}
+
+CompiledCall* Compiled::capture_fixed(const Values& inputs) {
+  if (!store_) return &add(capture_function(function_, inputs, convention_));
+  Lookup lookup(*store_, inputs, convention_, CallStore::Sizes::Fixed);
+  if (CompiledCall* call = load(lookup, inputs)) return call;
+  FunctionCapture capture = capture_function(function_, inputs, convention_);
+  store_->inspect(lookup.place, capture);
+  CompiledCall& call = add(std::move(capture));
+  store_->keep(lookup.place, call);
+  return &call;
 }
 
 Values Compiled::capture(const Values& inputs) {
   if (!options_.dynamic.dims.empty())
-    if (CompiledCall* call = capture_dynamic(inputs))
-      return check_and_run(*call, inputs, call->dynamic()->bind(inputs));
-  return add(capture_function(function_, inputs, convention_)).run(inputs);
+    if (CompiledCall* call = capture_dynamic(inputs)) {
+      const auto sizes = call->dynamic()->bind(inputs);
+      return call->dynamic()->needs_check(*sizes) ? check_and_run(*call, inputs, sizes)
+                                                  : call->run(inputs, sizes);
+    }
+  return capture_fixed(inputs)->run(inputs);
+}
+
+void Compiled::keep_checked(const CompiledCall& call) {
+  const auto kept = dynamic_keys_.find(&call);
+  if (kept != dynamic_keys_.end()) store_->keep_again(kept->second, call);
 }
 
 CompiledCall* Compiled::capture_dynamic(const Values& inputs) {
@@ -110,12 +175,27 @@ CompiledCall* Compiled::capture_dynamic(const Values& inputs) {
   for (const auto& call : calls_)
     if (call->dynamic() && call->capture().guard.same_kind(inputs) && !call->dynamic()->bind(inputs))
       return nullptr;
+  std::optional<Lookup> lookup;
+  if (store_) {
+    lookup.emplace(*store_, inputs, convention_, CallStore::Sizes::Dynamic);
+    CompiledCall* call = load(*lookup, inputs);
+    if (call) dynamic_keys_.emplace(call, lookup->place.key);
+    if (call || store_->only_loads()) return call;
+  }
   Generalized all = capture_for_all_sizes(function_, inputs, convention_, std::move(symbols));
   if (all.capture) {
     DynamicCall call(all.capture->symbols, all.capture->joint.graph.table, options_.dynamic.trust);
     const auto bound = call.bind(inputs, &all.refused);
     if (bound) all.refused = all.capture->guard.difference(inputs, bound.get(), &call.table());
-    if (all.refused.empty()) return &add(std::move(*all.capture));
+    if (all.refused.empty()) {
+      if (!lookup) return &add(std::move(*all.capture));
+      store_->inspect(lookup->place, *all.capture);
+      CompiledCall& call = add(std::move(*all.capture));
+      if (lookup->place.keeps && lookup->place.refused.empty())
+        dynamic_keys_.emplace(&call, lookup->place.key);
+      store_->keep(lookup->place, call);
+      return &call;
+    }
   }
   refuse(all.refused);
   warn("graph",
@@ -135,6 +215,7 @@ const Partition& Compiled::partition(std::size_t capture) const { return calls_.
 std::vector<std::string> Compiled::wrappers(std::size_t capture) const {
   return calls_.at(capture)->wrappers();
 }
+CacheCounts Compiled::cache_counts() const { return store_ ? store_->counts() : CacheCounts(); }
 bool Compiled::is_dynamic(std::size_t capture) const { return calls_.at(capture)->dynamic().has_value(); }
 std::size_t Compiled::checked_sizes(std::size_t capture) const {
   const CompiledCall& call = *calls_.at(capture);

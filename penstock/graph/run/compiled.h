@@ -25,29 +25,40 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "penstock/compile_options.h"
+#include "penstock/graph/cache/directory_cache.h"
 #include "penstock/graph/partition/partition.h"
+#include "penstock/graph/run/function_identity.h"
 #include "penstock/graph/trace/analyze.h"
 #include "penstock/graph/trace/capture.h"
 
 namespace penstock::graph {
 
+class CallStore;
 class CompiledCall;
 struct FunctionCapture;
 struct BoundSizes;
 
 class Compiled {
  public:
-  explicit Compiled(Function function, const CompileOptions& options = {}, Convention convention = {});
+  // `identity` matters if something is kept between runs (CacheOptions).
+  explicit Compiled(Function function, const CompileOptions& options = {}, Convention convention = {},
+                    FunctionIdentity identity = {});
   ~Compiled();
   Compiled(Compiled&&) noexcept;
   Compiled& operator=(Compiled&&) noexcept;
 
   Values operator()(const Values& inputs);
+
+  // What the cache did so far; zeros without one.
+  CacheCounts cache_counts() const;
+  // The number of calls that were loaded, so that the function was not captured.
+  std::size_t loaded() const { return loaded_; }
 
   // One capture for each kind of call so far; the most recent is last.
   std::size_t captures() const { return calls_.size(); }
@@ -70,6 +81,11 @@ class Compiled {
   Values capture(const Values& inputs);
   // Splits and compiles a capture.
   CompiledCall& add(FunctionCapture capture);
+  struct Lookup;  // of a kind of call in the store
+  // Returns the stored call, which is added, or null.
+  CompiledCall* load(Lookup& lookup, const Values& inputs);
+  CompiledCall* capture_fixed(const Values& inputs);
+  void keep_checked(const CompiledCall& call);
   // Captures for all sizes. Returns null if that is not possible.
   CompiledCall* capture_dynamic(const Values& inputs);
   Values check_and_run(CompiledCall& call, const Values& inputs, const c10::intrusive_ptr<BoundSizes>& sizes);
@@ -77,7 +93,10 @@ class Compiled {
   Function function_;
   CompileOptions options_;
   Convention convention_;
+  std::unique_ptr<CallStore> store_;  // null if nothing is kept between runs
   std::vector<std::unique_ptr<CompiledCall>> calls_;
+  std::size_t loaded_ = 0;
+  std::map<const CompiledCall*, CacheKey> dynamic_keys_;  // of the calls for all sizes that are kept
   std::vector<Refused> refused_;
 };
 

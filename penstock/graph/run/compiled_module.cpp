@@ -1,10 +1,12 @@
 #include "penstock/compile.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <memory>
 #include <ostream>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -12,6 +14,7 @@
 #include "penstock/errors.h"
 #include "penstock/graph/ir/graph.h"
 #include "penstock/graph/run/compiled_module_internals.h"
+#include "penstock/graph/run/spec_codec.h"
 
 namespace penstock::graph {
 
@@ -127,8 +130,23 @@ CompiledModuleBase::Impl::Entry& CompiledModuleBase::Impl::entry_for(std::type_i
   Convention convention{found, state.names};
   convention.names.emplace_back("the training flags of the submodules");
   for (std::string& path : spec.leaf_paths("args")) convention.names.push_back(std::move(path));
-  entries.push_back(std::make_unique<Entry>(
-      Entry{types, spec, std::move(results), Compiled(std::move(function), options, std::move(convention))}));
+  FunctionIdentity identity{
+      .text = fmt::format("{} {} {} {}", module->name(), types.name(), spec.to_string(),
+                          fmt::join(state.names, " ")),
+      .save = [results] { return encode_specs(*results); },
+      .restore =
+          [results](std::span<const std::uint8_t> bytes) {
+            std::vector<TreeSpec> stored = decode_specs(bytes);
+            const std::size_t common = std::min(stored.size(), results->size());
+            // Results refer to their structure by its place in the list.
+            if (!std::equal(stored.begin(), stored.begin() + static_cast<std::ptrdiff_t>(common),
+                            results->begin()))
+              return false;
+            if (stored.size() > results->size()) *results = std::move(stored);
+            return true;
+          }};
+  Compiled compiled(std::move(function), options, std::move(convention), std::move(identity));
+  entries.push_back(std::make_unique<Entry>(Entry{types, spec, std::move(results), std::move(compiled)}));
   return *entries.back();
 }
 

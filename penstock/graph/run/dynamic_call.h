@@ -55,6 +55,9 @@ class DynamicCall {
   bool needs_check(BoundSizes& sizes) const;
   void mark_checked(BoundSizes& sizes);
   std::size_t checked() const { return checked_.size(); }
+  // All sizes that were checked, to be kept with the capture.
+  std::vector<SymbolValues> checked_sizes() const { return {checked_.begin(), checked_.end()}; }
+  void set_checked_sizes(const std::vector<SymbolValues>& sizes) { checked_ = {sizes.begin(), sizes.end()}; }
 
  private:
   c10::intrusive_ptr<BoundSizes> bound_to(const SymbolValues& sizes, std::string* why);

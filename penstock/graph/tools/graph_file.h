@@ -6,14 +6,15 @@
 //   Executor run(again.joint.graph);
 //
 // Format: "PSGRAPH1", the version of the fields (u32), the number of bytes that follow (u64), their XXH64
-// (u64), and the fields, little endian. Operators are stored by name, tensors of the graph by their bytes in
-// row-major order.
+// (u64), and the fields, little endian (penstock/graph/codec). Operators are stored by name, tensors of the
+// graph by the bytes of their memory, tables of symbols and layouts of subclasses with them.
 //
 // An invalid file is a ValueError that names the file and the byte offset: corruption, another version, an
 // operator that this LibTorch does not have, an inconsistent graph. Reading never accesses memory outside the
 // file and allocates at most a multiple of its size.
-// Constants of kinds that the format cannot represent (generators, objects) are NotImplemented on writing.
-// Requires xxHash: without it both functions throw ConfigError.
+// Constants of kinds that the format cannot represent (generators, objects), and kinds of subclasses without
+// a ContextCodec, are NotImplemented on writing. `samples`: tensors of this process that contexts of
+// subclasses refer to (any DTensor on each mesh).
 #pragma once
 
 #include <cstdint>
@@ -35,14 +36,15 @@ struct GraphFile {
   std::optional<GraphSignature> signature;
 };
 
-inline constexpr std::uint32_t kGraphFileVersion = 3;
+inline constexpr std::uint32_t kGraphFileVersion = 4;
 
 std::vector<std::uint8_t> encode_graph(const GraphFile& file);
 // `name` identifies the file in messages.
-GraphFile decode_graph(std::span<const std::uint8_t> bytes, const std::string& name = "graph");
+GraphFile decode_graph(std::span<const std::uint8_t> bytes, const std::string& name = "graph",
+                       const std::vector<at::Tensor>& samples = {});
 
 void save_graph(const std::filesystem::path& path, const GraphFile& file);
-GraphFile load_graph(const std::filesystem::path& path);
+GraphFile load_graph(const std::filesystem::path& path, const std::vector<at::Tensor>& samples = {});
 
 namespace detail {
 // XXH64, seed 0.

@@ -1,7 +1,10 @@
 #include "penstock/graph/wrap/call_wrapper.h"
 
+#include <fmt/format.h>
+
 #include <utility>
 
+#include "penstock/errors.h"
 #include "penstock/graph/wrap/duplicate_inputs.h"
 #include "penstock/graph/wrap/lazy_inputs.h"
 #include "penstock/graph/wrap/synthetic_bases.h"
@@ -13,6 +16,16 @@ const CallWrappers& default_call_wrappers() {
                                 std::make_shared<SyntheticBasesWrapper>(),
                                 std::make_shared<LazyInputsWrapper>()};
   return all;
+}
+
+void AppliedWrapper::save(GraphEncoder&) const {
+  throw NotImplemented(fmt::format(
+      "graph: wrapper '{}' cannot be saved; implement AppliedWrapper::save and CallWrapper::load", name()));
+}
+
+std::shared_ptr<const AppliedWrapper> CallWrapper::load(GraphDecoder&, std::size_t) const {
+  throw NotImplemented(fmt::format(
+      "graph: wrapper '{}' cannot be loaded; implement AppliedWrapper::save and CallWrapper::load", name()));
 }
 
 std::vector<WrapperInUse> apply(const CallWrappers& wrappers, FunctionForm& form) {

@@ -11,9 +11,12 @@
 // other in memory, and are no lazy conjugates. A wrapper that has nothing to do for a call is not in use and
 // costs nothing.
 //
-// Your own: derive from CallWrapper and AppliedWrapper, and insert it into the list.
+// Your own: derive from CallWrapper and AppliedWrapper, and insert it into the list. A wrapper in use is kept
+// between runs as its name and what it has decided (save, load), and is applied again: it is not stored
+// itself.
 #pragma once
 
+#include <cstddef>
 #include <functional>
 #include <memory>
 #include <string_view>
@@ -23,6 +26,9 @@
 #include "penstock/graph/wrap/function_form.h"
 
 namespace penstock::graph {
+
+class GraphEncoder;
+class GraphDecoder;
 
 // The sizes of dynamic dims in a call; null if all sizes are fixed.
 using CallSizes = c10::intrusive_ptr<BoundSizes>;
@@ -38,6 +44,9 @@ class AppliedWrapper {
   virtual Call around(Call inner, const ViewAndMutationMeta& outer) const = 0;
   // Whether the same was decided for another call of the same kind, regardless of sizes.
   virtual bool same_but_for_sizes(const AppliedWrapper& other) const = 0;
+  // Writes what CallWrapper::load needs to make this again in another process. The default throws
+  // NotImplemented: captures with this wrapper are then not kept between runs.
+  virtual void save(GraphEncoder& encoder) const;
 };
 
 class CallWrapper {
@@ -47,6 +56,9 @@ class CallWrapper {
   // Replaces the function and its inputs by simpler ones. Returns null, and leaves the form unchanged, if
   // there is nothing to do. Throws NotImplemented, naming inputs, for what it cannot handle.
   virtual std::shared_ptr<const AppliedWrapper> apply(FunctionForm& form) const = 0;
+  // Reads what AppliedWrapper::save has written for a call with this many inputs. Calls decoder.fail() for
+  // anything that it would not have written: indices must be checked. The default throws NotImplemented.
+  virtual std::shared_ptr<const AppliedWrapper> load(GraphDecoder& decoder, std::size_t inputs) const;
 };
 
 using CallWrappers = std::vector<std::shared_ptr<const CallWrapper>>;

@@ -1,5 +1,8 @@
 #include "penstock/graph/wrap/duplicate_inputs.h"
 
+#include "penstock/graph/codec/graph_decoder.h"
+#include "penstock/graph/codec/graph_encoder.h"
+
 #include <algorithm>
 #include <unordered_map>
 #include <utility>
@@ -15,6 +18,18 @@ DuplicateInputs::DuplicateInputs(std::vector<std::size_t> first) : first_(std::m
 bool DuplicateInputs::same_but_for_sizes(const AppliedWrapper& other) const {
   const auto* theirs = dynamic_cast<const DuplicateInputs*>(&other);
   return theirs && first_ == theirs->first_;
+}
+
+void DuplicateInputs::save(GraphEncoder& encoder) const { encoder(first_); }
+
+std::shared_ptr<const AppliedWrapper> DuplicateInputsWrapper::load(GraphDecoder& decoder,
+                                                                   std::size_t inputs) const {
+  std::vector<std::size_t> first;
+  decoder(first);
+  if (first.size() != inputs) decoder.fail("duplicates among another number of inputs");
+  for (std::size_t i = 0; i < first.size(); ++i)
+    if (first[i] > i || first[first[i]] != first[i]) decoder.fail("a duplicate of an input that is none");
+  return std::make_shared<const DuplicateInputs>(std::move(first));
 }
 
 Values DuplicateInputs::inner_inputs(const Values& inputs) const {

@@ -20,6 +20,7 @@ class DuplicateInputs final : public InputsWrapper {
 
   std::string_view name() const override { return "duplicate inputs"; }
   bool same_but_for_sizes(const AppliedWrapper& other) const override;
+  void save(GraphEncoder& encoder) const override;
   Values inner_inputs(const Values& inputs) const override;
   ViewAndMutationMeta derived_meta(ViewAndMutationMeta outer, const Values& inputs) const override;
 
@@ -36,6 +37,7 @@ class DuplicateInputsWrapper final : public CallWrapper {
  public:
   std::string_view name() const override { return "duplicate inputs"; }
   std::shared_ptr<const AppliedWrapper> apply(FunctionForm& form) const override;
+  std::shared_ptr<const AppliedWrapper> load(GraphDecoder& decoder, std::size_t inputs) const override;
 };
 
 }  // namespace penstock::graph

@@ -1,5 +1,8 @@
 #include "penstock/graph/wrap/lazy_inputs.h"
 
+#include "penstock/graph/codec/graph_decoder.h"
+#include "penstock/graph/codec/graph_encoder.h"
+
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -21,6 +24,22 @@ at::Tensor with_lazy_bits(at::Tensor tensor, const LazyInputs::Bits& bits) {
 bool LazyInputs::same_but_for_sizes(const AppliedWrapper& other) const {
   const auto* theirs = dynamic_cast<const LazyInputs*>(&other);
   return theirs && bits_ == theirs->bits_;
+}
+
+template <class Archive, Is<LazyInputs::Bits> T>
+void fields(Archive& archive, T& bits) {
+  auto& [conjugated, negated] = bits;
+  archive(conjugated, negated);
+}
+
+void LazyInputs::save(GraphEncoder& encoder) const { encoder(bits_); }
+
+std::shared_ptr<const AppliedWrapper> LazyInputsWrapper::load(GraphDecoder& decoder,
+                                                              std::size_t inputs) const {
+  std::vector<LazyInputs::Bits> bits;
+  decoder(bits);
+  if (bits.size() != inputs) decoder.fail("lazy bits of another number of inputs");
+  return std::make_shared<const LazyInputs>(std::move(bits));
 }
 
 Values LazyInputs::inner_inputs(const Values& inputs) const {

@@ -21,6 +21,7 @@ class LazyInputs final : public InputsWrapper {
 
   std::string_view name() const override { return "lazy inputs"; }
   bool same_but_for_sizes(const AppliedWrapper& other) const override;
+  void save(GraphEncoder& encoder) const override;
   Values inner_inputs(const Values& inputs) const override;
   ViewAndMutationMeta derived_meta(ViewAndMutationMeta outer, const Values&) const override { return outer; }
 
@@ -34,6 +35,7 @@ class LazyInputsWrapper final : public CallWrapper {
  public:
   std::string_view name() const override { return "lazy inputs"; }
   std::shared_ptr<const AppliedWrapper> apply(FunctionForm& form) const override;
+  std::shared_ptr<const AppliedWrapper> load(GraphDecoder& decoder, std::size_t inputs) const override;
 };
 
 }  // namespace penstock::graph

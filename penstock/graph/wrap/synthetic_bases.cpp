@@ -9,6 +9,8 @@
 #include <utility>
 
 #include "penstock/errors.h"
+#include "penstock/graph/codec/graph_decoder.h"
+#include "penstock/graph/codec/graph_encoder.h"
 
 namespace penstock::graph {
 namespace {
@@ -132,6 +134,48 @@ void SyntheticBases::order_others(const Values& inputs, const std::vector<char>&
 bool SyntheticBases::same_but_for_sizes(const AppliedWrapper& other) const {
   const auto* theirs = dynamic_cast<const SyntheticBases*>(&other);
   return theirs && found_ == theirs->found_ && bases_ == theirs->bases_ && others_ == theirs->others_;
+}
+
+template <class Archive, Is<SyntheticBases::Base> T>
+void fields(Archive& archive, T& base) {
+  auto& [members, whole_memory] = base;
+  archive(members, whole_memory);
+}
+
+template <class Archive, Is<SyntheticBases::Source> T>
+void fields(Archive& archive, T& source) {
+  auto& [inner, view] = source;
+  archive(inner, view);
+}
+
+void SyntheticBases::save(GraphEncoder& encoder) const { encoder(found_, bases_, others_, sources_); }
+
+std::shared_ptr<const AppliedWrapper> SyntheticBasesWrapper::load(GraphDecoder& decoder,
+                                                                  std::size_t inputs) const {
+  std::size_t found = 0;
+  std::vector<SyntheticBases::Base> bases;
+  std::vector<std::size_t> others;
+  std::vector<SyntheticBases::Source> sources;
+  decoder(found, bases, others, sources);
+  std::vector<char> seen(inputs, 0);
+  const auto see = [&](std::size_t input) {
+    if (input >= inputs || seen[input])
+      decoder.fail("a member of a base that is no input, or one of another");
+    seen[input] = 1;
+  };
+  for (const SyntheticBases::Base& base : bases) {
+    if (base.members.empty()) decoder.fail("a base without members");
+    for (const std::size_t member : base.members) see(member);
+  }
+  for (const std::size_t other : others) see(other);
+  if (sources.size() != inputs || found > others.size() ||
+      std::find(seen.begin(), seen.end(), char{0}) != seen.end())
+    decoder.fail("bases of another number of inputs");
+  for (const SyntheticBases::Source& source : sources)
+    if (source.inner >= bases.size() + others.size())
+      decoder.fail("an input from a place that does not exist");
+  return std::shared_ptr<const SyntheticBases>(
+      new SyntheticBases(found, std::move(bases), std::move(others), std::move(sources)));
 }
 
 Values SyntheticBases::inner_inputs(const Values& inputs) const {

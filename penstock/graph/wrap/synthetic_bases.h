@@ -12,6 +12,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "penstock/graph/wrap/inputs_wrapper.h"
@@ -35,6 +36,7 @@ class SyntheticBases final : public InputsWrapper {
 
   std::string_view name() const override { return "synthetic bases"; }
   bool same_but_for_sizes(const AppliedWrapper& other) const override;
+  void save(GraphEncoder& encoder) const override;
   Values inner_inputs(const Values& inputs) const override;
   ViewAndMutationMeta derived_meta(ViewAndMutationMeta outer, const Values& inputs) const override;
 
@@ -43,12 +45,17 @@ class SyntheticBases final : public InputsWrapper {
   // For each inner input, the first outer one that it is or that is made from it.
   std::vector<std::size_t> came_from() const;
 
- private:
   // Where an outer input comes from.
   struct Source {
     std::size_t inner = 0;
     std::optional<Geometry> view;  // into a base
   };
+
+ private:
+  friend class SyntheticBasesWrapper;
+  SyntheticBases(std::size_t found, std::vector<Base> bases, std::vector<std::size_t> others,
+                 std::vector<Source> sources)
+      : found_(found), bases_(std::move(bases)), others_(std::move(others)), sources_(std::move(sources)) {}
   void order_others(const Values& inputs, const std::vector<char>& merged);
 
   std::size_t found_;
@@ -64,6 +71,7 @@ class SyntheticBasesWrapper final : public CallWrapper {
  public:
   std::string_view name() const override { return "synthetic bases"; }
   std::shared_ptr<const AppliedWrapper> apply(FunctionForm& form) const override;
+  std::shared_ptr<const AppliedWrapper> load(GraphDecoder& decoder, std::size_t inputs) const override;
 
  private:
   static std::optional<std::string> why_not_merged(const SyntheticBases::Base& base,

@@ -1,5 +1,5 @@
-// Encodes numbers and strings as bytes, and decodes them with every length checked. For the files of this
-// folder.
+// Encodes numbers and strings as bytes, and decodes them with every length checked; and the frame around the
+// bytes of a file: what it is, its version, its length, its checksum.
 #pragma once
 
 #include <bit>
@@ -37,7 +37,9 @@ class ByteWriter {
 
 class ByteReader {
  public:
-  ByteReader(std::span<const std::uint8_t> bytes, std::string name) : bytes_(bytes), name_(std::move(name)) {}
+  // `name` and `remedy` are for messages: "graph file step.psgraph", "write it again with save_graph".
+  ByteReader(std::span<const std::uint8_t> bytes, std::string name, std::string remedy = {})
+      : bytes_(bytes), name_(std::move(name)), remedy_(std::move(remedy)) {}
 
   template <class T>
   requires(std::is_arithmetic_v<T>) T number() {
@@ -77,13 +79,33 @@ class ByteReader {
   std::size_t remaining() const { return bytes_.size() - at_; }
   std::size_t position() const { return at_; }
 
+  const std::string& name() const { return name_; }
+  const std::string& remedy() const { return remedy_; }
+
   // Throws ValueError with the name of the file and the byte offset.
   [[noreturn]] void fail(const std::string& why) const;
 
  private:
   std::span<const std::uint8_t> bytes_;
-  std::string name_;
+  std::string name_, remedy_;
   std::size_t at_ = 0;
 };
+
+using Bytes = std::vector<std::uint8_t>;
+
+// What a kind of file begins with.
+struct FileKind {
+  std::string_view magic;  // 8 characters
+  std::string_view text;   // "a graph file"
+  std::uint32_t version = 0;
+};
+inline constexpr std::size_t kFrameBytes = 8 + 4 + 8 + 8;
+
+// The fields behind a frame: magic, version (u32), number of bytes that follow (u64), their XXH64 (u64).
+Bytes framed(const FileKind& kind, std::span<const std::uint8_t> fields);
+// Returns the fields inside a frame. Throws ValueError for another kind of file, another version, another
+// length or a wrong checksum; `name` and `remedy` are those of a ByteReader.
+std::span<const std::uint8_t> unframed(const FileKind& kind, std::span<const std::uint8_t> bytes,
+                                       const std::string& name, const std::string& remedy);
 
 }  // namespace penstock::graph

@@ -1,0 +1,381 @@
+#include "penstock/graph/run/call_store.h"
+
+#include <ATen/Version.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <sstream>
+
+#include "penstock/base/warnings.h"
+#include "penstock/errors.h"
+#include "penstock/graph/cache/program_id.h"
+#include "penstock/graph/codec/graph_decoder.h"
+#include "penstock/graph/codec/graph_encoder.h"
+#include "penstock/graph/run/capture_codec.h"
+#include "penstock/graph/run/capture_fields.h"
+#include "penstock/torch/compat/device_name.h"
+#include "penstock/torch/compat/version.h"
+
+namespace penstock::graph {
+namespace {
+
+template <class Archive, Is<CompiledCode> T>
+void fields(Archive& archive, T& code) {
+  auto& [forward, backward] = code;
+  archive(forward, backward);
+}
+
+std::vector<at::Device> devices_of(const CallGuard& guard) {
+  std::vector<at::Device> devices;
+  guard.for_each_geometry([&](std::size_t, const Geometry& geometry) {
+    if (std::find(devices.begin(), devices.end(), geometry.device) == devices.end())
+      devices.push_back(geometry.device);
+  });
+  return devices;
+}
+
+std::string call_text(const CallGuard& guard) {
+  std::string text;
+  std::size_t shown = 0, tensors = 0;
+  guard.for_each_geometry([&](std::size_t, const Geometry&) { ++tensors; });
+  // The last inputs are the arguments; the first are parameters.
+  guard.for_each_geometry([&](std::size_t, const Geometry& geometry) {
+    if (++shown + 4 > tensors) text += (text.empty() ? "" : ", ") + to_text(geometry);
+  });
+  return fmt::format("{} inputs{}{}", guard.size(), text.empty() ? "" : ", the last ", text);
+}
+
+// A tensor that the graph has found in the program, and that the program still holds: its values may change
+// between calls and between runs, unlike those of a tensor that only the graph has.
+std::optional<std::string> tensor_of_the_program(const FunctionCapture& capture) {
+  const Graph& graph = capture.joint.graph;
+  std::vector<at::Tensor> found;
+  for (const ConstantTensor& constant : graph.constants) found.push_back(constant.tensor);
+  if (graph.table)
+    for (const SymbolicTensor& symbolic : graph.table->tensors) found.push_back(symbolic.example);
+  for (const at::Tensor& tensor : found) {
+    if (!tensor.defined()) continue;
+    std::size_t handles = 0;                           // in the graph, and in the list
+    std::vector<const c10::TensorImpl*> with_storage;  // different tensors over the same memory
+    for (const at::Tensor& other : found) {
+      if (!other.defined()) continue;
+      handles += other.is_same(tensor) ? 2 : 0;
+      const c10::TensorImpl* impl = other.unsafeGetTensorImpl();
+      if (tensor.has_storage() && other.has_storage() && other.is_alias_of(tensor) &&
+          std::find(with_storage.begin(), with_storage.end(), impl) == with_storage.end())
+        with_storage.push_back(impl);
+    }
+    if (tensor.use_count() > handles ||
+        (tensor.has_storage() && tensor.storage().use_count() > with_storage.size()))
+      return fmt::format(
+          "{} is a tensor that the function uses without it being an input, parameter or buffer",
+          to_text(geometry_of(tensor)));
+  }
+  return std::nullopt;
+}
+
+std::vector<at::Tensor> tensors_of_values(const Values& inputs) {
+  std::vector<at::Tensor> tensors;
+  for (const c10::IValue& input : inputs)
+    if (is_defined_tensor(input)) tensors.push_back(input.toTensor());
+  return tensors;
+}
+
+// The first lines in which two texts differ.
+std::string text_difference(const std::string& now, const std::string& then) {
+  std::istringstream a(now), b(then);
+  std::string line_a, line_b;
+  for (;;) {
+    const bool more_a = static_cast<bool>(std::getline(a, line_a)),
+               more_b = static_cast<bool>(std::getline(b, line_b));
+    if (!more_a && !more_b) return {};
+    if (!more_a) line_a = "nothing";
+    if (!more_b) line_b = "nothing";
+    if (line_a != line_b) return fmt::format("'{}' now, '{}' in the entry", line_a, line_b);
+  }
+}
+
+}  // namespace
+
+ArtifactFolder::Fields environment_fields(const std::vector<at::Device>& devices,
+                                          const GraphCompiler& compiler) {
+  std::vector<std::string> names;
+  for (const at::Device& device : devices) names.push_back(device_name(device));
+  std::sort(names.begin(), names.end());
+  names.erase(std::unique(names.begin(), names.end()), names.end());
+  const std::string config = at::show_config();
+  return {{"penstock", PENSTOCK_VERSION},
+          {"format", std::to_string(kCaptureVersion)},
+          {"libtorch", fmt::format("{}, build {}", torch_version(),
+                                   KeyBuilder().field("config", config).key().text().substr(0, 16))},
+          {"device", fmt::format("{}", fmt::join(names, ", "))},
+          {"compiler", fmt::format("{} {}", compiler.name(), compiler.version())}};
+}
+
+std::unique_ptr<CallStore> CallStore::open(const CompileOptions& options, FunctionIdentity function,
+                                           std::shared_ptr<const GraphCompiler> compiler) {
+  std::unique_ptr<CallStore> store(new CallStore(options, std::move(function), std::move(compiler)));
+  return store->cache_ || store->artifact_ ? std::move(store) : nullptr;
+}
+
+CallStore::CallStore(const CompileOptions& options, FunctionIdentity function,
+                     std::shared_ptr<const GraphCompiler> compiler)
+    : options_(options.cache), function_(std::move(function)), compiler_(std::move(compiler)) {
+  ByteWriter others;
+  others.number(static_cast<std::uint8_t>(options.partitioner));
+  for (const DynamicDim& dim : options.dynamic.dims) {
+    others.text(std::holds_alternative<std::size_t>(dim.input.get())
+                    ? std::to_string(std::get<std::size_t>(dim.input.get()))
+                    : std::get<std::string>(dim.input.get()));
+    others.text(dim.symbol);
+    for (const std::int64_t number : {dim.dim, dim.min, dim.max, dim.multiple_of}) others.number(number);
+  }
+  others.flag(options.dynamic.trust);
+  fields_.assign(others.bytes.begin(), others.bytes.end());
+  if (options_.artifact) {
+    artifact_ = &ArtifactAccess::folder_of(*options_.artifact);
+    return;
+  }
+  if (options_.use == CacheOptions::Use::Off) return;
+  const CacheEnvironment environment = cache_environment();
+  if (environment.off) return;
+  if (options_.use == CacheOptions::Use::Environment && !environment.asked_for) return;
+  const std::filesystem::path folder = options_.folder.empty() ? environment.folder : options_.folder;
+  if (folder.empty()) {
+    warn_once("cache",
+              "compile cache: this user has no home folder; set PENSTOCK_CACHE to a folder, or to \"off\"");
+    return;
+  }
+  cache_.emplace(DirectoryCacheOptions{.folder = folder, .max_bytes = environment.max_bytes});
+}
+
+CacheCounts CallStore::counts() const {
+  CacheCounts counts = cache_ ? cache_->counts() : CacheCounts();
+  counts.hits += artifact_hits_;
+  return counts;
+}
+
+KeyBuilder CallStore::environment(const CallGuard& guard) const {
+  KeyBuilder key;
+  key.fields(environment_fields(devices_of(guard), *compiler_)).field("options", fields_);
+  return key;
+}
+
+CacheKey CallStore::call_key(const CallGuard& guard, Sizes sizes) const {
+  KeyBuilder key = environment(guard);
+  key.field("level", sizes == Sizes::Fixed ? "call" : "call for all sizes");
+  key.field("program", program_id()).field("function", function_.text).field("name", options_.name);
+  if (artifact_)
+    key.fields(artifact_->fields());
+  else
+    key.field("identity", options_.identity);
+  return key.field("guard", sizes == Sizes::Fixed ? encode_guard(guard) : encode_kind(guard)).key();
+}
+
+CallStore::Place CallStore::find(const CallGuard& guard, Sizes sizes, const Values& inputs) {
+  Place place;
+  if (!artifact_ && options_.identity.empty()) return place;
+  try {
+    place.key = call_key(guard, sizes);
+  } catch (const NotImplemented& error) {
+    if (artifact_) throw;
+    cache_->refuse(error.what());
+    return place;
+  }
+  std::optional<Bytes> bytes;
+  if (artifact_) {
+    if (artifact_->is_writable()) {
+      place.keeps = true;
+      return place;
+    }
+    bytes = artifact_->find(place.key);
+    if (!bytes) {
+      // A call for all sizes may be in the artifact for these sizes alone.
+      if (sizes == Sizes::Dynamic) return place;
+      refuse_missing(guard, inputs);
+    }
+    ++artifact_hits_;
+  } else {
+    CacheLookup lookup = cache_->find_or_reserve(place.key, options_.name.empty() ? "a call" : options_.name);
+    bytes = std::move(lookup.entry);
+    place.reservation = std::move(lookup.reservation);
+    place.keeps = static_cast<bool>(place.reservation);
+  }
+  if (!bytes) return place;
+  try {
+    place.call = decode(*bytes, inputs,
+                        artifact_ ? fmt::format("artifact {}", artifact_->folder().string())
+                                  : fmt::format("compile cache: {}", cache_->file_of(place.key).string()));
+  } catch (const ValueError& error) {
+    if (artifact_) throw ConfigError(error.what());
+    cache_->discard(place.key, error.what());
+    place.keeps = true;
+  }
+  return place;
+}
+
+void CallStore::refuse_missing(const CallGuard& guard, const Values& inputs) const {
+  std::string known;
+  std::size_t of_module = 0;
+  for (const ArtifactFolder::Entry& entry : artifact_->entries())
+    if (entry.module == options_.name) {
+      ++of_module;
+      try {
+        const Bytes bytes = artifact_->read(entry);
+        const StoredCall call = decode(bytes, inputs, "artifact");
+        known = call.capture.capture.guard.difference(inputs);
+      } catch (const ValueError& error) {
+        known = error.what();
+      }
+    }
+  throw StateError(fmt::format(
+      "artifact {}: {} has no call like this one ({}); {}; compile the artifact with this call, too",
+      artifact_->folder().string(), options_.name.empty() ? "the module" : options_.name, call_text(guard),
+      of_module == 0 ? std::string("it has none of this module")
+                     : fmt::format("of {} it has, the last differs: {}", of_module,
+                                   known.empty() ? "in the types of the arguments or the options" : known)));
+}
+
+Bytes CallStore::encode(const CompiledCall& call) const {
+  ByteWriter out;
+  const auto section = [&](const Bytes& bytes) {
+    out.count(bytes.size());
+    out.raw(bytes);
+  };
+  section(encode_capture({call.capture(), call.halves()}));
+  section(function_.save ? function_.save() : Bytes());
+  GraphEncoder rest("compile cache");
+  rest(call.code(*compiler_), call.dynamic() ? call.dynamic()->checked_sizes() : std::vector<SymbolValues>());
+  section(rest.finish());
+  return std::move(out.bytes);
+}
+
+StoredCall CallStore::decode(std::span<const std::uint8_t> bytes, const Values& inputs,
+                             const std::string& name) const {
+  ByteReader in(bytes, name);
+  const auto capture = in.take(in.count()), recorded = in.take(in.count()), others = in.take(in.count());
+  StoredCall call{decode_capture(capture, default_call_wrappers(), tensors_of_values(inputs), name), {}, {}};
+  GraphDecoder rest(others, name, "");
+  rest(call.code, call.checked_sizes);
+  rest.expect_end();
+  const std::size_t symbols = call.capture.capture.symbols.size();
+  for (const SymbolValues& sizes : call.checked_sizes)
+    if (sizes.size() != symbols) in.fail("sizes of another number of symbols");
+  if (function_.restore && !function_.restore(recorded))
+    in.fail("its results have other structures than those of earlier calls of this run");
+  return call;
+}
+
+void CallStore::inspect(Place& place, const FunctionCapture& capture) const {
+  if (!place.keeps) return;
+  if (const auto why = tensor_of_the_program(capture))
+    place.refused = *why + "; register it as a buffer, or pass it as an argument";
+}
+
+void CallStore::keep(Place& place, const CompiledCall& call) {
+  if (!place.keeps) return;
+  try {
+    if (!place.refused.empty()) throw NotImplemented(place.refused);
+    const Bytes bytes = encode(call);
+    if (artifact_)
+      artifact_->add(place.key, options_.name, call_text(call.capture().guard), bytes);
+    else if (place.reservation)
+      place.reservation.store(bytes);
+    else
+      cache_->replace(place.key, bytes);
+  } catch (const NotImplemented& error) {
+    if (artifact_)
+      throw NotImplemented(
+          fmt::format("artifact {}: {}: {}", artifact_->folder().string(), options_.name, error.what()));
+    cache_->refuse(error.what());
+    warn_once("cache", fmt::format("compile cache: {} is compiled in every run: {}",
+                                   options_.name.empty() ? "a call" : options_.name, error.what()));
+  }
+  place.reservation.release();
+  place.keeps = false;
+}
+
+void CallStore::keep_again(const CacheKey& key, const CompiledCall& call) {
+  Place place;
+  place.key = key;
+  place.keeps = artifact_ ? artifact_->is_writable() : !options_.identity.empty();
+  keep(place, call);
+}
+
+CallStore::Halves CallStore::halves_of(FunctionCapture capture, Partitioner partitioner) {
+  if (!cache_) return {partition(std::move(capture), partitioner), {}, {}, {}};
+  Halves halves;
+  try {
+    halves.key =
+        environment(capture.guard).field("level", "graph").field("graph", encode_joint(capture)).key();
+  } catch (const NotImplemented& error) {
+    cache_->refuse(error.what());
+    return {partition(std::move(capture), partitioner), {}, {}, {}};
+  }
+  CacheLookup lookup = cache_->find_or_reserve(halves.key, options_.name.empty() ? "a graph" : options_.name);
+  if (lookup.entry) {
+    try {
+      GraphDecoder decoder(*lookup.entry, cache_->file_of(halves.key).string(), "");
+      Graph joint;
+      Partition parts;
+      std::size_t symbols = 0;
+      decoder(joint, parts, halves.code, symbols);
+      decoder.expect_end();
+      // The halves use the tensors that this capture has found, which may change, not their values in the
+      // entry.
+      const Graph& now = capture.joint.graph;
+      if (joint.constants.size() != now.constants.size()) decoder.fail("it has another number of constants");
+      for (Graph* half : {&parts.forward, &parts.backward}) {
+        half->table = half->table ? now.table : nullptr;
+        for (ConstantTensor& constant : half->constants) {
+          const auto same = std::find_if(
+              joint.constants.begin(), joint.constants.end(),
+              [&](const ConstantTensor& other) { return other.tensor.is_same(constant.tensor); });
+          if (same == joint.constants.end()) decoder.fail("a constant that the joint graph does not have");
+          constant.tensor = now.constants[static_cast<std::size_t>(same - joint.constants.begin())].tensor;
+        }
+      }
+      for_each_meta(capture, [&](ViewAndMutationMeta& meta) { meta.symbols_for_backward = symbols; });
+      halves.capture = {std::move(capture), std::move(parts)};
+      check_capture(halves.capture, decoder);
+      return halves;
+    } catch (const ValueError& error) {
+      cache_->discard(halves.key, error.what());
+      if (!halves.capture.capture.joint.graph.values.empty()) capture = std::move(halves.capture.capture);
+    }
+  }
+  halves.code = {};
+  halves.capture = partition(std::move(capture), partitioner);
+  halves.reservation = std::move(lookup.reservation);
+  return halves;
+}
+
+void CallStore::keep_halves(Halves& halves, const CompiledCall& call) {
+  if (!halves.reservation) return;
+  try {
+    GraphEncoder encoder("compile cache");
+    encoder(call.capture().joint.graph, call.halves(), call.code(*compiler_),
+            call.capture().meta.symbols_for_backward);
+    halves.reservation.store(encoder.finish());
+  } catch (const NotImplemented& error) {
+    cache_->refuse(error.what());
+  }
+  halves.reservation.release();
+}
+
+void CallStore::verify(const PartitionedCapture& stored, const PartitionedCapture& now) const {
+  if (encode_capture(stored) == encode_capture(now)) return;
+  std::string what = text_difference(to_text(now.capture.joint.graph), to_text(stored.capture.joint.graph));
+  if (what.empty() && !(stored.capture.user_meta() == now.capture.user_meta()))
+    what = "what it does to its inputs, or how its results alias them";
+  if (what.empty())
+    what = text_difference(to_text(now.halves.forward) + to_text(now.halves.backward),
+                           to_text(stored.halves.forward) + to_text(stored.halves.backward));
+  if (what.empty()) what = "the values of tensors that it uses, or layouts of subclasses";
+  throw StateError(fmt::format(
+      "compile cache: the entry of {} is that of another function: {}; add to the identity what decides this",
+      options_.name.empty() ? "this call" : options_.name, what));
+}
+
+}  // namespace penstock::graph

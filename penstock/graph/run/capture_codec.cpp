@@ -1,0 +1,262 @@
+#include "penstock/graph/run/capture_codec.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "penstock/errors.h"
+#include "penstock/graph/codec/graph_decoder.h"
+#include "penstock/graph/codec/graph_encoder.h"
+#include "penstock/graph/run/capture_fields.h"
+
+namespace penstock::graph {
+namespace {
+
+const std::string kWho = "stored capture";
+const std::string kMakeAgain = "it is made again from the function";
+
+void encode_wrapper(GraphEncoder& encoder, const WrapperInUse& used) {
+  const auto& [wrapper, outer] = used;
+  encoder(std::string(wrapper->name()), outer);
+  wrapper->save(encoder);
+}
+
+WrapperInUse decode_wrapper(GraphDecoder& decoder, const CallWrappers& wrappers) {
+  std::string name;
+  WrapperInUse used;
+  decoder(name, used.outer);
+  const auto known = std::find_if(wrappers.begin(), wrappers.end(),
+                                  [&](const auto& wrapper) { return wrapper->name() == name; });
+  if (known == wrappers.end()) decoder.fail(fmt::format("the program has no wrapper named '{}'", name));
+  used.wrapper = (*known)->load(decoder, used.outer.inputs.size());
+  return used;
+}
+
+// Checks the indices of a decoded capture.
+class CaptureCheck {
+ public:
+  CaptureCheck(const PartitionedCapture& partitioned, const GraphDecoder& decoder)
+      : partitioned_(partitioned), capture_(partitioned.capture), decoder_(decoder) {}
+
+  void run() const {
+    const JointGraph& joint = capture_.joint;
+    require(capture_.guard.size() == capture_.user_meta().inputs.size(),
+            "the guard has another number of inputs");
+    for_each_meta(capture_, [&](const ViewAndMutationMeta& meta) { check(meta); });
+    const std::size_t inputs = joint.graph.inputs.size(), outputs = joint.graph.outputs.size();
+    require(joint.primals <= inputs && joint.primals + joint.tangents.size() == inputs,
+            "inconsistent number of inputs and tangents");
+    require(joint.forward_outputs <= outputs &&
+                joint.written_in_backward.size() <= outputs - joint.forward_outputs,
+            "inconsistent number of outputs");
+    for (const std::size_t primal : joint.written_in_backward)
+      require(primal < joint.primals, "an input that does not exist is written in backward");
+    for (const Operand& output : joint.graph.outputs)
+      require(output.kind == Operand::Kind::Constant || output.kind == Operand::Kind::Tensor,
+              "an output that is a list");
+    check_tensors();
+    check_halves();
+    if (joint.subclasses) check(*joint.subclasses);
+    check_symbols();
+  }
+
+ private:
+  void require(bool holds, const char* why) const {
+    if (!holds) decoder_.fail(why);
+  }
+  void check(const Geometry& geometry) const {
+    const SymbolicTable* table = capture_.joint.graph.table.get();
+    require(geometry.symbolic == kNotSymbolic ||
+                (table && geometry.symbolic >= 0 &&
+                 static_cast<std::size_t>(geometry.symbolic) < table->geometries.size() &&
+                 table->geometries[static_cast<std::size_t>(geometry.symbolic)].sizes.size() ==
+                     geometry.sizes.size()),
+            "a reference to an entry of the table of symbols that does not exist");
+  }
+  void check(const Operand& operand) const {
+    const SymbolicTable* table = capture_.joint.graph.table.get();
+    require(operand.symbolic == kNotSymbolic ||
+                (table && operand.symbolic >= 0 &&
+                 static_cast<std::size_t>(operand.symbolic) < table->constants.size()),
+            "a reference to an entry of the table of symbols that does not exist");
+  }
+  void check(const ViewAndMutationMeta& meta) const {
+    require(meta.intermediate_bases <= meta.outputs.size(), "more intermediate bases than outputs");
+    for (std::size_t i = 0; i < meta.outputs.size(); ++i) {
+      const OutputInfo& info = meta.outputs[i];
+      check(info.geometry);
+      require(!info.same_as || *info.same_as < i, "an output that is the same tensor as a later one");
+      switch (info.kind) {
+        case OutputKind::NonAlias:
+        case OutputKind::UnsafeViewAlias:
+        case OutputKind::CustomFunctionView:
+          break;
+        case OutputKind::AliasOfInput:
+        case OutputKind::IsInput:
+          require(info.base_index && *info.base_index < meta.inputs.size() &&
+                      meta.inputs[*info.base_index].is_tensor,
+                  "an alias of an input that does not exist");
+          break;
+        case OutputKind::AliasOfIntermediateSaveAsOutput:
+        case OutputKind::AliasOfIntermediate:
+          require(info.base_index && *info.base_index < meta.intermediate_bases,
+                  "an alias of an intermediate base that does not exist");
+          break;
+        case OutputKind::AliasOfIntermediateBaseIsUserOutput:
+          require(info.base_index && *info.base_index < meta.outputs.size(),
+                  "an alias of an output that does not exist");
+          break;
+      }
+      for (const ViewStep& step : info.view.steps)
+        for (const Operand& operand : step.arguments) check(operand);
+    }
+    for (const TangentInfo& tangent : meta.tangents) check(meta, tangent);
+  }
+  void check(const ViewAndMutationMeta& meta, const TangentInfo& tangent) const {
+    check(tangent.geometry);
+    const std::size_t end = tangent.kind == TangentInfo::Kind::MutatedInput ? meta.inputs.size()
+                            : tangent.kind == TangentInfo::Kind::Output     ? meta.outputs.size()
+                                                                            : meta.intermediate_bases;
+    require(tangent.index < end, "a tangent of something that does not exist");
+    const std::vector<std::size_t> mutated = meta.mutated_at_run_time();
+    require(tangent.kind != TangentInfo::Kind::MutatedInput ||
+                std::find(mutated.begin(), mutated.end(), tangent.index) != mutated.end(),
+            "a tangent of an input that is not written");
+  }
+  void check_tensors() const {
+    const JointGraph& joint = capture_.joint;
+    const ViewAndMutationMeta& meta = capture_.meta;
+    const auto tensors = static_cast<std::size_t>(std::count_if(
+        meta.inputs.begin(), meta.inputs.end(), [](const InputInfo& info) { return info.is_tensor; }));
+    require(capture_.primal_written.size() == tensors && capture_.primal_shares_changed.size() == tensors,
+            "inconsistent number of tensors among the inputs");
+    require(joint.subclasses || joint.primals == tensors, "inconsistent number of primals");
+    require(joint.subclasses || joint.forward_outputs == meta.forward_returns(),
+            "inconsistent number of results");
+    require(capture_.memory_of_output.size() == joint.forward_outputs, "inconsistent number of outputs");
+    require(capture_.geometry_after.size() == meta.mutated_at_run_time().size(),
+            "inconsistent number of written inputs");
+    for (const Geometry& geometry : capture_.geometry_after) check(geometry);
+    for (const TangentInfo& tangent : joint.tangents) check(meta, tangent);
+    capture_.guard.for_each_geometry([&](std::size_t, const Geometry& geometry) { check(geometry); });
+  }
+  void check_halves() const {
+    const auto& [forward, backward, saved] = partitioned_.halves;
+    const JointGraph& joint = capture_.joint;
+    for (const ValueId value : saved)
+      require(static_cast<std::int32_t>(value) >= 0 && index_of(value) < joint.graph.values.size(),
+              "a saved value that does not exist");
+    require(forward.inputs.size() == joint.primals &&
+                forward.outputs.size() == joint.forward_outputs + saved.size() &&
+                backward.inputs.size() == saved.size() + joint.tangents.size() &&
+                backward.outputs.size() == joint.graph.outputs.size() - joint.forward_outputs,
+            "halves that do not fit the joint graph");
+  }
+  void check(const SubclassLayout& layout) const {
+    const auto within = [&](const std::vector<FlattenRecord>& records, std::size_t count) {
+      std::size_t next = 0;
+      for (const FlattenRecord& record : records) {
+        require(record.first_flat() == next || record.count() == 0,
+                "a subclass with tensors at other places");
+        next = record.first_flat() + record.count();
+        record.for_each_plain([&](const PlainTensorMeta& plain) {
+          if (plain.geometry) check(*plain.geometry);
+        });
+      }
+      require(next <= count, "more tensors in subclasses than in the graph");
+    };
+    const JointGraph& joint = capture_.joint;
+    within(layout.inputs, joint.primals);
+    within(layout.forward_outputs, joint.forward_outputs);
+    within(layout.tangents, joint.tangents.size());
+    within(layout.input_gradients, joint.graph.outputs.size() - joint.forward_outputs);
+    require(layout.inputs.size() == capture_.primal_written.size() &&
+                layout.forward_outputs.size() == capture_.meta.forward_returns() &&
+                layout.in_mutated_input.size() <= joint.forward_outputs,
+            "inconsistent number of subclasses");
+    for (const auto& input : layout.in_mutated_input)
+      require(!input || *input < joint.primals, "a result in the memory of an input that does not exist");
+  }
+  void check_symbols() const {
+    const SymbolicTable* table = capture_.joint.graph.table.get();
+    require(capture_.symbols.size() == (table ? table->symbols.symbols() : 0),
+            "inconsistent number of symbols");
+    for (const DynamicSymbol& symbol : capture_.symbols) {
+      require(!symbol.places.empty() && symbol.multiple_of >= 1, "a symbol without a place");
+      for (const DynamicSymbol::Place& place : symbol.places)
+        require(place.input < capture_.guard.size(), "a symbol of an input that does not exist");
+    }
+  }
+
+  const PartitionedCapture& partitioned_;
+  const FunctionCapture& capture_;
+  const GraphDecoder& decoder_;
+};
+
+}  // namespace
+
+void check_capture(const PartitionedCapture& capture, const GraphDecoder& decoder) {
+  CaptureCheck(capture, decoder).run();
+}
+
+Bytes encode_capture(const PartitionedCapture& partitioned) {
+  const auto& [capture, halves] = partitioned;
+  GraphEncoder encoder(kWho);
+  encoder(kCaptureVersion, capture.wrappers.size());
+  for (const WrapperInUse& used : capture.wrappers) encode_wrapper(encoder, used);
+  encoder(capture, halves);
+  return encoder.finish();
+}
+
+PartitionedCapture decode_capture(std::span<const std::uint8_t> bytes, const CallWrappers& wrappers,
+                                  const std::vector<at::Tensor>& samples, const std::string& name) {
+  GraphDecoder decoder(bytes, name, kMakeAgain, samples);
+  std::uint32_t version = 0;
+  decoder(version);
+  if (version != kCaptureVersion)
+    decoder.fail(fmt::format("version {}, expected {}", version, kCaptureVersion));
+  PartitionedCapture partitioned;
+  std::size_t count = 0;
+  decoder(count);
+  if (count > wrappers.size()) decoder.fail("more wrappers than the program has");
+  for (; count > 0; --count) partitioned.capture.wrappers.push_back(decode_wrapper(decoder, wrappers));
+  decoder(partitioned.capture, partitioned.halves);
+  decoder.expect_end();
+  check_capture(partitioned, decoder);
+  return partitioned;
+}
+
+Bytes encode_guard(const CallGuard& guard) {
+  GraphEncoder encoder(kWho);
+  encoder(guard);
+  return encoder.finish();
+}
+
+Bytes encode_kind(const CallGuard& guard) {
+  CallGuard kind = guard;
+  kind.for_each_geometry([](std::size_t, Geometry& geometry) {
+    std::fill(geometry.sizes.begin(), geometry.sizes.end(), 0);
+    std::fill(geometry.strides.begin(), geometry.strides.end(), 0);
+    geometry.storage_offset = 0;
+    geometry.symbolic = kNotSymbolic;
+  });
+  return encode_guard(kind);
+}
+
+CallGuard decode_guard(std::span<const std::uint8_t> bytes, const std::vector<at::Tensor>& samples,
+                       const std::string& name) {
+  GraphDecoder decoder(bytes, name, kMakeAgain, samples);
+  CallGuard guard;
+  decoder(guard);
+  decoder.expect_end();
+  return guard;
+}
+
+Bytes encode_joint(const FunctionCapture& capture) {
+  GraphEncoder encoder(kWho);
+  encoder(kCaptureVersion, capture.joint, capture.meta, capture.symbols);
+  return encoder.finish();
+}
+
+}  // namespace penstock::graph

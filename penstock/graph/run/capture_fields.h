@@ -1,0 +1,87 @@
+// The fields of captures, each listed once for writing and reading; see penstock/graph/codec/fields.h.
+// Private to this folder.
+#pragma once
+
+#include "penstock/graph/codec/fields.h"
+#include "penstock/graph/run/function_capture.h"
+
+namespace penstock::graph {
+
+template <class Archive, Is<Convention> T>
+void fields(Archive& archive, T& convention) {
+  auto& [found, names] = convention;
+  archive(found, names);
+}
+
+template <class Archive, Is<AutocastState> T>
+void fields(Archive& archive, T& state) {
+  auto& [cpu, cuda, cached, cpu_dtype, cuda_dtype] = state;
+  archive(cpu, cuda, cached, cpu_dtype, cuda_dtype);
+}
+
+template <class Archive, Is<DynamicSymbol::Place> T>
+void fields(Archive& archive, T& place) {
+  auto& [input, dim] = place;
+  archive(input, dim);
+}
+
+template <class Archive, Is<DynamicSymbol> T>
+void fields(Archive& archive, T& symbol) {
+  auto& [name, places, min, max, multiple_of] = symbol;
+  archive(name, places, min, max, multiple_of);
+}
+
+template <class Archive, Is<Partition> T>
+void fields(Archive& archive, T& halves) {
+  auto& [forward, backward, saved] = halves;
+  archive(forward, backward, saved);
+}
+
+// Gives the list of fields access to those of a guard.
+struct CallGuardFields {
+  using Input = CallGuard::Input;
+  using Modes = CallGuard::Modes;
+
+  template <class Archive, class T>
+  static void list(Archive& archive, T& guard) {
+    auto& [inputs, names, any_sharing, modes] = guard;
+    archive(inputs, names, any_sharing, modes);
+  }
+};
+
+template <class Archive, Is<CallGuardFields::Modes> T>
+void fields(Archive& archive, T& modes) {
+  auto& [grad, inference, deterministic, autocast] = modes;
+  archive(grad, inference, deterministic, autocast);
+}
+
+template <class Archive, Is<CallGuardFields::Input> T>
+void fields(Archive& archive, T& input) {
+  auto& [tensor, subclass, value, requires_grad, is_leaf, is_view, same_as, shares_with] = input;
+  archive(tensor, value, requires_grad, is_leaf, is_view, same_as, shares_with);
+  bool any = subclass != nullptr;
+  archive(any);
+  if (!any) return;
+  if constexpr (Archive::kReads) {
+    FlattenRecord record;
+    archive(record);
+    subclass = std::make_shared<const FlattenRecord>(std::move(record));
+  } else {
+    archive(*subclass);
+  }
+}
+
+template <class Archive, Is<CallGuard> T>
+void fields(Archive& archive, T& guard) {
+  CallGuardFields::list(archive, guard);
+}
+
+// Without the wrappers, which the program must know.
+template <class Archive, Is<FunctionCapture> T>
+void fields(Archive& archive, T& capture) {
+  auto& [guard, wrappers, meta, convention, joint, written, shares_changed, geometry_after, memory_of_output,
+         symbols] = capture;
+  archive(guard, meta, convention, joint, written, shares_changed, geometry_after, memory_of_output, symbols);
+}
+
+}  // namespace penstock::graph

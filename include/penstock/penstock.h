@@ -16,6 +16,7 @@
 #include "penstock/compile.h"
 #include "penstock/compile_artifact.h"
 #include "penstock/compile_options.h"
+#include "penstock/context_codec.h"
 #include "penstock/cost_model.h"
 #include "penstock/deferred_linear.h"
 #include "penstock/device_mesh.h"

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <limits>
 
+#include "penstock/context_codec.h"
 #include "penstock/errors.h"
 #include "penstock/fake.h"
 #include "penstock/graph/codec/constant_kind.h"

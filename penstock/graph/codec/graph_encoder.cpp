@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "penstock/base/describe.h"
+#include "penstock/context_codec.h"
 #include "penstock/errors.h"
 #include "penstock/graph/codec/constant_kind.h"
 #include "penstock/operator_traits.h"

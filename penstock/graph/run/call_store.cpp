@@ -20,12 +20,6 @@
 namespace penstock::graph {
 namespace {
 
-template <class Archive, Is<CompiledCode> T>
-void fields(Archive& archive, T& code) {
-  auto& [forward, backward] = code;
-  archive(forward, backward);
-}
-
 std::vector<at::Device> devices_of(const CallGuard& guard) {
   std::vector<at::Device> devices;
   guard.for_each_geometry([&](std::size_t, const Geometry& geometry) {
@@ -141,7 +135,8 @@ CallStore::CallStore(const CompileOptions& options, FunctionIdentity function,
   const CacheEnvironment environment = cache_environment();
   if (environment.off) return;
   if (options_.use == CacheOptions::Use::Environment && !environment.asked_for) return;
-  const std::filesystem::path folder = options_.folder.empty() ? environment.folder : options_.folder;
+  const std::filesystem::path folder =
+      options_.folder.empty() ? environment.folder : std::filesystem::path(options_.folder);
   if (folder.empty()) {
     warn_once("cache",
               "compile cache: this user has no home folder; set PENSTOCK_CACHE to a folder, or to \"off\"");

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "penstock/graph/codec/fields.h"
+#include "penstock/graph/run/compiled_call.h"
 #include "penstock/graph/run/function_capture.h"
 
 namespace penstock::graph {
@@ -74,6 +75,12 @@ void fields(Archive& archive, T& input) {
 template <class Archive, Is<CallGuard> T>
 void fields(Archive& archive, T& guard) {
   CallGuardFields::list(archive, guard);
+}
+
+template <class Archive, Is<CompiledCode> T>
+void fields(Archive& archive, T& code) {
+  auto& [forward, backward] = code;
+  archive(forward, backward);
 }
 
 // Without the wrappers, which the program must know.

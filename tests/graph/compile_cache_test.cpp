@@ -1,0 +1,412 @@
+// Captured calls that are kept between runs: the call level, the graph level, artifacts, and several
+// processes.
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <torch/torch.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "penstock/base/files.h"
+#include "penstock/base/warnings.h"
+#include "penstock/compile.h"
+#include "penstock/compile_artifact.h"
+#include "penstock/errors.h"
+#include "penstock/graph/run/compiled.h"
+#include "penstock/graph/run/compiled_module_internals.h"
+#include "tests/has_text.h"
+#include "tests/throws.h"
+
+namespace penstock::graph {
+namespace compile_cache_test {
+
+using test::has_text;
+using test::message_of;
+namespace fs = std::filesystem;
+
+class Folder {
+ public:
+  Folder() {
+    std::string pattern = (fs::temp_directory_path() / "penstock_calls_XXXXXX").string();
+    path = ::mkdtemp(pattern.data());
+  }
+  ~Folder() { remove_tree(path); }
+  fs::path path;
+};
+
+CompileOptions options_in(const fs::path& folder, const std::string& identity = "a test") {
+  CompileOptions options;
+  options.cache = {
+      .use = CacheOptions::Use::On, .folder = folder.string(), .identity = identity, .name = "step"};
+  return options;
+}
+
+// Counts how often it runs.
+struct Counted {
+  std::shared_ptr<int> runs = std::make_shared<int>(0);
+  Values operator()(const Values& in) const {
+    ++*runs;
+    const at::Tensor x = in[0].toTensor(), w = in[1].toTensor();
+    in[2].toTensor().mul_(0.5);
+    const at::Tensor y = torch::mm(x, w).relu();
+    return {y, in[2].toTensor().t(), y.sum() * in[3].toInt()};
+  }
+};
+
+Values inputs_of(unsigned seed) {
+  torch::manual_seed(seed);
+  return {torch::randn({3, 4}), torch::randn({4, 2}).requires_grad_(), torch::randn({2, 5}), 3};
+}
+
+// Results, written input and gradient of one call.
+std::vector<at::Tensor> outcome(const std::function<Values(const Values&)>& call, unsigned seed) {
+  Values inputs = inputs_of(seed);
+  const Values results = call(inputs);
+  results[2].toTensor().backward();
+  return {results[0].toTensor(), results[1].toTensor(), results[2].toTensor(), inputs[1].toTensor().grad(),
+          inputs[2].toTensor()};
+}
+
+void expect_equal(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  ASSERT_EQ(a.size(), b.size());
+  for (std::size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(at::equal(a[i], b[i])) << i;
+}
+
+TEST(CallCache, AWarmCallDoesNotRunTheFunction) {
+  const Folder folder;
+  const std::vector<at::Tensor> eager = outcome(Counted(), 1);
+  Counted first, second;
+  Compiled cold(first, options_in(folder.path));
+  expect_equal(outcome([&](const Values& in) { return cold(in); }, 1), eager);
+  EXPECT_GT(*first.runs, 0);
+  EXPECT_EQ(cold.loaded(), 0U);
+  EXPECT_EQ(cold.cache_counts().stored, 2U);  // the call, and its halves
+  Compiled warm(second, options_in(folder.path));
+  expect_equal(outcome([&](const Values& in) { return warm(in); }, 1), eager);
+  expect_equal(outcome([&](const Values& in) { return warm(in); }, 2), outcome(Counted(), 2));
+  EXPECT_EQ(*second.runs, 0);
+  EXPECT_EQ(warm.loaded(), 1U);
+  EXPECT_EQ(warm.captures(), 1U);
+  EXPECT_EQ(to_text(warm.joint(0).graph), to_text(cold.joint(0).graph));
+  EXPECT_EQ(warm.meta(0), cold.meta(0));
+}
+
+TEST(CallCache, AnotherIdentityGuardOrOptionIsAnotherCall) {
+  const Folder folder;
+  Counted function;
+  const auto runs = [&](const CompileOptions& options, const Values& inputs) {
+    Compiled compiled(function, options);
+    const int before = *function.runs;
+    compiled(inputs);
+    return *function.runs - before;
+  };
+  const CompileOptions options = options_in(folder.path);
+  EXPECT_GT(runs(options, inputs_of(1)), 0);
+  EXPECT_EQ(runs(options, inputs_of(1)), 0);
+  EXPECT_GT(runs(options_in(folder.path, "another"), inputs_of(1)), 0);
+  CompileOptions min_cut = options;
+  min_cut.cache.name = "another module";
+  EXPECT_GT(runs(min_cut, inputs_of(1)), 0);
+  Values other = inputs_of(1);
+  other[3] = 4;
+  EXPECT_GT(runs(options, other), 0);
+  other = inputs_of(1);
+  other[0] = torch::randn({5, 4});
+  EXPECT_GT(runs(options, other), 0);
+  {
+    const torch::NoGradGuard no_grad;
+    EXPECT_GT(runs(options, inputs_of(1)), 0);
+  }
+  EXPECT_EQ(runs(options, inputs_of(7)), 0);
+}
+
+TEST(CallCache, NothingIsKeptUnlessItIsAskedFor) {
+  const Folder folder;
+  ::setenv("PENSTOCK_CACHE", "off", 1);
+  Compiled off(Counted(), options_in(folder.path));
+  off(inputs_of(1));
+  EXPECT_TRUE(fs::is_empty(folder.path));
+  ::setenv("PENSTOCK_CACHE", folder.path.c_str(), 1);
+  CompileOptions never;
+  never.cache.use = CacheOptions::Use::Off;
+  Compiled(Counted(), never)(inputs_of(1));
+  EXPECT_TRUE(fs::is_empty(folder.path));
+  // Without an identity, only what follows the capture.
+  Counted function;
+  Compiled(function)(inputs_of(1));
+  EXPECT_EQ(std::distance(fs::directory_iterator(folder.path), {}), 1);
+  Compiled warm(function);
+  warm(inputs_of(1));
+  EXPECT_EQ(warm.cache_counts().text(), "1 hit, 0 misses, 0 stored");
+  EXPECT_EQ(warm.loaded(), 0U);
+  ::unsetenv("PENSTOCK_CACHE");
+}
+
+TEST(CallCache, DamagedContentsAreCompiledAgain) {
+  const Folder folder;
+  const CompileOptions options = options_in(folder.path);
+  Compiled(Counted(), options)(inputs_of(1));
+  for (const auto& item : fs::directory_iterator(folder.path)) {
+    std::string bytes = read_file(item.path(), "test", "");
+    bytes[bytes.size() / 2] ^= 4;
+    std::ofstream(item.path(), std::ios::binary) << bytes;
+  }
+  const WarningCapture capture;
+  Compiled again(Counted(), options);
+  expect_equal(outcome([&](const Values& in) { return again(in); }, 1), outcome(Counted(), 1));
+  EXPECT_EQ(again.cache_counts().damaged, 2U);
+  Compiled warm(Counted(), options);
+  warm(inputs_of(1));
+  EXPECT_EQ(warm.loaded(), 1U);
+}
+
+// Its value may change before the next run: an entry would go on with the old one.
+TEST(CallCache, AFunctionThatUsesATensorOfTheProgramIsNotKept) {
+  const Folder folder;
+  const at::Tensor table = torch::randn({4, 2});
+  const Function function = [table](const Values& in) -> Values {
+    return {torch::mm(in[0].toTensor(), table)};
+  };
+  for (int run = 0; run < 2; ++run) {
+    const WarningCapture capture;
+    Compiled compiled(function, options_in(folder.path));
+    const at::Tensor x = torch::randn({3, 4});
+    EXPECT_TRUE(at::equal(compiled({x})[0].toTensor(), torch::mm(x, table)));
+    EXPECT_EQ(compiled.loaded(), 0U);
+    EXPECT_TRUE(has_text(compiled.cache_counts().text(), "without it being an input, parameter or buffer"))
+        << compiled.cache_counts().text();
+    // The graph level finds the halves; they use the tensor itself.
+    table.add_(1);
+    EXPECT_TRUE(at::equal(compiled({x})[0].toTensor(), torch::mm(x, table)));
+    table.sub_(1);
+  }
+  // One that only the graph has does not change.
+  const Function own = [](const Values& in) -> Values {
+    return {torch::mm(in[0].toTensor(), torch::tensor({{1.5F, 2.0F}, {0.25F, 1.0F}}))};
+  };
+  Compiled(own, options_in(folder.path, "own"))({torch::randn({3, 2})});
+  Compiled warm(own, options_in(folder.path, "own"));
+  const at::Tensor x = torch::randn({3, 2});
+  EXPECT_TRUE(at::equal(warm({x})[0].toTensor(), own({x})[0].toTensor()));
+  EXPECT_EQ(warm.loaded(), 1U);
+}
+
+TEST(CallCache, VerificationNamesWhatTheIdentityLeavesOut) {
+  const Folder folder;
+  const auto scaled = [](double factor) {
+    return [factor](const Values& in) -> Values { return {in[0].toTensor() * factor}; };
+  };
+  const at::Tensor x = torch::randn({3});
+  Compiled(scaled(2), options_in(folder.path))({x});
+  CompileOptions options = options_in(folder.path);
+  options.cache.verify = true;
+  Compiled same(scaled(2), options);
+  EXPECT_TRUE(at::equal(same({x})[0].toTensor(), x * 2));
+  EXPECT_EQ(same.loaded(), 1U);
+  const std::string error = message_of<StateError>([&] { Compiled(scaled(3), options)({x}); });
+  EXPECT_TRUE(has_text(error, "the entry of step is that of another function"));
+  EXPECT_TRUE(has_text(error, "aten::mul(%0, 3)")) << error;
+  EXPECT_TRUE(has_text(error, "add to the identity what decides this"));
+}
+
+TEST(CallCache, CallsForAllSizes) {
+  const Folder folder;
+  CompileOptions options = options_in(folder.path);
+  options.dynamic.dims = {{0, 0, "B"}};
+  auto runs = std::make_shared<int>(0);
+  const Function function = [runs](const Values& in) -> Values {
+    ++*runs;
+    const at::Tensor x = in[0].toTensor();
+    return {x.softmax(1) / x.size(0)};
+  };
+  Compiled cold(function, options);
+  for (const std::int64_t size : {5, 8}) cold({torch::randn({size, 3})});
+  ASSERT_TRUE(cold.is_dynamic(0)) << cold.why_not_dynamic();
+  *runs = 0;
+  Compiled warm(function, options);
+  for (const std::int64_t size : {8, 5, 8}) {
+    const at::Tensor x = torch::randn({size, 3});
+    EXPECT_TRUE(at::equal(warm({x})[0].toTensor(), x.softmax(1) / size));
+  }
+  EXPECT_EQ(*runs, 0);  // both sizes were checked in the first run
+  EXPECT_TRUE(warm.is_dynamic(0));
+  const at::Tensor x = torch::randn({6, 3});
+  EXPECT_TRUE(at::equal(warm({x})[0].toTensor(), x.softmax(1) / 6));
+  EXPECT_GT(*runs, 0);
+  *runs = 0;
+  Compiled(function, options)({torch::randn({6, 3})});
+  EXPECT_EQ(*runs, 0);
+}
+
+// ---- modules ----
+
+struct NetImpl : torch::nn::Module {
+  NetImpl() {
+    linear = register_module("linear", torch::nn::Linear(4, 3));
+    norm = register_module("norm", torch::nn::BatchNorm1d(3));
+  }
+  std::tuple<at::Tensor, std::vector<at::Tensor>> forward(const at::Tensor& x) {
+    ++runs;
+    const at::Tensor y = norm->forward(linear->forward(x)).relu();
+    return {y, {y.sum(), y.t()}};
+  }
+  torch::nn::Linear linear{nullptr};
+  torch::nn::BatchNorm1d norm{nullptr};
+  int runs = 0;
+};
+TORCH_MODULE(Net);
+
+TEST(CallCache, ModulesReturnTheirStructures) {
+  const Folder folder;
+  const at::Tensor x = torch::randn({6, 4});
+  std::vector<std::vector<at::Tensor>> seen;
+  for (int run = 0; run < 3; ++run) {
+    torch::manual_seed(1);
+    Net net;
+    std::vector<at::Tensor> got;
+    const auto record = [&](const std::tuple<at::Tensor, std::vector<at::Tensor>>& result) {
+      const auto& [y, others] = result;
+      others.at(0).backward();
+      got = {y, others.at(0), others.at(1), net->linear->weight.grad(), net->norm->running_mean};
+    };
+    if (run == 0) {
+      record(net->forward(x));
+    } else {
+      const auto fast = compile(net, options_in(folder.path));
+      record(fast->forward(x));
+      EXPECT_EQ(net->runs > 0, run == 1);
+      fast->eval();
+      fast->forward(x);
+      EXPECT_EQ(net->runs > 0, run == 1);
+    }
+    for (at::Tensor& tensor : got) tensor = tensor.detach().clone();
+    seen.push_back(std::move(got));
+  }
+  expect_equal(seen[1], seen[0]);
+  expect_equal(seen[2], seen[0]);
+}
+
+// ---- artifacts ----
+
+TEST(Artifact, CompilesNothing) {
+  const Folder folder;
+  const std::vector<ArtifactField> configuration{{"model.width", "4"}, {"layout.stages", "1"}};
+  const at::Tensor x = torch::randn({6, 4});
+  const auto run = [&](Net& net, const std::shared_ptr<Artifact>& artifact, const at::Tensor& input,
+                       const std::string& name = "stage 0") {
+    CompileOptions options;
+    options.cache = {.name = name, .artifact = artifact};
+    return std::get<0>(compile(net, options)->forward(input));
+  };
+  torch::manual_seed(1);
+  Net net;
+  const at::Tensor eager = std::get<0>(net->forward(x));
+  {
+    const auto artifact = Artifact::create(folder.path / "a", configuration);
+    EXPECT_TRUE(artifact->is_writable());
+    run(net, artifact, x);
+    run(net, artifact, x, "stage 1");
+    artifact->finish();
+    EXPECT_EQ(artifact->calls(), (std::vector<std::string>{"stage 0", "stage 1"}));
+  }
+  const auto artifact = Artifact::open(folder.path / "a", configuration);
+  net->runs = 0;
+  EXPECT_TRUE(at::equal(run(net, artifact, x), eager));
+  EXPECT_EQ(net->runs, 0);
+  const std::string missing = message_of<StateError>([&] { run(net, artifact, torch::randn({7, 4})); });
+  EXPECT_TRUE(has_text(missing, "stage 0 has no call like this one")) << missing;
+  EXPECT_TRUE(has_text(missing, "args[0] has sizes [7, 4], in the capture [6, 4]")) << missing;
+  EXPECT_TRUE(has_text(message_of<StateError>([&] { run(net, artifact, x, "stage 2"); }),
+                       "it has none of this module"));
+  EXPECT_EQ(net->runs, 0);
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] {
+                         Artifact::open(folder.path / "a", {{"model.width", "8"}, {"layout.stages", "1"}});
+                       }),
+                       "it is stale: model.width is \"8\", in the artifact \"4\""));
+  for (const char* field : {"penstock", "format", "libtorch", "device", "compiler", "program"})
+    EXPECT_TRUE(
+        std::any_of(artifact->fields().begin(), artifact->fields().end(),
+                    [&](const ArtifactField& each) { return each.name == field && !each.value.empty(); }))
+        << field;
+  // Each of Penstock's fields, changed in the manifest.
+  const std::string manifest = read_file(folder.path / "a" / "manifest.json", "test", "");
+  for (const ArtifactField& field : artifact->fields()) {
+    std::string changed = manifest;
+    const std::string value = "\"value\": \"" + field.value + "\"";
+    const std::size_t name = changed.find("\"name\": \"" + field.name + "\"");
+    ASSERT_NE(name, std::string::npos) << manifest;
+    const std::size_t end = changed.find(value, name);
+    ASSERT_NE(end, std::string::npos);
+    changed.insert(end + value.size() - 1, "x");
+    std::ofstream(folder.path / "a" / "manifest.json") << changed;
+    EXPECT_TRUE(has_text(message_of<ConfigError>([&] { Artifact::open(folder.path / "a", configuration); }),
+                         "it is stale: " + field.name + " is"))
+        << field.name;
+  }
+}
+
+// ---- several processes ----
+
+// A process of the test below: run by it with the variables it needs.
+TEST(CacheWorker, DISABLED_Run) {
+  const char* folder = std::getenv("PENSTOCK_TEST_CACHE_FOLDER");
+  ASSERT_NE(folder, nullptr) << "run by CallCache.EightProcessesAtOnce";
+  const std::string log = std::getenv("PENSTOCK_TEST_CACHE_LOG");
+  const bool dies = std::getenv("PENSTOCK_TEST_CACHE_DIES") != nullptr;
+  torch::set_num_threads(1);
+  const Counted function;
+  const Function slow = [&](const Values& in) {
+    if (*function.runs == 0) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      if (dies) ::kill(::getpid(), SIGKILL);
+    }
+    return function(in);
+  };
+  Compiled compiled(slow, options_in(folder));
+  expect_equal(outcome([&](const Values& in) { return compiled(in); }, 5), outcome(Counted(), 5));
+  std::ofstream(log + "." + std::to_string(::getpid())) << (*function.runs > 0 ? "captured" : "loaded");
+}
+
+TEST(CallCache, EightProcessesAtOnce) {
+  const Folder folder;
+  const fs::path cache = folder.path / "cache";
+  std::vector<pid_t> processes;
+  for (int i = 0; i < 8; ++i) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      ::setenv("PENSTOCK_TEST_CACHE_FOLDER", cache.c_str(), 1);
+      ::setenv("PENSTOCK_TEST_CACHE_LOG", (folder.path / "log").c_str(), 1);
+      ::setenv("OMP_NUM_THREADS", "1", 1);
+      if (i % 4 == 1) ::setenv("PENSTOCK_TEST_CACHE_DIES", "1", 1);
+      if (::freopen((folder.path / ("out" + std::to_string(i))).c_str(), "w", stdout) == nullptr) ::_exit(8);
+      ::execl("/proc/self/exe", "worker", "--gtest_also_run_disabled_tests", "--gtest_filter=CacheWorker.*",
+              nullptr);
+      ::_exit(9);
+    }
+    processes.push_back(child);
+  }
+  int killed = 0;
+  for (std::size_t i = 0; i < processes.size(); ++i) {
+    int status = 0;
+    ASSERT_EQ(::waitpid(processes[i], &status, 0), processes[i]);
+    const bool died = WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
+    killed += died ? 1 : 0;
+    EXPECT_TRUE(died ? i % 4 == 1 : status == 0) << i << ": " << status;
+  }
+  int captured = 0, loaded = 0;
+  for (const auto& item : fs::directory_iterator(folder.path))
+    if (item.path().filename().string().starts_with("log."))
+      ++(read_file(item.path(), "test", "") == "captured" ? captured : loaded);
+  EXPECT_EQ(captured, 1);
+  EXPECT_EQ(captured + loaded + killed, 8);
+}
+
+}  // namespace compile_cache_test
+}  // namespace penstock::graph

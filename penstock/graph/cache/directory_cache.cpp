@@ -90,7 +90,7 @@ void DirectoryCache::refuse(const std::string& why) const {
   count([&](CacheCounts& counts) { ++counts.refused[why]; });
 }
 
-std::optional<Bytes> DirectoryCache::read(const CacheKey& key) const {
+std::optional<Bytes> DirectoryCache::read(const CacheKey& key, bool first) const {
   const fs::path file = file_of(key);
   const int descriptor = ::open(file.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (descriptor < 0) {
@@ -130,7 +130,7 @@ std::optional<Bytes> DirectoryCache::read(const CacheKey& key) const {
     return bytes;
   } catch (const ValueError& error) {
     warn_once("cache", error.what());
-    count([](CacheCounts& counts) { ++counts.damaged; });
+    if (first) count([](CacheCounts& counts) { ++counts.damaged; });
     return std::nullopt;
   }
 }
@@ -160,11 +160,11 @@ CacheLookup DirectoryCache::find_or_reserve(const CacheKey& key, std::string_vie
   const bool waited = lock.waited();
   // Also if it did not wait: another process may have stored the entry, and released the lock, since the look
   // above.
-  lookup.entry = read(key);
+  lookup.entry = read(key, /*first=*/false);
   if (!lookup.entry && lock.outcome() == EntryLock::Outcome::Done) {
     // A damaged entry, which another process is replacing.
     lock = EntryLock::acquire(lock_file, options_.longest_wait, [] { return false; });
-    lookup.entry = read(key);
+    lookup.entry = read(key, /*first=*/false);
   }
   if (lookup.entry) {
     count([&](CacheCounts& counts) { ++counts.hits, counts.waited += waited ? 1 : 0; });

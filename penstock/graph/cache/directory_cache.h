@@ -98,7 +98,8 @@ class DirectoryCache {
 
  private:
   friend class CacheReservation;
-  std::optional<Bytes> read(const CacheKey& key) const;
+  // `first`: a damaged entry is counted; false for another look at it.
+  std::optional<Bytes> read(const CacheKey& key, bool first = true) const;
   bool write(const CacheKey& key, std::span<const std::uint8_t> bytes) const;
   void limit_size(const std::filesystem::path& keep) const;
   template <class Change>

@@ -1,6 +1,5 @@
 #include "penstock/graph/run/call_store.h"
 
-#include <ATen/Version.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -98,7 +97,7 @@ ArtifactFolder::Fields environment_fields(const std::vector<at::Device>& devices
   for (const at::Device& device : devices) names.push_back(device_name(device));
   std::sort(names.begin(), names.end());
   names.erase(std::unique(names.begin(), names.end()), names.end());
-  const std::string config = at::show_config();
+  const std::string config = torch_build();
   return {{"penstock", PENSTOCK_VERSION},
           {"format", std::to_string(kCaptureVersion)},
           {"libtorch", fmt::format("{}, build {}", torch_version(),

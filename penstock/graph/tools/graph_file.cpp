@@ -4,6 +4,7 @@
 
 #include <fstream>
 #include <map>
+#include <utility>
 
 #include "penstock/base/checksum.h"
 #include "penstock/base/files.h"
@@ -24,7 +25,8 @@ void names(Archive& archive, std::vector<Kind>& all) {
   std::vector<std::string> texts;
   for (const Kind& name : all) texts.push_back(name.text);
   archive(texts);
-  if constexpr (Archive::kReads) all.assign(texts.begin(), texts.end());
+  if constexpr (Archive::kReads)
+    for (std::string& text : texts) all.emplace_back(std::move(text));
 }
 template <class Archive, class From, class To>
 void names(Archive& archive, std::map<From, To>& all) {

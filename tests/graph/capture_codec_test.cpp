@@ -40,11 +40,12 @@ PartitionedCapture capture_of(const Function& function, const Values& inputs,
 
 // Writes an input, returns a view of it, and has numbers, text and a found tensor.
 PartitionedCapture sample_capture() {
+  static const at::Tensor found = torch::tensor({1.F, 2.F});
   const Function function = [](const Values& in) -> Values {
     const at::Tensor x = in[0].toTensor(), w = in[1].toTensor();
     w.detach().mul_(0.5);
     in[2].toTensor().add_(1);
-    const at::Tensor y = torch::gelu(torch::mm(x, w) + torch::tensor({1.F, 2.F}), "tanh");
+    const at::Tensor y = torch::gelu(torch::mm(x, w) + found, "tanh");
     return {y, in[2].toTensor().t().view_as(in[2].toTensor().t()), y.view({-1}), 7, std::string("text")};
   };
   return capture_of(function,

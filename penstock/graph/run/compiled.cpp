@@ -67,6 +67,14 @@ Values Compiled::operator()(const Values& inputs) {
   return capture(inputs);
 }
 
+void Compiled::prepare(const Values& inputs) {
+  for (const auto& call : calls_) {
+    const auto sizes = call->dynamic() ? call->dynamic()->bind(inputs) : CallSizes();
+    if ((sizes || !call->dynamic()) && call->capture().guard.holds(inputs, sizes.get())) return;
+  }
+  if (options_.dynamic.dims.empty() || !capture_dynamic(inputs)) capture_fixed(inputs);
+}
+
 Values Compiled::check_and_run(CompiledCall& call, const Values& inputs,
                                const c10::intrusive_ptr<BoundSizes>& sizes) {
   if (store_ && store_->only_loads())

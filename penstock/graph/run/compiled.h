@@ -54,6 +54,8 @@ class Compiled {
   Compiled& operator=(Compiled&&) noexcept;
 
   Values operator()(const Values& inputs);
+  // Makes a call with these inputs ready without running it: nothing is computed.
+  void prepare(const Values& inputs);
 
   // What the cache did so far; zeros without one.
   CacheCounts cache_counts() const;

@@ -1,0 +1,165 @@
+// The start of a compiled training step with and without the compile cache: cold, with the halves in the
+// cache, and with the whole call in it, for transformers of 12 and 48 layers; and how many of 8 processes
+// that start at once compile.
+//
+//   cache_bench
+//   cache_bench --width 256 --layers 48 --repeats 20
+//
+// A start is everything from the inputs to a call that is ready to run. Figures are the minimum of several
+// starts, in microseconds of processor time per node of the joint graph; "of cold" is the ratio. Export
+// OMP_NUM_THREADS=1.
+#include <fmt/format.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <torch/torch.h>
+#include <unistd.h>
+#include <CLI/CLI.hpp>
+
+#include <algorithm>
+#include <cstdlib>
+#include <filesystem>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "bench/block.h"
+#include "penstock/base/files.h"
+#include "penstock/graph/run/capture_codec.h"
+#include "penstock/graph/run/compiled.h"
+#include "penstock/graph/run/compiled_call.h"
+#include "penstock/graph/run/module_state.h"
+
+namespace {
+
+using namespace penstock;
+using namespace penstock::graph;
+using namespace penstock::bench;
+
+struct ModelImpl : torch::nn::Module {
+  ModelImpl(int width, int layers) {
+    torch::manual_seed(0);
+    for (int i = 0; i < layers; ++i)
+      blocks.push_back(register_module("block" + std::to_string(i), Block(width)));
+  }
+  at::Tensor forward(at::Tensor x, const at::Tensor& target) {
+    for (Block& block : blocks) x = block->forward(x);
+    return torch::mse_loss(x, target);
+  }
+  std::vector<Block> blocks;
+};
+TORCH_MODULE(Model);
+
+double cpu_us() {
+  timespec now{};
+  ::clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &now);
+  return 1e6 * static_cast<double>(now.tv_sec) + 1e-3 * static_cast<double>(now.tv_nsec);
+}
+
+double least(
+    int repeats, const std::function<void()>& work, const std::function<void()>& prepare = [] {}) {
+  double best = 1e30;
+  for (int i = 0; i < repeats; ++i) {
+    prepare();
+    const double begin = cpu_us();
+    work();
+    best = std::min(best, cpu_us() - begin);
+  }
+  return best;
+}
+
+struct Step {
+  Step(int width, int layers) : model(width, layers), state(*model) {
+    inputs.assign(state.tensors.begin(), state.tensors.end());
+    inputs.emplace_back(torch::randn({4, kSequence, width}));
+    inputs.emplace_back(torch::randn({4, kSequence, width}));
+    const std::size_t found = state.tensors.size();
+    convention = {found, state.names};
+    function = [this, found](const Values& in) -> Values {
+      return {model->forward(in[found].toTensor(), in[found + 1].toTensor())};
+    };
+  }
+  Model model;
+  ModuleState state;
+  Values inputs;
+  Convention convention;
+  Function function;
+};
+
+void measure(int width, int layers, int repeats) {
+  Step step(width, layers);
+  std::string pattern = (std::filesystem::temp_directory_path() / "penstock_bench_XXXXXX").string();
+  const std::filesystem::path folder = ::mkdtemp(pattern.data());
+  const auto options = [&](const std::string& identity) {
+    CompileOptions all;
+    all.cache = {.use = CacheOptions::Use::On, .folder = folder.string(), .identity = identity};
+    return all;
+  };
+  const auto clear = [&] { remove_tree(folder); };
+  const auto start = [&](const CompileOptions& chosen) {
+    Compiled compiled(step.function, chosen, step.convention);
+    compiled.prepare(step.inputs);
+    return compiled.joint(0).graph.nodes.size();
+  };
+  const auto nodes = static_cast<double>(start({}));
+  const double cold = least(repeats, [&] { start({}); });
+  const double storing = least(
+      repeats, [&] { start(options("bench")); }, clear);
+  const double halves = least(repeats, [&] { start(options("")); });
+  const double call = least(repeats, [&] { start(options("bench")); });
+  const PartitionedCapture made =
+      partition(capture_function(step.function, step.inputs, step.convention), Partitioner::Default);
+  Bytes bytes;
+  const double encode = least(repeats, [&] { bytes = encode_capture(made); });
+  const double decode = least(repeats, [&] { decode_capture(bytes); });
+  const double plan = least(repeats, [&] {
+    const auto compiler = graph_compiler(kExecutorCompiler);
+    compiler->compile(made.halves.forward, GraphRole::Forward);
+    compiler->compile(made.halves.backward, GraphRole::Backward);
+  });
+  fmt::print(
+      "{:3} layers, {:5.0f} nodes, us/node: cold {:5.2f}, cold and stored {:5.2f}; halves from the cache "
+      "{:5.2f} ({:.3f} of "
+      "cold), call from the cache {:5.2f} ({:.3f} of cold); of it decoding {:5.2f}, executor {:5.2f}; "
+      "encoding {:5.2f}, "
+      "{:.1f} bytes/node\n",
+      layers, nodes, cold / nodes, storing / nodes, halves / nodes, halves / cold, call / nodes, call / cold,
+      decode / nodes, plan / nodes, encode / nodes, static_cast<double>(bytes.size()) / nodes);
+
+  // 8 processes at once.
+  clear();
+  std::vector<pid_t> processes;
+  for (int i = 0; i < 8; ++i) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      Compiled compiled(step.function, options("bench"), step.convention);
+      compiled.prepare(step.inputs);
+      ::_exit(compiled.loaded() == 1 ? 0 : 1);
+    }
+    processes.push_back(child);
+  }
+  int compiled = 0, failed = 0;
+  for (const pid_t process : processes) {
+    int status = 0;
+    ::waitpid(process, &status, 0);
+    compiled += WIFEXITED(status) && WEXITSTATUS(status) == 1 ? 1 : 0;
+    failed += WIFEXITED(status) ? 0 : 1;
+  }
+  fmt::print("  of 8 processes at once {} compiled, {} loaded, {} failed\n", compiled, 8 - compiled - failed,
+             failed);
+  remove_tree(folder);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  int width = 32, repeats = 7;
+  std::vector<int> layers{12, 48};
+  CLI::App app("The start of a compiled step with and without the compile cache");
+  app.add_option("--width", width);
+  app.add_option("--layers", layers);
+  app.add_option("--repeats", repeats);
+  CLI11_PARSE(app, argc, argv);
+  torch::set_num_threads(1);
+  for (const int count : layers) measure(width, count, repeats);
+  return 0;
+}

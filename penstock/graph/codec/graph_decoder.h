@@ -45,6 +45,9 @@ class GraphDecoder {
     (item(items), ...);
   }
   void expect_end();
+  // From here on graphs are checked only for indices that do not exist: the executor verifies what it is
+  // given.
+  void leave_verification_to_executor() { verifies_ = false; }
   [[noreturn]] void fail(const std::string& why) const { in_.fail(why); }
 
   void item(bool& value) { value = in_.flag(); }
@@ -140,6 +143,7 @@ class GraphDecoder {
 
   ByteReader in_;
   std::vector<at::Tensor> samples_;
+  bool verifies_ = true;
   int depth_ = 0;  // of nested records
   std::vector<c10::OperatorHandle> operators_;
   std::vector<Geometry> geometries_;

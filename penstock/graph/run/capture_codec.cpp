@@ -221,7 +221,9 @@ PartitionedCapture decode_capture(std::span<const std::uint8_t> bytes, const Cal
   decoder(count);
   if (count > wrappers.size()) decoder.fail("more wrappers than the program has");
   for (; count > 0; --count) partitioned.capture.wrappers.push_back(decode_wrapper(decoder, wrappers));
-  decoder(partitioned.capture, partitioned.halves);
+  decoder(partitioned.capture);
+  decoder.leave_verification_to_executor();
+  decoder(partitioned.halves);
   decoder.expect_end();
   check_capture(partitioned, decoder);
   return partitioned;

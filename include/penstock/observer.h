@@ -55,6 +55,17 @@ struct LossTerm {
   double weight = 0;  // its factor in the training loss, which is the loss plus all weight * value
 };
 
+// A forward that was captured and compiled as a graph (training.compile).
+struct CompiledForward {
+  int stage = 0;           // of the pipeline
+  std::int64_t graph = 0;  // how many graphs this stage has now; more than one for training: it was captured again
+  std::int64_t nodes = 0;  // operators, forward and backward
+  double seconds = 0;      // for capturing and compiling
+  // Why the graphs that the stage had before were not valid: the input and the difference; empty for the
+  // first.
+  std::string reason = {};
+};
+
 // The result of one step. All values but the times are the same on every rank.
 struct StepOutcome {
   std::int64_t step = 0;  // steps done, including this one
@@ -71,6 +82,11 @@ struct StepOutcome {
   StepTimes times;          // of this rank
   // The auxiliary losses in the order of the model; empty if it has none.
   std::vector<LossTerm> auxiliary = {};
+  // What was compiled since the step before, validations included: on this rank, and the number of graphs on
+  // all ranks; how many of these replace none that was there before, and how many were captured again.
+  std::vector<CompiledForward> compiled = {};
+  std::int64_t first_captures = 0;
+  std::int64_t recaptures = 0;
 };
 
 // Additional measurements of a step.

@@ -18,7 +18,8 @@ at::Tensor copy_keeping_lazy_bits(const at::Tensor& tensor) {
   return tensor.is_neg() ? copy._neg_view() : copy;
 }
 
-SavingNode::SavingNode() : deterministic_(at::globalContext().deterministicAlgorithms()) {}
+SavingNode::SavingNode()
+    : deterministic_(at::globalContext().deterministicAlgorithms()), step_(StepContext::current()) {}
 
 void SavingNode::release_variables() {
   const std::lock_guard lock(mutex_);

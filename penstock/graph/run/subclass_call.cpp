@@ -90,6 +90,7 @@ class SubclassNode final : public SavingNode {
     for (std::size_t i = 0; i < gradients.size(); ++i) call_->flatten_tangent(i, gradients[i], inputs);
     gradients.clear();
     give_up();
+    const StepOfForward step(*this);
     return call_->rebuild_gradients(call_->halves.backward->run(std::move(inputs)));
   }
 

@@ -57,8 +57,9 @@ struct LossTerm {
 
 // A forward that was captured and compiled as a graph (training.compile).
 struct CompiledForward {
-  int stage = 0;           // of the pipeline
-  std::int64_t graph = 0;  // how many graphs this stage has now; more than one for training: it was captured again
+  int stage = 0;  // of the pipeline
+  std::int64_t graph =
+      0;  // how many graphs this stage has now; more than one for training: it was captured again
   std::int64_t nodes = 0;  // operators, forward and backward
   double seconds = 0;      // for capturing and compiling
   // Why the graphs that the stage had before were not valid: the input and the difference; empty for the
@@ -112,7 +113,8 @@ class Observer {
   virtual ~Observer() = default;
   // Called once, before the first step.
   virtual void on_start(const RunDescription& /*run*/) {}
-  // Called after the steps that output.metrics_every selects, and after the last one.
+  // Called after the steps that output.metrics_every selects, those in which something was compiled, and
+  // after the last one.
   virtual void on_step(const StepOutcome& /*outcome*/, const StepExtras& /*extras*/) {}
   // Called after each validation with the mean loss and its duration.
   virtual void on_validation(std::int64_t /*step*/, double /*loss*/, double /*seconds*/) {}

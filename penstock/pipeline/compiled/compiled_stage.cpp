@@ -47,7 +47,8 @@ std::vector<Tree> leaves_of(Iterator begin, Iterator end) {
 // The part of the step that a capture is valid for.
 std::string text_of(const StepContext& step) {
   std::string text = fmt::format("{} microbatches", step.microbatches);
-  if (step.rows) text += fmt::format(", rows {} from {} of {}", step.rows->count, step.rows->first, step.rows->global);
+  if (step.rows)
+    text += fmt::format(", rows {} from {} of {}", step.rows->count, step.rows->first, step.rows->global);
   if (!step.running) text += ", outside of a step";
   if (!step.microbatch) text += ", of the whole step";
   if (step.recorded) text += ", recorded";
@@ -95,10 +96,7 @@ class CompiledStage {
     Values inputs(state_.begin(), state_.end());
     inputs.emplace_back(text_of(*step));
     for (c10::IValue& leaf : values_of(flat.leaves)) inputs.push_back(std::move(leaf));
-    const std::size_t before = entry.compiled->captures();
-    const auto begin = Clock::now();
-    const Values values = run(entry, inputs);
-    if (entry.compiled->captures() != before) check_capture(entry, inputs, copied, *step, begin);
+    const Values values = run(entry, inputs, copied, *step);
     const auto spec = static_cast<std::size_t>(values.back().toInt());
     const Tree both = unflatten_tree(leaves_of(values.begin(), values.end() - 1), entry.results->at(spec));
     if (options_.set_values_left) options_.set_values_left(both[1]);
@@ -170,8 +168,7 @@ class CompiledStage {
     entry->convention = {state_.size(), names_};
     entry->convention.names.emplace_back("the step");
     for (std::string& path : spec.leaf_paths("")) entry->convention.names.push_back(argument_name(path));
-    entry->compiled =
-        std::make_unique<graph::Compiled>(entry->function, options_.compile, entry->convention);
+    entry->compiled = std::make_unique<graph::Compiled>(entry->function, options_.compile, entry->convention);
     entries_.push_back(std::move(entry));
     return *entries_.back();
   }
@@ -181,18 +178,21 @@ class CompiledStage {
     return (path.starts_with("[0]") ? "args" : "kwargs") + path.substr(3);
   }
 
-  // Tensors that the module made while it was captured and keeps have no values.
-  Values run(Entry& entry, const Values& inputs) {
+  Values run(Entry& entry, const Values& inputs, const std::vector<char>& copied, const StepContext& step) {
+    const std::size_t before = entry.compiled->captures();
+    const auto begin = Clock::now();
+    // Tensors that the module made while it was captured, and keeps, have no values.
     FakeWatch watch;
     Values values;
     {
       const FakeWatch::Guard watching(watch);
       values = (*entry.compiled)(inputs);
+      if (entry.compiled->captures() != before) check_capture(entry, inputs, copied, step, begin);
     }
     for (const at::Tensor& kept : watch.survivors())
       mark_leftover(kept,
-                    "a module kept it from the capture of its stage as a graph, which computes nothing; return it "
-                    "(values_left of compiled_stage, values_left_by_forward of ModelStage)");
+                    "a module kept it from the capture of its stage as a graph, which computes nothing; "
+                    "return it (values_left of compiled_stage, values_left_by_forward of ModelStage)");
     return values;
   }
 
@@ -207,17 +207,19 @@ class CompiledStage {
             "compiled_stage: forward writes {}, which is a view of a larger tensor; write a copy of it",
             entry.convention.name_of(input)));
     if (step.running) check_independence_of_step(entry.function, inputs, entry.convention, step);
-    StageCapture capture{.graph = compiled.captures(), .graphs = 0, .nodes = compiled.joint(latest).graph.nodes.size()};
+    StageCapture capture{
+        .graph = compiled.captures(), .graphs = 0, .nodes = compiled.joint(latest).graph.nodes.size()};
     for (const auto& each : entries_) capture.graphs += each->compiled->captures();
     if (entry.latest) capture.reason = entry.latest->difference(inputs);
     entry.latest.emplace(inputs, entry.convention);
     capture.seconds = std::chrono::duration<double>(Clock::now() - begin).count();
     if (options_.captured) options_.captured(capture);
     if (capture.graph > options_.max_graphs)
-      throw StateError(fmt::format(
-          "compiled_stage: captured {} times for one kind of call, at most {} are allowed: {}; make this equal in all "
-          "calls, mark the dim as dynamic (CompileOptions::dynamic), or raise max_graphs",
-          capture.graph, options_.max_graphs, capture.reason));
+      throw StateError(
+          fmt::format("compiled_stage: captured {} times for one kind of call, at most {} are allowed: {}; "
+                      "make this equal in all "
+                      "calls, mark the dim as dynamic (CompileOptions::dynamic), or raise max_graphs",
+                      capture.graph, options_.max_graphs, capture.reason));
   }
 
   StageModule module_;
@@ -234,7 +236,8 @@ class CompiledStage {
 
 StageModule compiled_stage(StageModule module, CompiledStageOptions options) {
   if (static_cast<bool>(options.values_left) != static_cast<bool>(options.set_values_left))
-    throw ValueError("compiled_stage: only one of values_left and set_values_left is given; give both or neither");
+    throw ValueError(
+        "compiled_stage: only one of values_left and set_values_left is given; give both or neither");
   StageModule::Modules modules = module.modules();
   auto compiled = std::make_shared<CompiledStage>(std::move(module), std::move(options));
   return StageModule(

@@ -60,11 +60,12 @@ void check_independence_of_step(const graph::Function& function, const graph::Va
                                there = captured_in(another(step), function, inputs, convention);
   const std::string difference = first_difference(here.joint.graph, there.joint.graph);
   if (difference.empty()) return;
-  throw StateError(fmt::format(
-      "compiled_stage: forward computes with a value of the running step (StepContext: step, microbatch, seed "
-      "or loss scale), which a graph would repeat in every step: {}; take random numbers from "
-      "StepContext::key(), pass the value as an argument, or run this stage without a graph",
-      difference));
+  throw StateError(
+      fmt::format("compiled_stage: forward computes with a value of the running step (StepContext: step, "
+                  "microbatch, seed "
+                  "or loss scale), which a graph would repeat in every step: {}; take random numbers from "
+                  "StepContext::key(), pass the value as an argument, or run this stage without a graph",
+                  difference));
 }
 
 }  // namespace penstock

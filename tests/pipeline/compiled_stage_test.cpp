@@ -46,7 +46,7 @@ Tree args_of(const at::Tensor& x) { return Tree::tuple({x}); }
 // Output and gradients of one microbatch.
 std::vector<at::Tensor> run(const StageModule& stage, const StepContext& step, const at::Tensor& input,
                             bool backward_elsewhere = false) {
-  for (at::Tensor parameter : stage.parameters()) parameter.mutable_grad() = {};
+  for (at::Tensor parameter : stage.parameters()) parameter.mutable_grad() = at::Tensor();
   const at::Tensor x = input.detach().clone().requires_grad_();
   at::Tensor out;
   {
@@ -91,7 +91,9 @@ TEST(CompiledStage, DrawsTheRandomNumbersOfEachStepAndMicrobatch) {
     for (std::int64_t microbatch = 0; microbatch < 4; ++microbatch) {
       const auto expected = run(plain, step_of(step, microbatch), x);
       expect_equal(run(fast, step_of(step, microbatch), x), expected);
-      if (first.defined()) EXPECT_FALSE(at::equal(expected[0], first));
+      if (first.defined()) {
+        EXPECT_FALSE(at::equal(expected[0], first));
+      }
       first = expected[0];
     }
   EXPECT_EQ(counted.captures.size(), 1u);

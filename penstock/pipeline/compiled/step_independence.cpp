@@ -35,15 +35,20 @@ graph::FunctionCapture captured_in(StepContext step, const graph::Function& func
 
 std::string first_difference(const graph::Graph& one, const graph::Graph& two) {
   std::istringstream a(to_text(one)), b(to_text(two));
-  std::string in_one, in_two;
+  std::string in_one, in_two, whole;
   while (true) {
     const bool more_a = static_cast<bool>(std::getline(a, in_one)),
                more_b = static_cast<bool>(std::getline(b, in_two));
     if (!more_a && !more_b) break;
     if (!more_a) in_one = "nothing";
     if (!more_b) in_two = "nothing";
-    if (in_one != in_two) return fmt::format("'{}', in another step '{}'", in_one, in_two);
+    if (in_one == in_two) continue;
+    std::string difference = fmt::format("'{}', in another step '{}'", in_one, in_two);
+    // The inputs, in the first line, also differ in the numbers of values; an operator says more.
+    if (!in_one.starts_with("graph(")) return difference;
+    whole = std::move(difference);
   }
+  if (!whole.empty()) return whole;
   for (std::size_t i = 0; i < one.constants.size(); ++i) {
     const at::Tensor &x = one.constants[i].tensor, &y = two.constants[i].tensor;
     if (!x.is_same(y) && !x.is_alias_of(y) && !at::equal(x, y))

@@ -25,7 +25,13 @@ const Options kGraph = {"--compile", "graph"};
 // dropout, masks, auxiliary losses, multi-token prediction, a tied head.
 const Options kEverything =
     with(with(hybrid_blocks(), hybrid_losses()), {"--router_bias_rate", "0.002", "--dropout", "0.1"});
-const Options kLetters = with(hybrid_blocks(), {"--pattern", "AMEF", "--dropout", "0.1"});
+// A block of each letter.
+Options of_pattern(const std::string& pattern) {
+  Options options = hybrid_blocks();
+  options.at(1) = pattern;
+  return with(options, {"--dropout", "0.1"});
+}
+const Options kLetters = of_pattern("AMEF");
 const Options kTransformer = {"--dropout", "0.1"};
 // What tensor parallelism can split.
 const Options kSplittable = {"--pattern",      "AEAE", "--experts", "4",
@@ -91,7 +97,11 @@ INSTANTIATE_TEST_SUITE_P(
         Case{{.name = "Replicated", .dp = 2}}, Case{{.name = "Accumulated", .accumulation = 2}},
         Case{{.name = "AccumulatedStages", .pp = 2, .accumulation = 2}, kTransformer},
         Case{{.name = "Bfloat16", .pp = 2}, kEverything, {"--precision", "bf16"}},
-        Case{{.name = "LossScale"}, kTransformer, {"--precision", "fp16"}},
+        Case{{.name = "Bfloat16A"}, of_pattern("AAAA"), {"--precision", "bf16"}},
+        Case{{.name = "Bfloat16M"}, of_pattern("MMMM"), {"--precision", "bf16"}},
+        Case{{.name = "Bfloat16E"}, of_pattern("EEEE"), {"--precision", "bf16"}},
+        Case{{.name = "Bfloat16F"}, of_pattern("FFFF"), {"--precision", "bf16"}},
+        Case{{.name = "Bfloat16Transformer"}, kTransformer, {"--precision", "bf16"}},
         Case{{.name = "Sharded", .dp = 2}, kEverything, {"--shard", "2"}},
         Case{{.name = "ShardedStages", .pp = 2, .dp = 2}, kEverything, {"--shard", "2"}},
         Case{{.name = "ShardedTransformer", .dp = 2}, kTransformer, {"--shard", "2"}},
@@ -135,10 +145,11 @@ void expect_same_at(std::uint32_t seed) {
   layout.microbatch_size = 1 + static_cast<int>(random() % 3);
   std::string pattern;
   for (int i = 0; i < 4; ++i) pattern += one_of({"A", "M", "E", "F"});
-  Options options =
-      with(hybrid_blocks(), {"--pattern", pattern, "--dropout", one_of({"0", "0.2"}), "--precision",
-                             one_of({"fp32", "fp32", "bf16"}), "--tie_head", one_of({"true", "false"}),
-                             "--attention_feed", one_of({"true", "false"})});
+  Options options = hybrid_blocks();
+  options.at(1) = pattern;
+  options.at(3) = one_of({"true", "false"});  // attention_feed
+  options = with(options, {"--dropout", one_of({"0", "0.2"}), "--precision", one_of({"fp32", "fp32", "bf16"}),
+                           "--tie_head", one_of({"true", "false"})});
   if (coin()) options = with(options, {"--multi_token_depth", "1"});
   if (coin()) options = with(options, {"--depth_layers", one_of({"1", "0,2"})});
   if (layout.dp == 2 && coin()) options = with(options, {"--shard", "2"});

@@ -20,6 +20,7 @@
 #include "penstock/pytree_convert.h"
 #include "penstock/shard/state/whole_forward_scope.h"
 #include "penstock/step_context.h"
+#include "penstock/torch/dispatch/any_operator_hook.h"
 #include "penstock/torch/fake/fake_watch.h"
 
 namespace penstock {
@@ -186,6 +187,9 @@ class CompiledStage {
     Values values;
     {
       const FakeWatch::Guard watching(watch);
+      // Everything is gathered and gradients have their way: operators on sharded parameters need nothing
+      // more, and a capture replaces their data for a while.
+      const NoAnyHookGuard no_hook;
       values = (*entry.compiled)(inputs);
       if (entry.compiled->captures() != before) check_capture(entry, inputs, copied, step, begin);
     }

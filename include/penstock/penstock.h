@@ -15,6 +15,7 @@
 #include "penstock/checkpoint_types.h"
 #include "penstock/compile.h"
 #include "penstock/compile_options.h"
+#include "penstock/compiled_stage.h"
 #include "penstock/cost_model.h"
 #include "penstock/deferred_linear.h"
 #include "penstock/device_mesh.h"

@@ -1,7 +1,10 @@
 // Training with captured graphs (training.compile = graph): losses, gradients and parameters have the bits of
 // training that runs operator by operator, in every layout and schedule that graphs support.
 #include <gtest/gtest.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
 
+#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <random>
@@ -9,8 +12,13 @@
 #include <vector>
 
 #include "penstock/errors.h"
+#include "penstock/random.h"
+#include "penstock/step_context.h"
 #include "penstock/train/job/job.h"
 #include "penstock/train/job/parity.h"
+#include "penstock/trainable_model.h"
+#include "penstock/trainer.h"
+#include "penstock/world.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 #include "tests/train/hybrid_job.h"
@@ -176,6 +184,116 @@ TEST(CompiledJobs, HaveTheSameBitsInRandomConfigurations) {
 
 TEST(CompiledJobs, ParityComparesWithAProcessWithoutGraphs) {
   EXPECT_EQ(one_process(config_of({.name = "pp2", .pp = 2}, kGraph)).training.compile, "off");
+}
+
+// Graphs in a layout against one process without them, as penstock parity compares.
+TEST(CompiledJobs, HaveParityWithOneProcess) {
+  for (const Layout& layout :
+       {Layout{.name = "1F1B", .pp = 2}, Layout{.name = "GPipe", .pp = 2, .schedule = "GPipe"},
+        Layout{.name = "interleaved", .pp = 2, .virtual_stages = 2, .schedule = "Interleaved1F1B"},
+        Layout{.name = "dp", .dp = 2}, Layout{.name = "shard", .pp = 2, .dp = 2},
+        Layout{.name = "tp", .tp = 2}}) {
+    SCOPED_TRACE(layout.name);
+    const TrainConfig config =
+        config_of(layout, with(kGraph, {"--dropout", "0.1", "--shard", layout.name == "shard" ? "2" : "1"}));
+    const ScratchFolder scratch;
+    const auto record = [&](const TrainConfig& of, const std::string& side) {
+      comm::run_ranks(static_cast<int>(of.layout.ranks), std::chrono::seconds(120), [&](comm::World& world) {
+        record_side(world, of, small_data().open(of), scratch / side, 2, {});
+      });
+    };
+    record(one_process(config), "one");
+    record(config, "layout");
+    const ParityReport report =
+        compare_sides(scratch / "one", scratch / "layout", 2, parity_tolerance(config));
+    EXPECT_TRUE(report.ok()) << to_text(report, true);
+  }
+}
+
+// A registered model that does not fit into a graph: it branches on a value, or keeps a tensor in a member.
+struct OwnStage : models::ModelStage {
+  OwnStage(const models::StagePart& which, const models::ModelPlan& plan, bool is_branching)
+      : part_(which), plan_(plan), branches(is_branching) {
+    if (which.has_embed())
+      embed = register_module("embed", torch::nn::Embedding(plan.vocabulary, plan.width));
+    for (std::int64_t i = which.first_block; i < which.end_block; ++i)
+      mixes.push_back(register_module("mix" + std::to_string(i), torch::nn::Linear(plan.width, plan.width)));
+    if (which.has_head()) head = register_module("head", torch::nn::Linear(plan.width, plan.vocabulary));
+  }
+  const models::StagePart& part() const override { return part_; }
+  std::int64_t context() const override { return plan_.context; }
+  at::Tensor forward_with(at::Tensor x, const Tree&) override {
+    if (embed) x = embed->forward(x);
+    for (torch::nn::Linear& mix : mixes) x = x + at::gelu(mix->forward(x));
+    if (branches && head && !StepContext::current()->trial && x.sum().item<float>() > 0) x = x.tanh();
+    if (!branches) kept = x.detach().mean();
+    return head ? head->forward(x) : x;
+  }
+  std::vector<models::AuxiliaryLoss> take_auxiliary_losses() override {
+    return branches ? std::vector<models::AuxiliaryLoss>{}
+                    : std::vector<models::AuxiliaryLoss>{{"mean", kept.to(at::kDouble), 0.1}};
+  }
+  void set_initial_values(std::uint64_t seed) override {
+    const at::NoGradGuard no_grad;
+    for (auto& each : named_parameters())
+      keyed_normal_(each.value(), {.seed = seed, .layer = layer_from_name(each.key())}, 0, 0.05);
+  }
+  models::StagePart part_;
+  models::ModelPlan plan_;
+  bool branches;
+  at::Tensor kept;
+  torch::nn::Embedding embed{nullptr};
+  std::vector<torch::nn::Linear> mixes;
+  torch::nn::Linear head{nullptr};
+};
+
+struct OwnModel : models::TrainableModel {
+  OwnModel(const ModelConfig& model, bool is_branching)
+      : branches(is_branching),
+        sizes{.vocabulary = model.vocabulary, .width = model.width, .context = model.context},
+        whole(plan_from_stages(sizes, model.layers, "mix",
+                               [this](const auto& part) { return make_stage(part); })) {
+    if (!branches) whole.auxiliary = {{.name = "mean", .weight = 0.1}};
+  }
+  const models::ModelPlan& plan() const override { return whole; }
+  std::shared_ptr<models::ModelStage> make_stage(const models::StagePart& part) const override {
+    return std::make_shared<OwnStage>(part, sizes, branches);
+  }
+  bool branches;
+  models::ModelPlan sizes, whole;
+};
+
+// The text of the error of each rank.
+std::vector<std::string> errors_of_ranks(const std::string& type, bool branches) {
+  register_model(type, [branches](const TrainConfig& config) {
+    return std::make_shared<OwnModel>(config.model, branches);
+  });
+  const TrainConfig config =
+      config_of({.name = "pp2", .pp = 2}, with(kGraph, {"--model.type", type, "--document_mask", "false"}));
+  std::vector<std::string> errors(2);
+  comm::run_ranks(2, std::chrono::seconds(60), [&](comm::World& world) {
+    try {
+      TrainingJob job(world, config, small_data().open(config));
+      job.train_step();
+    } catch (const std::exception& error) {
+      errors[static_cast<std::size_t>(world.rank())] = error.what();
+    }
+  });
+  return errors;
+}
+
+TEST(CompiledJobs, NameControlFlowThatDependsOnValuesOnEveryRank) {
+  for (const std::string& error : errors_of_ranks("branches on a value", true)) {
+    EXPECT_TRUE(has_text(error, "stage 1, microbatch 0"));
+    EXPECT_TRUE(has_text(error, "aten::_local_scalar_dense"));
+  }
+}
+
+TEST(CompiledJobs, RefuseTensorsThatAModelKeepsWithoutDeclaringThem) {
+  bool any = false;
+  for (const std::string& error : errors_of_ranks("keeps a tensor", false))
+    any = any || error.find("kept it from the capture of its stage as a graph") != std::string::npos;
+  EXPECT_TRUE(any);
 }
 
 TEST(CompiledJobs, RefuseByNameWhatGraphsDoNotSupport) {

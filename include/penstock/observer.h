@@ -83,11 +83,11 @@ struct StepOutcome {
   StepTimes times;          // of this rank
   // The auxiliary losses in the order of the model; empty if it has none.
   std::vector<LossTerm> auxiliary = {};
-  // What was compiled since the step before, validations included: on this rank, and the number of graphs on
-  // all ranks; how many of these replace none that was there before, and how many were captured again.
+  // The graphs of this rank that were captured since the step before, validations included
+  // (training.compile).
   std::vector<CompiledForward> compiled = {};
-  std::int64_t first_captures = 0;
-  std::int64_t recaptures = 0;
+  std::int64_t first_captures = 0;  // on all ranks: the first graphs for a kind of call
+  std::int64_t recaptures = 0;      // on all ranks: graphs for a kind of call that had one
 };
 
 // Additional measurements of a step.

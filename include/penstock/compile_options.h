@@ -83,6 +83,11 @@ struct CompileOptions {
   bool recapture = true;  // capture again for a different kind of call; false: throw StateError
   Partitioner partitioner = Partitioner::Default;  // what forward saves for backward
   DynamicOptions dynamic = {};                     // dims whose size is not fixed
+  // The compiler of the graphs, by its name (graph_compiler.h). graph::compile throws ValueError for a name
+  // that is not registered.
+  std::string compiler = "executor";
+  std::string backward_compiler = {};   // of backward graphs; if empty, `compiler`
+  std::string inference_compiler = {};  // of graphs without a backward; if empty, `compiler`
 };
 
 // Declares that an operator of the user ("mine::send") has an effect besides its results: in a captured graph

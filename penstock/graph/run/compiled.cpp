@@ -22,7 +22,17 @@ std::string difference_of(CompiledCall& call, const Values& inputs) {
   return why.empty() ? guard.difference(inputs, sizes.get(), &call.dynamic()->table()) : why;
 }
 
+const std::string& either(const std::string& name, const std::string& otherwise) {
+  return name.empty() ? otherwise : name;
+}
+
 }  // namespace
+
+void check_compilers(const CompileOptions& options) {
+  graph_compiler(options.compiler);
+  graph_compiler(either(options.backward_compiler, options.compiler));
+  graph_compiler(either(options.inference_compiler, options.compiler));
+}
 
 struct Compiled::Refused {
   CallGuard kind;
@@ -30,7 +40,12 @@ struct Compiled::Refused {
 };
 
 Compiled::Compiled(Function function, const CompileOptions& options, Convention convention)
-    : function_(std::move(function)), options_(options), convention_(std::move(convention)) {}
+    : function_(std::move(function)),
+      options_(options),
+      convention_(std::move(convention)),
+      forward_compiler_(graph_compiler(options.compiler)),
+      backward_compiler_(graph_compiler(either(options.backward_compiler, options.compiler))),
+      inference_compiler_(graph_compiler(either(options.inference_compiler, options.compiler))) {}
 Compiled::~Compiled() = default;
 Compiled::Compiled(Compiled&&) noexcept = default;
 Compiled& Compiled::operator=(Compiled&&) noexcept = default;
@@ -72,9 +87,9 @@ Values Compiled::check_and_run(CompiledCall& call, const Values& inputs,
 }
 
 CompiledCall& Compiled::add(FunctionCapture capture) {
+  const CompilerChoice compilers(*forward_compiler_, *backward_compiler_, *inference_compiler_);
   calls_.push_back(std::make_unique<CompiledCall>(graph::partition(std::move(capture), options_.partitioner),
-                                                  *graph_compiler(kExecutorCompiler),
-                                                  options_.dynamic.trust));
+                                                  compilers, options_.dynamic.trust));
   return *calls_.back();
 }
 

@@ -6,16 +6,25 @@
 #include <string>
 #include <vector>
 
-#include "penstock/graph/compiler/graph_compiler.h"
 #include "penstock/graph/run/dynamic_call.h"
 #include "penstock/graph/run/function_capture.h"
+#include "penstock/graph_compiler.h"
 
 namespace penstock::graph {
+
+// Which compiler gets which graph. They are used only while a call is made.
+struct CompilerChoice {
+  CompilerChoice(const GraphCompiler& all) : forward(all), backward(all), inference(all) {}
+  CompilerChoice(const GraphCompiler& of_forward, const GraphCompiler& of_backward,
+                 const GraphCompiler& of_inference)
+      : forward(of_forward), backward(of_backward), inference(of_inference) {}
+  const GraphCompiler &forward, &backward, &inference;
+};
 
 class CompiledCall {
  public:
   // `trust_sizes`: for a capture for all sizes (DynamicOptions::trust).
-  CompiledCall(PartitionedCapture capture, const GraphCompiler& compiler, bool trust_sizes = false);
+  CompiledCall(PartitionedCapture capture, const CompilerChoice& compilers, bool trust_sizes = false);
 
   // `sizes` is null if nothing is dynamic.
   Values run(const Values& inputs, const CallSizes& sizes = {}) const { return call_(inputs, sizes); }

@@ -9,7 +9,7 @@
 #include <optional>
 #include <vector>
 
-#include "penstock/graph/compiler/graph_compiler.h"
+#include "penstock/graph_compiler.h"
 #include "penstock/graph/run/function_capture.h"
 
 namespace penstock::graph {

@@ -1,11 +1,14 @@
 #include "penstock/graph/run/compiled_call.h"
 
+#include <fmt/format.h>
+
 #include <iterator>
 #include <numeric>
 #include <utility>
 
 #include "penstock/graph/run/epilogue.h"
 #include "penstock/graph/run/graph_call.h"
+#include "penstock/graph/wrap/subclasses.h"
 
 namespace penstock::graph {
 namespace {
@@ -38,22 +41,37 @@ CompileRequest backward_request(const PartitionedCapture& capture) {
   return request;
 }
 
-CompiledHalves compile_halves(const PartitionedCapture& capture, const CompilerChoice& compilers) {
+CompiledHalves compile_halves(const PartitionedCapture& capture, const CompilerChoice& compilers,
+                              const GraphWrappers& wrappers) {
   const Partition& halves = capture.halves;
   if (capture.capture.joint.tangents.empty())
-    return {compilers.inference.compile(halves.forward, forward_request(capture, GraphRole::Inference)),
-            nullptr};
-  return {compilers.forward.compile(halves.forward, forward_request(capture, GraphRole::Forward)),
-          compilers.backward.compile(halves.backward, backward_request(capture))};
+    return {compile_wrapped(halves.forward, forward_request(capture, GraphRole::Inference),
+                            compilers.inference, wrappers),
+            nullptr, wrappers};
+  return {compile_wrapped(halves.forward, forward_request(capture, GraphRole::Forward), compilers.forward,
+                          wrappers),
+          compile_wrapped(halves.backward, backward_request(capture), compilers.backward, wrappers),
+          wrappers};
+}
+
+std::string line_of(std::string_view name, const std::string& decision) {
+  return decision.empty() ? std::string(name) : fmt::format("{}: {}", name, decision);
 }
 
 }  // namespace
 
-CompiledCall::CompiledCall(PartitionedCapture capture, const CompilerChoice& compilers, bool trust_sizes)
-    : partitioned_(std::move(capture)), wrappers_(partitioned_.capture.wrappers) {
+CompiledCall::CompiledCall(PartitionedCapture capture, const CompilerChoice& compilers, bool trust_sizes,
+                           GraphWrappers outside)
+    : partitioned_(std::move(capture)),
+      wrappers_(partitioned_.capture.wrappers),
+      graph_wrappers_(std::move(outside)) {
   const FunctionCapture& function = partitioned_.capture;
   wrappers_.push_back({std::make_shared<const Epilogue>(function), function.meta});
-  Call graphs = [call = make_graph_call(partitioned_, compile_halves(partitioned_, compilers))](
+  if (function.joint.subclasses)
+    graph_wrappers_.push_back(
+        std::make_shared<const Subclasses>(function.joint, function.meta, function.convention));
+  Call graphs = [call = c10::make_intrusive<GraphCall>(
+                     partitioned_, compile_halves(partitioned_, compilers, graph_wrappers_))](
                     const Values& inputs, const CallSizes& sizes) {
     std::vector<at::Tensor> returned = call->run(tensors_among(inputs), sizes);
     return Values(std::make_move_iterator(returned.begin()), std::make_move_iterator(returned.end()));
@@ -65,7 +83,16 @@ CompiledCall::CompiledCall(PartitionedCapture capture, const CompilerChoice& com
 std::vector<std::string> CompiledCall::wrappers() const {
   std::vector<std::string> names;
   for (const WrapperInUse& used : wrappers_) names.emplace_back(used.wrapper->name());
+  for (const auto& wrapper : graph_wrappers_) names.emplace_back(wrapper->name());
   return names;
+}
+
+std::vector<std::string> CompiledCall::wrapper_decisions() const {
+  std::vector<std::string> lines;
+  for (const WrapperInUse& used : wrappers_)
+    lines.push_back(line_of(used.wrapper->name(), used.wrapper->decision()));
+  for (const auto& wrapper : graph_wrappers_) lines.push_back(line_of(wrapper->name(), wrapper->decision()));
+  return lines;
 }
 
 }  // namespace penstock::graph

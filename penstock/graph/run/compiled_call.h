@@ -8,6 +8,7 @@
 
 #include "penstock/graph/run/dynamic_call.h"
 #include "penstock/graph/run/function_capture.h"
+#include "penstock/graph/wrap/graph_wrapper.h"
 #include "penstock/graph_compiler.h"
 
 namespace penstock::graph {
@@ -23,16 +24,20 @@ struct CompilerChoice {
 
 class CompiledCall {
  public:
-  // `trust_sizes`: for a capture for all sizes (DynamicOptions::trust).
-  CompiledCall(PartitionedCapture capture, const CompilerChoice& compilers, bool trust_sizes = false);
+  // `trust_sizes`: for a capture for all sizes (DynamicOptions::trust). `outside`: wrappers of the graphs
+  // outside of the library's own.
+  CompiledCall(PartitionedCapture capture, const CompilerChoice& compilers, bool trust_sizes = false,
+               GraphWrappers outside = {});
 
   // `sizes` is null if nothing is dynamic.
   Values run(const Values& inputs, const CallSizes& sizes = {}) const { return call_(inputs, sizes); }
 
   const FunctionCapture& capture() const { return partitioned_.capture; }
   const Partition& halves() const { return partitioned_.halves; }
-  // The names of the wrappers around the graphs, outermost first.
+  // The names of the wrappers, outermost first: those of calls, then, inside autograd, those of graphs.
   std::vector<std::string> wrappers() const;
+  // One line for each: "duplicate inputs: input 1 is input 0".
+  std::vector<std::string> wrapper_decisions() const;
   // Set if the capture is for all sizes.
   std::optional<DynamicCall>& dynamic() { return dynamic_; }
   const std::optional<DynamicCall>& dynamic() const { return dynamic_; }
@@ -40,6 +45,7 @@ class CompiledCall {
  private:
   PartitionedCapture partitioned_;
   std::vector<WrapperInUse> wrappers_;
+  GraphWrappers graph_wrappers_;
   Call call_;
   std::optional<DynamicCall> dynamic_;
 };

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <c10/core/GradMode.h>
+
 #include <utility>
 
 #include "penstock/base/describe.h"
@@ -52,7 +54,12 @@ void CapturedNode::save_all(const std::vector<c10::IValue>& values, const std::v
   }
 }
 
+void CapturedNode::hold(const std::vector<at::Tensor>& primals) {
+  if (call_->run_again) hold_inputs(call_->run_again, primals, call_->kept_inputs);
+}
+
 variable_list CapturedNode::apply(variable_list&& gradients) {
+  if (c10::GradMode::is_enabled()) return gradients_again(gradients);
   std::vector<at::Tensor> inputs = unpack();
   for (std::size_t i = 0; i < gradients.size(); ++i)
     inputs.push_back(tangent(gradients[i], call_->tangents[i].geometry, sizes_.get()));

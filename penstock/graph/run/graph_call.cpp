@@ -44,6 +44,10 @@ PlainGraphCall::PlainGraphCall(const PartitionedCapture& capture, CompiledHalves
     written_in_backward.push_back({primal, joint.graph.inputs[primal].name});
   plan_returned(capture.capture);
   plan_saved(capture);
+  if (capture.capture.second_derivatives == SecondDerivatives::Refuse) return;
+  run_again = capture.capture.run_again;
+  if (capture.capture.second_derivatives == SecondDerivatives::RunAgainKeepingInputs)
+    kept_inputs.assign(kept_inputs.size(), 1);
 }
 
 void PlainGraphCall::plan_returned(const FunctionCapture& capture) {
@@ -78,6 +82,7 @@ void PlainGraphCall::plan_returned(const FunctionCapture& capture) {
 void PlainGraphCall::plan_saved(const PartitionedCapture& partitioned) {
   const FunctionCapture& capture = partitioned.capture;
   const Graph& graph = capture.joint.graph;
+  kept_inputs.assign(capture.joint.primals, 0);
   for (const ValueId value : partitioned.halves.saved) {
     Saved how;
     for (std::size_t i = 0; i < capture.joint.primals; ++i) {
@@ -89,6 +94,8 @@ void PlainGraphCall::plan_saved(const PartitionedCapture& partitioned) {
         how.how = Saved::How::Unwatched;
       else if (input != value)
         how.watch_primal = i;
+      // Its memory is kept anyway.
+      kept_inputs[i] = how.how == Saved::How::AsIs ? 1 : 0;
       break;
     }
     if (how.how == Saved::How::AsIs && !how.watch_primal)
@@ -132,6 +139,7 @@ std::vector<at::Tensor> PlainGraphCall::run(const std::vector<at::Tensor>& prima
   for (const std::size_t output : differentiated_)
     torch::autograd::set_history(results[output], NodePtr(node));
   node->save_all(values, primals, results);
+  node->hold(primals);
   for (const WrittenInBackward& written : written_in_backward)
     node->write_in_backward(primals[written.primal]);
   return results;

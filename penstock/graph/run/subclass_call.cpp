@@ -1,5 +1,6 @@
 #include "penstock/graph/run/subclass_call.h"
 
+#include <c10/core/GradMode.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -80,12 +81,14 @@ class SubclassNode final : public SavingNode {
       save(call_->saved[i].how == SubclassCall::Saved::How::Copied ? copy_keeping_lazy_bits(tensor.detach())
                                                                    : tensor.variable_data());
     }
+    if (call_->run_again) hold_inputs(call_->run_again, inputs, call_->kept_inputs);
     for (const std::size_t input : call_->watched.inputs) watch(inputs[input]);
     for (const std::size_t output : call_->watched.returned) watch(outputs[output]);
   }
 
  protected:
   variable_list apply(variable_list&& gradients) override {
+    if (c10::GradMode::is_enabled()) return gradients_again(gradients);
     std::vector<at::Tensor> inputs = unpack();
     for (std::size_t i = 0; i < gradients.size(); ++i) call_->flatten_tangent(i, gradients[i], inputs);
     gradients.clear();
@@ -144,6 +147,11 @@ SubclassCall::SubclassCall(const PartitionedCapture& partitioned, CompiledHalves
   plan_views(partitioned.capture);
   plan_tangents(partitioned.capture);
   plan_saved(partitioned);
+  const SecondDerivatives second = partitioned.capture.second_derivatives;
+  if (second == SecondDerivatives::Refuse) return;
+  run_again = partitioned.capture.run_again;
+  kept_inputs.assign(layout->inputs.size(), second == SecondDerivatives::RunAgainKeepingInputs ? 1 : 0);
+  for (const std::size_t input : watched.inputs) kept_inputs[input] = 1;
 }
 
 void SubclassCall::plan_returned(const FunctionCapture& capture) {

@@ -64,6 +64,8 @@ class SubclassCall final : public GraphCall {
   Watched watched;
   std::vector<Returned> returned;
   std::vector<Tangent> tangents;
+  std::shared_ptr<const RunAgain> run_again;  // null: second derivatives are refused
+  std::vector<char> kept_inputs;              // kept alive for a second derivative
 
  private:
   // A plain tensor among the forward outputs that is in the memory of a mutated input.

@@ -1,4 +1,5 @@
-// Backward under create_graph: second and third derivatives of captured functions are those of the plain ones.
+// Backward under create_graph: second and third derivatives of captured functions are those of the plain
+// ones.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -131,13 +132,27 @@ TEST(SecondDerivatives, RandomFunctions) {
       for (int step = 0; step < 6; ++step) {
         const at::Tensor a = any(), b = any();
         switch (random() % 7) {
-          case 0: pool.push_back(a.sin()); break;
-          case 1: pool.push_back(a * b); break;
-          case 2: pool.push_back(a.mm(b) * 0.3); break;
-          case 3: pool.push_back(a.t()); break;
-          case 4: pool.push_back(a.softmax(0) + b); break;
-          case 5: pool.push_back(a.view({9}).flip(0).view({3, 3})); break;
-          default: pool.push_back(a.sigmoid() - b.mean()); break;
+          case 0:
+            pool.push_back(a.sin());
+            break;
+          case 1:
+            pool.push_back(a * b);
+            break;
+          case 2:
+            pool.push_back(a.mm(b) * 0.3);
+            break;
+          case 3:
+            pool.push_back(a.t());
+            break;
+          case 4:
+            pool.push_back(a.softmax(0) + b);
+            break;
+          case 5:
+            pool.push_back(a.view({9}).flip(0).view({3, 3}));
+            break;
+          default:
+            pool.push_back(a.sigmoid() - b.mean());
+            break;
         }
       }
       return Tensors{pool.back(), pool[pool.size() - 2]};
@@ -175,7 +190,8 @@ TEST(SecondDerivatives, OfAModuleThatIsCalledTwice) {
 TEST(SecondDerivatives, UnderTheAutocastOfForward) {
   const OverTensors function = [](const Tensors& in) { return Tensors{in[0].mm(in[1]).tanh()}; };
   Compiled compiled(over_tensors(function));
-  const Tensors leaves{torch::randn({3, 3}).set_requires_grad(true), torch::randn({3, 3}).set_requires_grad(true)};
+  const Tensors leaves{torch::randn({3, 3}).set_requires_grad(true),
+                       torch::randn({3, 3}).set_requires_grad(true)};
   const auto slope_of = [&](bool captured) {
     at::Tensor y;
     {
@@ -189,7 +205,8 @@ TEST(SecondDerivatives, UnderTheAutocastOfForward) {
   EXPECT_TRUE(torch::equal(slope_of(true), slope_of(false)));
 }
 
-std::string refusal_of(const OverTensors& function, const Tensors& inputs, const CompileOptions& options = {}) {
+std::string refusal_of(const OverTensors& function, const Tensors& inputs,
+                       const CompileOptions& options = {}) {
   Compiled compiled(over_tensors(function), options);
   const at::Tensor y = compiled(values_of(inputs))[0].toTensor().sum();
   try {
@@ -242,9 +259,8 @@ TEST(SecondDerivatives, InputsThatWereWrittenSinceForward) {
 
 TEST(SecondDerivatives, AFunctionThatDoesSomethingElse) {
   int runs = 0;
-  Compiled compiled(over_tensors([&](const Tensors& in) {
-    return Tensors{++runs > 1 ? in[0].narrow(0, 0, 1).sin() : in[0].sin()};
-  }));
+  Compiled compiled(over_tensors(
+      [&](const Tensors& in) { return Tensors{++runs > 1 ? in[0].narrow(0, 0, 1).sin() : in[0].sin()}; }));
   const at::Tensor x = leaf({3});
   const at::Tensor y = compiled({x})[0].toTensor().sum();
   EXPECT_TRUE(has_text(message_of<StateError>([&] { grad({y}, {x}, {}, true, true); }),

@@ -148,7 +148,7 @@ TEST(SecondDerivatives, RandomFunctions) {
             pool.push_back(a.softmax(0) + b);
             break;
           case 5:
-            pool.push_back(a.view({9}).flip(0).view({3, 3}));
+            pool.push_back(a.reshape({9}).flip(0).view({3, 3}));
             break;
           default:
             pool.push_back(a.sigmoid() - b.mean());

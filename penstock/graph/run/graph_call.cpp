@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/graph/run/captured_node.h"
 #include "penstock/graph/run/subclass_call.h"

@@ -88,13 +88,17 @@ std::string RunAgain::why_not(const FunctionForm& form, const JointGraph& joint)
   return {};
 }
 
-std::vector<at::Tensor> RunAgain::gradients(const std::vector<at::Tensor>& primals,
-                                            const std::vector<at::Tensor>& tangents) const {
+void RunAgain::check_possible() const {
   if (!why_not_.empty())
     throw NotImplemented(fmt::format(
         "graph: the backward of a captured function is differentiated (create_graph), for which the function "
         "must run again: {}; call backward without create_graph, or the function itself",
         why_not_));
+}
+
+std::vector<at::Tensor> RunAgain::gradients(const std::vector<at::Tensor>& primals,
+                                            const std::vector<at::Tensor>& tangents) const {
+  check_possible();
   warn_once(
       "graph",
       "the backward of a captured function is differentiated (create_graph): the function itself runs again, "

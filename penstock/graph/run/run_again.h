@@ -28,10 +28,12 @@ class RunAgain {
   // `joint`: of the function of the form, still with its writes. Must be made under the modes of the call.
   RunAgain(const FunctionForm& form, const JointGraph& joint);
 
+  // Throws NotImplemented for a function that would not do the same again, because it writes inputs, draws
+  // random numbers, or has side effects.
+  void check_possible() const;
   // `primals`: the tensors among the inputs. `tangents`: the gradients that backward got, undefined for
-  // results that nobody used. Returns one gradient for each primal. Throws NotImplemented for a function that
-  // would not do the same again, because it writes inputs, draws random numbers, or has side effects;
-  // StateError if it did not.
+  // results that nobody used. Returns one gradient for each primal. Throws what check_possible() does,
+  // and StateError if the function did not do the same again.
   std::vector<at::Tensor> gradients(const std::vector<at::Tensor>& primals,
                                     const std::vector<at::Tensor>& tangents) const;
   // Of a primal, for messages.
@@ -64,6 +66,7 @@ class HeldInputs {
  public:
   // `keep`: keeps it alive; otherwise it is there only as long as somebody else holds it.
   void hold(const at::Tensor& input, bool keep);
+  void reserve(std::size_t count) { inputs_.reserve(count); }
   void release() { inputs_.clear(); }
   // Throws StateError for an input that is gone or was written since.
   std::vector<at::Tensor> get(const RunAgain& again) const;

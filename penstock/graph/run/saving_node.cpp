@@ -30,6 +30,7 @@ void SavingNode::release_variables() {
 void SavingNode::hold_inputs(std::shared_ptr<const RunAgain> again, const std::vector<at::Tensor>& primals,
                              const std::vector<char>& kept) {
   again_ = std::move(again);
+  held_inputs_.reserve(primals.size());
   for (std::size_t i = 0; i < primals.size(); ++i) held_inputs_.hold(primals[i], kept[i] != 0);
 }
 
@@ -38,6 +39,7 @@ torch::autograd::variable_list SavingNode::gradients_again(const torch::autograd
     throw NotImplemented(
         "graph: the backward of a captured function cannot be differentiated; call backward without "
         "create_graph, set second_derivatives, or call the function itself");
+  again_->check_possible();
   std::vector<at::Tensor> inputs;
   {
     const std::lock_guard lock(mutex_);

@@ -140,7 +140,8 @@ void Tracer::expand(const c10::OperatorHandle& op, const Decomposition& decompos
   }
 }
 
-// "it reads values computed from x, mask; the last parameter used before it is blocks.1.attention.weight"
+// "it reads values computed from x, mask and parameters; the last parameter used before it is
+// blocks.1.attention.weight"
 std::string Tracer::origin_of_values(const Node& node) const {
   std::vector<char> needed(static_cast<std::size_t>(graph.storages), 0);
   const auto need = [&](ValueId value) { needed[index_of(graph[value].storage)] = 1; };
@@ -158,15 +159,22 @@ std::string Tracer::origin_of_values(const Node& node) const {
         if (graph.inputs[i].value == value) parameter = graph.inputs[i].name;
       });
   }
-  std::vector<std::string> inputs;
-  for (const Placeholder& input : graph.inputs)
-    if (needed[index_of(graph[input.value].storage)]) inputs.push_back(input.name);
-  const std::size_t all = inputs.size();
-  inputs.resize(std::min<std::size_t>(all, 4));
-  std::string text = inputs.empty()
-                         ? "it reads values that depend on no input"
-                         : fmt::format("it reads values computed from {}{}", fmt::join(inputs, ", "),
-                                       all > 4 ? fmt::format(" and {} more", all - 4) : "");
+  // Arguments rather than parameters, which most values depend on.
+  std::vector<std::string> arguments, parameters;
+  for (std::size_t i = 0; i < graph.inputs.size(); ++i)
+    if (needed[index_of(graph[graph.inputs[i].value].storage)])
+      (i < found ? parameters : arguments).push_back(graph.inputs[i].name);
+  const auto some_of = [](std::vector<std::string> names) {
+    const std::size_t all = names.size();
+    names.resize(std::min<std::size_t>(all, 4));
+    return fmt::format("{}{}", fmt::join(names, ", "), all > 4 ? fmt::format(" and {} more", all - 4) : "");
+  };
+  std::string text = "it reads values that depend on no input";
+  if (!arguments.empty())
+    text =
+        "it reads values computed from " + some_of(arguments) + (parameters.empty() ? "" : " and parameters");
+  else if (!parameters.empty())
+    text = "it reads values computed from " + some_of(parameters);
   if (!parameter.empty()) {
     const std::size_t dot = parameter.rfind('.');
     text +=

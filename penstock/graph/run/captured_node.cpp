@@ -75,6 +75,7 @@ variable_list CapturedNode::apply(variable_list&& gradients) {
                       "before the next write",
                       call_->written_in_backward[i].name));
   give_up();
+  const StepOfForward step(*this);
   variable_list results;
   for (const c10::IValue& gradient : call_->halves.backward->run(std::move(inputs), sizes_.get()))
     results.push_back(gradient.isTensor() ? gradient.toTensor() : at::Tensor());

@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "penstock/graph/run/run_again.h"
 #include "penstock/step_context.h"
 #include "penstock/torch/compat/autograd_node.h"
 
@@ -49,9 +50,16 @@ class SavingNode : public torch::autograd::Node {
   // Only checked in backward: throws if the tensor was written since.
   void watch(const at::Tensor& tensor) { watched_.push_back(as_saved(tensor)); }
 
+  // What gradients_again() needs, unless second derivatives are refused (`again` is null). `kept`: inputs
+  // that stay alive until backward has run; for each primal.
+  void hold_inputs(std::shared_ptr<const RunAgain> again, const std::vector<at::Tensor>& primals,
+                   const std::vector<char>& kept);
+  // The gradients of a backward that is differentiated. Throws NotImplemented where that is refused.
+  torch::autograd::variable_list gradients_again(const torch::autograd::variable_list& tangents);
+
   // Returns the saved tensors, in order. Throws for whatever the backward of a captured function rejects:
-  // NotImplemented if it is to be differentiated again, StateError for deterministic algorithms enabled after
-  // forward, c10::Error if it already ran or a saved tensor was written since.
+  // StateError for deterministic algorithms enabled after forward, c10::Error if it already ran or a saved
+  // tensor was written since.
   std::vector<at::Tensor> unpack();
   // Releases the saved tensors, once nothing can be rejected any more.
   void give_up();
@@ -61,7 +69,11 @@ class SavingNode : public torch::autograd::Node {
     return {tensor, tensor.grad_fn().get() == this};
   }
 
+  void check() const;
+
   std::vector<torch::autograd::SavedVariable> saved_, watched_;
+  std::shared_ptr<const RunAgain> again_;
+  HeldInputs held_inputs_;
   bool deterministic_;                       // at forward
   std::shared_ptr<const StepContext> step_;  // at forward
   bool releasing_ = false, released_ = false;

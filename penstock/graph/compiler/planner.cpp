@@ -33,10 +33,6 @@ constexpr std::array<std::string_view, 19> kViews = {"aten::_reshape_alias",
                                                      "aten::unsqueeze",
                                                      "aten::view"};
 
-bool same_layout_kind(const Geometry& a, const Geometry& b) {
-  return a.dtype == b.dtype && a.device == b.device && a.conjugated == b.conjugated && a.negated == b.negated;
-}
-
 class Planner {
  public:
   Planner(const Graph& graph, const LastUses& last, const ExecutorOptions& options, Executor::Counts& counts)
@@ -145,13 +141,9 @@ class Planner {
   void use_view(const Node& node, Step& step) {
     if (std::find(kViews.begin(), kViews.end(), node.op.operator_name().name) == kViews.end()) return;
     if (node.arguments[0].value() == kNoValue || node.results.size() != 1) return;
-    const ValueId base = node.arguments[0].value();
-    DirectView view{.base = slot_of(base), .viewed = graph_[base].geometry};
-    if (view.viewed.conjugated || view.viewed.negated) return;
-    for (const ValueId value : node.results[0].values) {
-      if (value == kNoValue || !same_layout_kind(graph_[value].geometry, view.viewed)) return;
-      view.made.push_back({last_.after(position_, value) ? slot_of(value) : kNoSlot, graph_[value].geometry});
-    }
+    DirectView view{.base = slot_of(node.arguments[0].value()), .made = {}};
+    for (const ValueId value : node.results[0].values)
+      view.made.push_back(last_.after(position_, value) ? slot_of(value) : kNoSlot);
     step.otherwise = std::exchange(step.call, &call_view);
     step.special = static_cast<std::uint32_t>(plan_.views.size());
     plan_.views.push_back(std::move(view));
@@ -172,9 +164,9 @@ class Planner {
       if (!may_overwrite_[index_of(dead)] || graph_[dead].geometry != result.geometry) continue;
       if (overlaps_itself(result.geometry)) continue;
       MemoryReuse reuse{.dead = argument.slot,
-                      .result = step.results[0].slot,
-                      .geometry = result.geometry,
-                      .writing = {.op = form->op, .grad_enabled = step.grad_enabled}};
+                        .result = step.results[0].slot,
+                        .geometry = result.geometry,
+                        .writing = {.op = form->op, .grad_enabled = step.grad_enabled}};
       for (const Operand& operand : node.arguments)
         reuse.writing.arguments.push_back(this->argument(operand));
       if (!form->in_place) reuse.writing.arguments.push_back(reuse.writing.arguments[i]);

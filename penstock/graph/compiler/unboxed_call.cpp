@@ -416,6 +416,8 @@ Table make_table() {
   // Views and factories.
   add_with_sizes<at::Tensor(T, SizeList), at::Tensor(T, SizeList, bool), at::Tensor(T, SizeList, SizeList),
                  at::Tensor(T, SizeList, SizeList, Maybe<Size>), at::Tensor(T, Whole64, Size),
+                 at::Tensor(T, T, Whole64, Size), at::Tensor(T, T, SizeList, SizeList, Maybe<Size>),
+                 at::Tensor(T, T, Whole64, Maybe<Size>, Maybe<Size>, Size),
                  at::Tensor(T, Whole64, Maybe<Size>, Maybe<Size>, Size),
                  at::Tensor(T, SizeList, Whole64, Size), at::Tensor(T, SizeList, Whole64, Size, Size, Size),
                  at::Tensor(T, T, Size, bool, bool), at::Tensor(T, T, Size, Size, bool),
@@ -428,7 +430,8 @@ Table make_table() {
                  at::Tensor(T, SizeList, S, Dtype, Layout, Device, Pinned)>(table);
   add<at::Tensor(T, Dtype, Layout, Device, Pinned, Format),
       at::Tensor(T, S, Dtype, Layout, Device, Pinned, Format),
-      at::Tensor(T, Dtype, Layout, Device, Pinned, bool, Format), at::Tensor(T, Format)>(table);
+      at::Tensor(T, Dtype, Layout, Device, Pinned, bool, Format), at::Tensor(T, Format),
+      at::Tensor(T, T, bool)>(table);
   // Reductions, normalization, lists.
   add<at::Tensor(T, Dtype), at::Tensor(T, at::OptionalIntArrayRef, bool, Dtype), at::Tensor(T, Dims, bool),
       at::Tensor(T, Dims, bool, Dtype), at::Tensor(at::TensorList, Whole64), at::_ops::cat::schema>(table);
@@ -441,10 +444,10 @@ Table make_table() {
       Tensors2(T, double, Maybe<bool>), at::_ops::convolution::schema,
       at::_ops::convolution_backward::schema>(table);
   // Operators that write.
-  add<Written(Written), Written(Written, T), Written(Written, S), Written(Written, S, S),
-      Written(Written, T, S), Written(Written, T, bool), Written(T, Written), Written(T, T, Written),
-      Written(T, S, Written), Written(T, T, S, Written), Written(T, TextView, Written),
-      Written(T, T, TextView, Written), Written(T, T, T, S, Written)>(table);
+  add<Written(Written), Written(Written, Whole64, Whole64), Written(Written, T), Written(Written, S),
+      Written(Written, S, S), Written(Written, T, S), Written(Written, T, bool), Written(T, Written),
+      Written(T, T, Written), Written(T, S, Written), Written(T, T, S, Written),
+      Written(T, TextView, Written), Written(T, T, TextView, Written), Written(T, T, T, S, Written)>(table);
   return table;
 }
 

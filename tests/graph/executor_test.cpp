@@ -445,6 +445,20 @@ at::Tensor calling_back(const at::Tensor& x) {
   return op.call(x);
 }
 
+// A collective may still read its argument when it has returned.
+TEST(ExecutorMemory, TensorsThatOtherOperatorsSawAreNotOverwritten) {
+  const auto function = [](const Tensors& in) {
+    const at::Tensor x = in[0] * 2;
+    return Tensors{calling_back(x).neg(), x.exp()};
+  };
+  const at::Tensor x = torch::randn({4});
+  called_by_operator() = [](const at::Tensor& argument) { return argument + 1; };
+  const Graph graph = graph_of(function, {x});
+  EXPECT_EQ(Executor(graph).counts().reuses, 0u);
+  const auto results = Executor(graph)({x});
+  EXPECT_TRUE(at::equal(results[1].toTensor(), (x * 2).exp()));
+}
+
 TEST(ExecutorRuns, MayRunWithinARunOfItself) {
   const auto function = [](const Tensors& in) { return Tensors{calling_back(in[0].t().exp()).t() + 1}; };
   const Executor run(graph_of(function, {torch::randn({2, 2})}));

@@ -33,6 +33,10 @@ constexpr std::array<std::string_view, 19> kViews = {"aten::_reshape_alias",
                                                      "aten::unsqueeze",
                                                      "aten::view"};
 
+bool is_view(const Node& node) {
+  return std::find(kViews.begin(), kViews.end(), node.op.operator_name().name) != kViews.end();
+}
+
 class Planner {
  public:
   Planner(const Graph& graph, const LastUses& last, const ExecutorOptions& options, Executor::Counts& counts)
@@ -46,6 +50,7 @@ class Planner {
     for (const ConstantTensor& constant : graph.constants) may_overwrite_[index_of(constant.value)] = 0;
     for (const std::size_t input : options.donated_inputs)
       may_overwrite_[index_of(graph.inputs.at(input).value)] = 1;
+    keep_memory_of_other_operators();
   }
 
   RunPlan run() {
@@ -55,6 +60,30 @@ class Planner {
   }
 
  private:
+  // A collective may still read or write its tensors on another stream when its call returns, and the
+  // operator of a user may return memory that it keeps.
+  void keep_memory_of_other_operators() {
+    std::vector<char> kept(static_cast<std::size_t>(graph_.storages), 0);
+    const auto keep = [&](ValueId value) { kept[index_of(graph_[value].storage)] = 1; };
+    for (const Node& node : graph_.nodes) {
+      if (node.op.operator_name().name.starts_with("aten::")) continue;
+      for_each_value(node.arguments, keep);
+      for_each_value(node.results, keep);
+    }
+    // `_unsafe_view` returns the memory of its argument, but its result has a storage of its own.
+    for (std::size_t i = graph_.nodes.size(); i-- > 0;) {
+      const Node& node = graph_.nodes[i];
+      bool is_kept = false;
+      for_each_value(node.results,
+                     [&](ValueId value) { is_kept |= kept[index_of(graph_[value].storage)] != 0; });
+      if (is_kept && is_view(node)) for_each_value(node.arguments, keep);
+    }
+    for (std::size_t i = 0; i < may_overwrite_.size(); ++i)
+      if (const std::int32_t storage = static_cast<std::int32_t>(graph_.values[i].storage);
+          storage >= 0 && storage < graph_.storages && kept[static_cast<std::size_t>(storage)])
+        may_overwrite_[i] = 0;
+  }
+
   static Slot slot_of(ValueId value) { return static_cast<Slot>(index_of(value)); }
   Slot slot_or_undefined(ValueId value) const {
     return value == kNoValue ? plan_.undefined_slot() : slot_of(value);
@@ -139,7 +168,7 @@ class Planner {
 
   // A step that can be done without its operator.
   void use_view(const Node& node, Step& step) {
-    if (std::find(kViews.begin(), kViews.end(), node.op.operator_name().name) == kViews.end()) return;
+    if (!is_view(node)) return;
     if (node.arguments[0].value() == kNoValue || node.results.size() != 1) return;
     DirectView view{.base = slot_of(node.arguments[0].value()), .made = {}};
     for (const ValueId value : node.results[0].values)

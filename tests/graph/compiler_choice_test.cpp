@@ -67,7 +67,7 @@ const Listening& listening(const std::string& name) {
 
 torch::nn::Sequential net() {
   torch::manual_seed(3);
-  return {torch::nn::Linear(4, 8), torch::nn::GELU(), torch::nn::Linear(8, 2)};
+  return torch::nn::Sequential(torch::nn::Linear(4, 8), torch::nn::GELU(), torch::nn::Linear(8, 2));
 }
 
 std::vector<std::string> roles(const std::vector<Told>& all) {

@@ -137,7 +137,7 @@ class CompiledModule final : public CompiledModuleBase {
 };
 
 // Returns a module that runs as a graph, for a shared pointer to a module. Nothing is captured yet. Throws
-// ValueError for a null pointer.
+// ValueError for a null pointer, and for a compiler in `options` that is not registered.
 template <std::derived_from<torch::nn::Module> ModuleType>
 std::shared_ptr<CompiledModule<ModuleType>> compile(std::shared_ptr<ModuleType> module,
                                                     const CompileOptions& options = {}) {

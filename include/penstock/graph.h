@@ -1,11 +1,19 @@
 // A program over tensors as a value: dispatcher operators in execution order, the tensors that flow between
 // them, and the geometry of each tensor. graph_compiler.h passes graphs to compilers.
 //
-//   graph(%0 x: float32[3, 4], %1 w: float32[4, 2]) {
-//     %2: float32[3, 2] = aten::mm(%0, %1)
-//     %3: float32[3, 2] = aten::relu(%2)
-//     return (%3)
+//   std::string first_product(const graph::Graph& graph) {
+//     for (const graph::Node& node : graph.nodes)
+//       if (node.op.operator_name().name == "aten::mm") return to_text(graph, node);
+//     return {};
 //   }
+//
+// As text (to_text) a graph is
+//
+//  graph(%0 x: float32[3, 4], %1 w: float32[4, 2]) {
+//    %2: float32[3, 2] = aten::mm(%0, %1)
+//    %3: float32[3, 2] = aten::relu(%2)
+//    return (%3)
+//  }
 //
 // Values. Each tensor has a ValueId; its geometry (sizes, strides, dtype, device) never changes. Values that
 // share memory have the same StorageId; this is the only representation of aliasing. A graph may contain

@@ -1,16 +1,16 @@
 // Compilers of captured graphs: what turns a graph (graph.h) into something that runs. The built-in one,
 // "executor", calls the operators in order. A compiler of your own may change a graph and pass it on:
 //
-//   class Reporting final : public GraphCompiler {
+//   class Reporting final : public graph::GraphCompiler {
 //    public:
 //     std::string_view name() const override { return "reporting"; }
-//     std::shared_ptr<const CompiledGraph> compile(const Graph& graph,
-//                                                  const CompileRequest& request) const override {
-//       std::cout << to_text(request.role) << ": " << graph.nodes.size() << " operators\n";
-//       return graph_compiler("executor")->compile(graph, request);
+//     std::shared_ptr<const graph::CompiledGraph> compile(const graph::Graph& graph,
+//                                                         const graph::CompileRequest& how) const override {
+//       std::cout << to_text(how.role) << ": " << graph.nodes.size() << " operators\n";
+//       return graph::graph_compiler("executor")->compile(graph, how);
 //     }
 //   };
-//   register_graph_compiler(std::make_shared<Reporting>());
+//   graph::register_graph_compiler(std::make_shared<Reporting>());
 //   torch::nn::Sequential net(torch::nn::Linear(4, 8), torch::nn::ReLU());
 //   auto fast = graph::compile(net, {.compiler = "reporting"});
 //   fast->forward(torch::randn({2, 4})).sum().backward();     // compiled: forward, backward

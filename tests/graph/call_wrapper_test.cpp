@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <utility>
@@ -154,11 +155,14 @@ TEST(GraphCompilers, AreFoundByName) {
   const auto counting = std::make_shared<CountingCompiler>();
   register_graph_compiler(counting);
   EXPECT_EQ(graph_compiler("counting"), counting);
-  EXPECT_EQ(graph_compiler_names(), (Names{"counting", "executor"}));
+  const Names names = graph_compiler_names();
+  EXPECT_TRUE(std::is_sorted(names.begin(), names.end()));
+  for (const char* name : {"counting", "executor"})
+    EXPECT_TRUE(std::binary_search(names.begin(), names.end(), name)) << name;
   EXPECT_TRUE(has_text(message_of<ValueError>([] { register_graph_compiler(nullptr); }), "got no compiler"));
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { register_graph_compiler(counting); }),
                        "already a compiler named 'counting'"));
-  EXPECT_TRUE(has_text(message_of<ValueError>([] { graph_compiler("excutor"); }), "counting, executor"));
+  EXPECT_TRUE(has_text(message_of<ValueError>([] { graph_compiler("excutor"); }), "one of counting"));
 
   const Function function = [](const Values& in) -> Values { return {in[0].toTensor().square().sum()}; };
   const at::Tensor x = torch::randn({3}).set_requires_grad(true);

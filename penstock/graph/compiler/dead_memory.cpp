@@ -54,6 +54,12 @@ bool is_owned_alone(const at::Tensor& tensor) {
   return tensor.use_count() == 1 && tensor.storage().use_count() == 1 && tensor.storage().resizable();
 }
 
+// Where sizes differ from call to call, the operator itself checks the shape of what it writes.
+bool is_reusable(const at::Tensor& dead, const Geometry& geometry) {
+  return dead.defined() && is_plain(dead) && dead.scalar_type() == geometry.dtype &&
+         (geometry.symbolic != kNotSymbolic || is_laid_out_as(dead, geometry)) && is_owned_alone(dead);
+}
+
 bool all_plain(const Step& step, const Frame& frame) {
   return std::all_of(step.arguments.begin(), step.arguments.end(), [&](const Argument& argument) {
     return argument.kind != Argument::Kind::Tensor || is_plain(frame.slots[argument.slot]);
@@ -80,8 +86,7 @@ std::optional<WritingForm> writing_form(const c10::OperatorHandle& op) {
 void call_reusing(const Step& step, Frame& frame) {
   const MemoryReuse& plan = frame.plan->reuses[step.special];
   at::Tensor& dead = frame.slots[plan.dead];
-  if (!frame.unobserved || !is_plain_with(dead, plan.geometry, frame.sizes) || !is_owned_alone(dead) ||
-      !all_plain(plan.writing, frame)) {
+  if (!frame.unobserved || !is_reusable(dead, plan.geometry) || !all_plain(plan.writing, frame)) {
     step.otherwise(step, frame);
     return;
   }

@@ -1,8 +1,10 @@
-// Views without their operators. A view operator only makes a tensor object: with the geometries at hand that
-// is a few stores. It is done so if nothing can tell the difference: no mode is active, and the viewed tensor
-// is an ordinary one with the geometry that was planned.
+// Views without their operators. What a view operator returns depends on the layout of the viewed tensor and
+// on its constants alone, and is only a tensor object: a few stores, if the layout is known. So a frame
+// remembers what each view operator did the last time, and does it again by itself if nothing can tell the
+// difference: no mode is active, and the viewed tensor is a plain one with the same layout as then.
 #include <c10/core/TensorImpl.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "penstock/graph/compiler/plain_tensor.h"
@@ -18,17 +20,19 @@ const c10::Storage& no_memory() {
   return storage;
 }
 
-bool is_laid_out(const at::Tensor& tensor, const LayoutInCall& layout) {
-  return tensor.sizes() == layout.sizes && tensor.strides() == layout.strides &&
-         tensor.storage_offset() == layout.storage_offset;
+StridedLayout layout_of(const at::Tensor& tensor) {
+  StridedLayout layout;
+  layout.sizes.append(tensor.sizes().begin(), tensor.sizes().end());
+  layout.strides.append(tensor.strides().begin(), tensor.strides().end());
+  layout.storage_offset = tensor.storage_offset();
+  return layout;
 }
 
-at::Tensor view_of(const at::Tensor& base, const LayoutInCall& layout, at::Tensor& idle) {
+at::Tensor view_of(const at::Tensor& base, const StridedLayout& layout, at::Tensor& idle) {
   if (idle.defined() && idle.key_set() == base.key_set() && idle.dtype() == base.dtype()) {
     c10::TensorImpl* impl = idle.unsafeGetTensorImpl();
     impl->set_storage_keep_dtype(base.storage());
-    // The layout of the previous run is normally that of this one.
-    if (!is_laid_out(idle, layout))
+    if (!is_laid_out_as(idle, layout))
       impl->set_sizes_and_strides(layout.sizes, layout.strides, layout.storage_offset);
     return std::move(idle);
   }
@@ -38,36 +42,60 @@ at::Tensor view_of(const at::Tensor& base, const LayoutInCall& layout, at::Tenso
   return view;
 }
 
+// Calls the operator, and remembers what it did if that was nothing but making plain views.
+void call_and_remember(const Step& step, const DirectView& plan, Frame& frame) {
+  const at::Tensor base = frame.slots[plan.base];  // a boxed call takes it from its slot
+  ViewsMade& views = frame.views[step.special];
+  views.known = false;
+  step.otherwise(step, frame);
+  if (!frame.unobserved || !base.defined() || !is_plain(base)) return;
+  views.made.clear();
+  for (const Slot slot : plan.made) {
+    if (slot != kNoSlot) {
+      const at::Tensor& view = frame.slots[slot];
+      if (!view.defined() || view.key_set() != base.key_set() || view.dtype() != base.dtype() ||
+          !view.is_alias_of(base))
+        return;
+    }
+    views.made.push_back(slot == kNoSlot ? StridedLayout() : layout_of(frame.slots[slot]));
+  }
+  views.viewed = layout_of(base);
+  views.dtype = base.scalar_type();
+  views.known = true;
+}
+
 }  // namespace
 
 void call_view(const Step& step, Frame& frame) {
   const DirectView& plan = frame.plan->views[step.special];
+  const ViewsMade& views = frame.views[step.special];
   const at::Tensor& base = frame.slots[plan.base];
-  if (!frame.unobserved || !is_plain_with(base, plan.viewed, frame.sizes)) {
-    step.otherwise(step, frame);
+  if (!views.known || !frame.unobserved || !base.defined() || !is_plain(base) ||
+      base.scalar_type() != views.dtype || !is_laid_out_as(base, views.viewed)) {
+    call_and_remember(step, plan, frame);
     return;
   }
-  for (const DirectView::Made& made : plan.made) {
-    if (made.slot == kNoSlot) continue;
-    frame.slots[made.slot] =
-        view_of(base, layout_in_call(made.geometry, frame.sizes), frame.idle_views[made.slot]);
-    frame.made_directly[made.slot] = 1;
+  for (std::size_t i = 0; i < plan.made.size(); ++i) {
+    const Slot slot = plan.made[i];
+    if (slot == kNoSlot) continue;
+    frame.slots[slot] = view_of(base, views.made[i], frame.idle_views[slot]);
+    frame.made_directly[slot] = 1;
   }
 }
 
 void free_slot(Frame& frame, Slot slot) {
   at::Tensor& tensor = frame.slots[slot];
-  if (frame.made_directly.empty() || !frame.made_directly[slot]) {
-    tensor.reset();
-    return;
-  }
-  frame.made_directly[slot] = 0;
-  if (!tensor.defined() || tensor.use_count() != 1 || tensor.weak_use_count() != 1) {
+  const bool direct = !frame.made_directly.empty() && std::exchange(frame.made_directly[slot], 0);
+  if (!direct || !tensor.defined() || tensor.use_count() != 1 || tensor.weak_use_count() != 1) {
     tensor.reset();
     return;
   }
   tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(no_memory());
   frame.idle_views[slot] = std::move(tensor);
+}
+
+void forget_views(Frame& frame) {
+  for (ViewsMade& views : frame.views) views.known = false;
 }
 
 }  // namespace penstock::graph

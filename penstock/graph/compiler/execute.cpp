@@ -100,6 +100,10 @@ std::vector<c10::IValue> Executor::operator()(std::vector<at::Tensor> inputs, co
   // A frame of a run that throws is destroyed with its tensors.
   std::unique_ptr<Frame> frame = take_frame();
   frame->sizes = sizes;
+  if (sizes && sizes->values != frame->size_values) {
+    forget_views(*frame);
+    frame->size_values = sizes->values;
+  }
   frame->unobserved = current_mode() == nullptr;
   for (std::size_t i = 0; i < inputs.size(); ++i)
     if (!inputs_[i].unused) frame->slots[inputs_[i].slot] = std::move(inputs[i]);

@@ -23,11 +23,10 @@ bool is_plain(const at::Tensor& tensor) {
   return keys == (cpu | kAutograd) || keys == (cuda | kAutograd);
 }
 
-bool is_plain_with(const at::Tensor& tensor, const Geometry& geometry, const BoundSizes* sizes) {
-  if (!tensor.defined() || !is_plain(tensor)) return false;
-  const LayoutInCall layout = layout_in_call(geometry, sizes);
-  return tensor.sizes() == layout.sizes && tensor.strides() == layout.strides &&
-         tensor.storage_offset() == layout.storage_offset && tensor.scalar_type() == geometry.dtype;
+bool is_laid_out_as(const at::Tensor& tensor, const StridedLayout& layout) {
+  return tensor.sizes() == at::IntArrayRef(layout.sizes) &&
+         tensor.strides() == at::IntArrayRef(layout.strides) &&
+         tensor.storage_offset() == layout.storage_offset;
 }
 
 }  // namespace penstock::graph

@@ -1,9 +1,8 @@
-// Whether a tensor of a run is an ordinary one with a planned geometry, so that what its operators would do
-// is known.
+// Whether a tensor of a run is an ordinary one, so that what its operators would do is known.
 // Private to this folder. Thread safety: any thread.
 #pragma once
 
-#include "penstock/graph/ir/symbolic_table.h"
+#include "penstock/graph/ir/graph.h"
 
 namespace penstock::graph {
 
@@ -11,7 +10,6 @@ namespace penstock::graph {
 // the dispatcher would act on below autograd.
 bool is_plain(const at::Tensor& tensor);
 
-// A plain tensor that has exactly this geometry in this call.
-bool is_plain_with(const at::Tensor& tensor, const Geometry& geometry, const BoundSizes* sizes);
+bool is_laid_out_as(const at::Tensor& tensor, const StridedLayout& layout);
 
 }  // namespace penstock::graph

@@ -33,8 +33,8 @@ constexpr std::array<std::string_view, 19> kViews = {"aten::_reshape_alias",
                                                      "aten::unsqueeze",
                                                      "aten::view"};
 
-bool same_layout_kind(const Geometry& a, const Geometry& b) {
-  return a.dtype == b.dtype && a.device == b.device && a.conjugated == b.conjugated && a.negated == b.negated;
+bool is_view(const Node& node) {
+  return std::find(kViews.begin(), kViews.end(), node.op.operator_name().name) != kViews.end();
 }
 
 class Planner {
@@ -50,6 +50,7 @@ class Planner {
     for (const ConstantTensor& constant : graph.constants) may_overwrite_[index_of(constant.value)] = 0;
     for (const std::size_t input : options.donated_inputs)
       may_overwrite_[index_of(graph.inputs.at(input).value)] = 1;
+    keep_memory_of_other_operators();
   }
 
   RunPlan run() {
@@ -59,6 +60,30 @@ class Planner {
   }
 
  private:
+  // A collective may still read or write its tensors on another stream when its call returns, and the
+  // operator of a user may return memory that it keeps.
+  void keep_memory_of_other_operators() {
+    std::vector<char> kept(static_cast<std::size_t>(graph_.storages), 0);
+    const auto keep = [&](ValueId value) { kept[index_of(graph_[value].storage)] = 1; };
+    for (const Node& node : graph_.nodes) {
+      if (node.op.operator_name().name.starts_with("aten::")) continue;
+      for_each_value(node.arguments, keep);
+      for_each_value(node.results, keep);
+    }
+    // `_unsafe_view` returns the memory of its argument, but its result has a storage of its own.
+    for (std::size_t i = graph_.nodes.size(); i-- > 0;) {
+      const Node& node = graph_.nodes[i];
+      bool is_kept = false;
+      for_each_value(node.results,
+                     [&](ValueId value) { is_kept |= kept[index_of(graph_[value].storage)] != 0; });
+      if (is_kept && is_view(node)) for_each_value(node.arguments, keep);
+    }
+    for (std::size_t i = 0; i < may_overwrite_.size(); ++i)
+      if (const std::int32_t storage = static_cast<std::int32_t>(graph_.values[i].storage);
+          storage >= 0 && storage < graph_.storages && kept[static_cast<std::size_t>(storage)])
+        may_overwrite_[i] = 0;
+  }
+
   static Slot slot_of(ValueId value) { return static_cast<Slot>(index_of(value)); }
   Slot slot_or_undefined(ValueId value) const {
     return value == kNoValue ? plan_.undefined_slot() : slot_of(value);
@@ -143,15 +168,11 @@ class Planner {
 
   // A step that can be done without its operator.
   void use_view(const Node& node, Step& step) {
-    if (std::find(kViews.begin(), kViews.end(), node.op.operator_name().name) == kViews.end()) return;
+    if (!is_view(node)) return;
     if (node.arguments[0].value() == kNoValue || node.results.size() != 1) return;
-    const ValueId base = node.arguments[0].value();
-    DirectView view{.base = slot_of(base), .viewed = graph_[base].geometry};
-    if (view.viewed.conjugated || view.viewed.negated) return;
-    for (const ValueId value : node.results[0].values) {
-      if (value == kNoValue || !same_layout_kind(graph_[value].geometry, view.viewed)) return;
-      view.made.push_back({last_.after(position_, value) ? slot_of(value) : kNoSlot, graph_[value].geometry});
-    }
+    DirectView view{.base = slot_of(node.arguments[0].value()), .made = {}};
+    for (const ValueId value : node.results[0].values)
+      view.made.push_back(last_.after(position_, value) ? slot_of(value) : kNoSlot);
     step.otherwise = std::exchange(step.call, &call_view);
     step.special = static_cast<std::uint32_t>(plan_.views.size());
     plan_.views.push_back(std::move(view));
@@ -172,9 +193,9 @@ class Planner {
       if (!may_overwrite_[index_of(dead)] || graph_[dead].geometry != result.geometry) continue;
       if (overlaps_itself(result.geometry)) continue;
       MemoryReuse reuse{.dead = argument.slot,
-                      .result = step.results[0].slot,
-                      .geometry = result.geometry,
-                      .writing = {.op = form->op, .grad_enabled = step.grad_enabled}};
+                        .result = step.results[0].slot,
+                        .geometry = result.geometry,
+                        .writing = {.op = form->op, .grad_enabled = step.grad_enabled}};
       for (const Operand& operand : node.arguments)
         reuse.writing.arguments.push_back(this->argument(operand));
       if (!form->in_place) reuse.writing.arguments.push_back(reuse.writing.arguments[i]);

@@ -57,21 +57,16 @@ struct Step {
   std::uint32_t special = 0;
 };
 
-// A step that only makes views: done without its operator if the viewed tensor is as it was planned.
+// A step that only makes views of one tensor: done without its operator where possible.
 struct DirectView {
-  struct Made {
-    Slot slot = kNoSlot;  // kNoSlot: not used
-    Geometry geometry;
-  };
   Slot base = kNoSlot;
-  Geometry viewed;
-  std::vector<Made> made;
+  std::vector<Slot> made;  // kNoSlot: not used
 };
 
 // A step whose result may be put into the memory of an argument that is not used afterwards.
 struct MemoryReuse {
   Slot dead = kNoSlot, result = kNoSlot;
-  Geometry geometry;  // of both
+  Geometry geometry;  // of both; not compared if it depends on sizes
   Step writing;       // the operator that writes it
 };
 
@@ -85,19 +80,30 @@ struct RunPlan {
   Slot undefined_slot() const { return static_cast<Slot>(slots - 1); }
 };
 
+// What a view operator did in an earlier run with the same sizes.
+struct ViewsMade {
+  bool known = false;
+  StridedLayout viewed;
+  at::ScalarType dtype = at::kFloat;
+  std::vector<StridedLayout> made;
+};
+
 // The tensors of one run. Kept between runs, so that a run allocates nothing but what its operators do.
 struct Frame {
   explicit Frame(const RunPlan& of)
       : plan(&of),
         slots(of.slots),
+        views(of.views.size()),
         made_directly(of.views.empty() ? 0 : of.slots),
         idle_views(made_directly.size()) {}
 
   const RunPlan* plan;
   const BoundSizes* sizes = nullptr;
+  SymbolValues size_values;  // of the symbols in the latest run
   // No mode sees the operators of this run, so that some may be left out or replaced.
   bool unobserved = false;
   std::vector<at::Tensor> slots;
+  std::vector<ViewsMade> views;  // one for each step in RunPlan::views
   // Views that no operator made: whether a slot holds one; tensor objects that are not in use, without
   // memory, one for each slot.
   std::vector<char> made_directly;
@@ -114,6 +120,9 @@ void call_boxed(const Step& step, Frame& frame);
 void call_view(const Step& step, Frame& frame);
 // Overwrites a tensor that is not used afterwards, or calls the operator.
 void call_reusing(const Step& step, Frame& frame);
+
+// To be called if constants differ from those of the previous run.
+void forget_views(Frame& frame);
 
 // Ends the use of a slot: frees its tensor, or keeps the object if it was a view that nobody else holds.
 void free_slot(Frame& frame, Slot slot);

@@ -201,7 +201,10 @@ struct TensorReader {
 template <>
 class Reader<const at::Tensor&> : public TensorReader<const at::Tensor&> {};
 template <>
-class Reader<at::Tensor&> : public TensorReader<at::Tensor&> {};
+class Reader<at::Tensor&> : public TensorReader<at::Tensor&> {
+ public:
+  static constexpr char kLetter = 'w';
+};
 template <>
 class Reader<const c10::optional<at::Tensor>&> {
  public:
@@ -394,6 +397,7 @@ using Dims = at::IntArrayRef;
 using Whole64 = std::int64_t;
 using Tensors2 = std::tuple<at::Tensor, at::Tensor>;
 using Tensors3 = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+using Tensors5 = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using TensorVector = std::vector<at::Tensor>;
 using Dtype = Maybe<at::ScalarType>;
 using Layout = Maybe<at::Layout>;
@@ -412,6 +416,8 @@ Table make_table() {
   // Views and factories.
   add_with_sizes<at::Tensor(T, SizeList), at::Tensor(T, SizeList, bool), at::Tensor(T, SizeList, SizeList),
                  at::Tensor(T, SizeList, SizeList, Maybe<Size>), at::Tensor(T, Whole64, Size),
+                 at::Tensor(T, T, Whole64, Size), at::Tensor(T, T, SizeList, SizeList, Maybe<Size>),
+                 at::Tensor(T, T, Whole64, Maybe<Size>, Maybe<Size>, Size),
                  at::Tensor(T, Whole64, Maybe<Size>, Maybe<Size>, Size),
                  at::Tensor(T, SizeList, Whole64, Size), at::Tensor(T, SizeList, Whole64, Size, Size, Size),
                  at::Tensor(T, T, Size, bool, bool), at::Tensor(T, T, Size, Size, bool),
@@ -424,7 +430,8 @@ Table make_table() {
                  at::Tensor(T, SizeList, S, Dtype, Layout, Device, Pinned)>(table);
   add<at::Tensor(T, Dtype, Layout, Device, Pinned, Format),
       at::Tensor(T, S, Dtype, Layout, Device, Pinned, Format),
-      at::Tensor(T, Dtype, Layout, Device, Pinned, bool, Format), at::Tensor(T, Format)>(table);
+      at::Tensor(T, Dtype, Layout, Device, Pinned, bool, Format), at::Tensor(T, Format),
+      at::Tensor(T, T, bool)>(table);
   // Reductions, normalization, lists.
   add<at::Tensor(T, Dtype), at::Tensor(T, at::OptionalIntArrayRef, bool, Dtype), at::Tensor(T, Dims, bool),
       at::Tensor(T, Dims, bool, Dtype), at::Tensor(at::TensorList, Whole64), at::_ops::cat::schema>(table);
@@ -433,13 +440,14 @@ Table make_table() {
   add<Tensors3(T, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor, bool, double, double),
       Tensors3(T, T, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor, bool, double,
                std::array<bool, 3>),
+      Tensors5(T, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor, bool, double, double),
       Tensors2(T, double, Maybe<bool>), at::_ops::convolution::schema,
       at::_ops::convolution_backward::schema>(table);
   // Operators that write.
-  add<Written(Written), Written(Written, T), Written(Written, S), Written(Written, S, S),
-      Written(Written, T, S), Written(Written, T, bool), Written(T, Written), Written(T, T, Written),
-      Written(T, S, Written), Written(T, T, S, Written), Written(T, TextView, Written),
-      Written(T, T, TextView, Written), Written(T, T, T, S, Written)>(table);
+  add<Written(Written), Written(Written, Whole64, Whole64), Written(Written, T), Written(Written, S),
+      Written(Written, S, S), Written(Written, T, S), Written(Written, T, bool), Written(T, Written),
+      Written(T, T, Written), Written(T, S, Written), Written(T, T, S, Written),
+      Written(T, TextView, Written), Written(T, T, TextView, Written), Written(T, T, T, S, Written)>(table);
   return table;
 }
 
@@ -499,13 +507,15 @@ std::string letters_of(const c10::OperatorHandle& op) {
   const OperatorTraits& traits = traits_of(op);
   const bool joins = op.operator_name().name == "aten::cat";
   std::string letters;
-  for (const c10::Argument& argument : schema.arguments()) {
+  for (std::size_t i = 0; i < schema.arguments().size(); ++i) {
+    const c10::Argument& argument = schema.arguments()[i];
     const c10::Type& type = *argument.real_type();
     char letter = letter_of(type, argument.N());
     if (type.kind() == c10::TypeKind::LayoutType || type.kind() == c10::TypeKind::DeviceObjType ||
         type.kind() == c10::TypeKind::MemoryFormatType)
       letter = '\0';  // only as optional ones
     if (joins && letter == 'l') letter = 'c';
+    if (traits.arguments[i].written) letter = letter == 'a' ? 'w' : '\0';
     if (letter == '\0') return {};
     letters.push_back(letter);
   }
@@ -523,7 +533,8 @@ std::string letters_of(const c10::OperatorHandle& op) {
 
 bool make_unboxed(Step& step, RunPlan& plan) {
   // Operators of others may be implemented with any types that their schema allows.
-  if (!step.op.operator_name().name.starts_with("aten::")) return false;
+  const std::string& name = step.op.operator_name().name;
+  if (!name.starts_with("aten::") && !name.starts_with("penstock::")) return false;
   static const Table table = make_table();
   const auto found = table.find(letters_of(step.op));
   if (found == table.end()) return false;

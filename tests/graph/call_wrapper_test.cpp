@@ -30,7 +30,7 @@ Values write_and_add(const Values& in) {
 CompiledCall compiled_with(const Function& function, const Values& inputs,
                            const CallWrappers& wrappers = default_call_wrappers()) {
   return {partition(capture_function(function, inputs, {}, wrappers), Partitioner::Default),
-          graph_compiler(kExecutorCompiler)};
+          *graph_compiler(kExecutorCompiler)};
 }
 
 using Names = std::vector<std::string>;
@@ -134,7 +134,7 @@ TEST(FunctionCapture, ItsGraphCanBeReplaced) {
   ASSERT_EQ(capture.joint.graph.nodes.size(), 1u);
   capture.joint.graph.nodes[0].op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::cos", "");
   const CompiledCall call(partition(std::move(capture), Partitioner::Default),
-                          graph_compiler(kExecutorCompiler));
+                          *graph_compiler(kExecutorCompiler));
   EXPECT_TRUE(at::equal(call.run({x})[0].toTensor(), x.cos()));
 }
 

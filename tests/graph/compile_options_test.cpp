@@ -10,6 +10,7 @@
 
 #include "penstock/compile.h"
 #include "penstock/fake.h"
+#include "penstock/graph/compiler/compile_later.h"
 #include "penstock/graph/run/compiled.h"
 #include "penstock/graph/run/compiled_call.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
@@ -124,8 +125,9 @@ TEST(CompileOptions, BackwardIsCompiledAtOnceOrAtItsFirstUse) {
     const bool later = when == CompileBackward::FirstUse;
     const auto compiler = std::make_shared<Counting>();
     const at::Tensor x = leaf({3});
-    const CompiledCall call(partition(capture_function(function, {x}), Partitioner::Default), compiler, false,
-                            when);
+    const CompileLater postponed(compiler);
+    const CompiledCall call(partition(capture_function(function, {x}), Partitioner::Default),
+                            later ? static_cast<const GraphCompiler&>(postponed) : *compiler);
     EXPECT_EQ(compiler->forward, 1);
     EXPECT_EQ(compiler->backward, later ? 0 : 1);
     for (int run = 0; run < 2; ++run) {

@@ -8,6 +8,7 @@
 
 #include "penstock/base/warnings.h"
 #include "penstock/errors.h"
+#include "penstock/graph/compiler/compile_later.h"
 #include "penstock/graph/run/compiled_call.h"
 #include "penstock/graph/run/generalize.h"
 
@@ -91,9 +92,11 @@ CompiledCall& Compiled::add(FunctionCapture capture, const std::string& why) {
   const auto start = std::chrono::steady_clock::now();
   if (options_.joint_checks) check_joint(capture, convention_);
   capture.second_derivatives = options_.second_derivatives;
+  std::shared_ptr<const GraphCompiler> compiler = graph_compiler(kExecutorCompiler);
+  if (options_.compile_backward == CompileBackward::FirstUse)
+    compiler = std::make_shared<const CompileLater>(std::move(compiler));
   calls_.push_back(std::make_unique<CompiledCall>(graph::partition(std::move(capture), options_.partitioner),
-                                                  graph_compiler(kExecutorCompiler), options_.dynamic.trust,
-                                                  options_.compile_backward));
+                                                  *compiler, options_.dynamic.trust));
   if (options_.log) {
     const CompiledCall& call = *calls_.back();
     const std::chrono::duration<double, std::milli> ms = std::chrono::steady_clock::now() - start;

@@ -2,7 +2,6 @@
 // does. Immutable, except for the sizes of dynamic dims that it remembers.
 #pragma once
 
-#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -16,8 +15,7 @@ namespace penstock::graph {
 class CompiledCall {
  public:
   // `trust_sizes`: for a capture for all sizes (DynamicOptions::trust).
-  CompiledCall(PartitionedCapture capture, std::shared_ptr<const GraphCompiler> compiler,
-               bool trust_sizes = false, CompileBackward when = CompileBackward::AtOnce);
+  CompiledCall(PartitionedCapture capture, const GraphCompiler& compiler, bool trust_sizes = false);
 
   // `sizes` is null if nothing is dynamic.
   Values run(const Values& inputs, const CallSizes& sizes = {}) const { return call_(inputs, sizes); }

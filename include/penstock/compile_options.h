@@ -122,6 +122,11 @@ struct CompileOptions {
   bool joint_checks = false;
   // If set, receives one line for each capture: its number, size and time, and what made it necessary.
   std::function<void(const std::string& line)> log = {};
+  // The compiler of the graphs, by its name (graph_compiler.h). graph::compile throws ValueError for a name
+  // that is not registered.
+  std::string compiler = "executor";
+  std::string backward_compiler = {};   // of backward graphs; if empty, `compiler`
+  std::string inference_compiler = {};  // of graphs without a backward; if empty, `compiler`
 };
 
 // Declares that an operator of the user ("mine::send") has an effect besides its results: in a captured graph

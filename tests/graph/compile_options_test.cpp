@@ -10,7 +10,6 @@
 
 #include "penstock/compile.h"
 #include "penstock/fake.h"
-#include "penstock/graph/compiler/compile_later.h"
 #include "penstock/graph/run/compiled.h"
 #include "penstock/graph/run/compiled_call.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
@@ -112,9 +111,10 @@ TEST(CompileOptions, SpecializeCapturesEachSize) {
 class Counting final : public GraphCompiler {
  public:
   std::string_view name() const override { return "counting"; }
-  std::shared_ptr<const CompiledGraph> compile(const Graph& graph, GraphRole role) const override {
-    ++(role == GraphRole::Backward ? backward : forward);
-    return graph_compiler(kExecutorCompiler)->compile(graph, role);
+  std::shared_ptr<const CompiledGraph> compile(const Graph& graph,
+                                               const CompileRequest& request) const override {
+    ++(request.role == GraphRole::Backward ? backward : forward);
+    return graph_compiler(kExecutorCompiler)->compile(graph, request);
   }
   mutable int forward = 0, backward = 0;
 };
@@ -125,9 +125,8 @@ TEST(CompileOptions, BackwardIsCompiledAtOnceOrAtItsFirstUse) {
     const bool later = when == CompileBackward::FirstUse;
     const auto compiler = std::make_shared<Counting>();
     const at::Tensor x = leaf({3});
-    const CompileLater postponed(compiler);
-    const CompiledCall call(partition(capture_function(function, {x}), Partitioner::Default),
-                            later ? static_cast<const GraphCompiler&>(postponed) : *compiler);
+    const CompiledCall call(partition(capture_function(function, {x}), Partitioner::Default), compiler,
+                            {.compile_backward = when});
     EXPECT_EQ(compiler->forward, 1);
     EXPECT_EQ(compiler->backward, later ? 0 : 1);
     for (int run = 0; run < 2; ++run) {

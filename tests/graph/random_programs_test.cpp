@@ -25,7 +25,7 @@ PathUnderTest path_of_compiler(const std::string& name) {
             return [=](const Values& inputs) {
               if (!*call)
                 call->emplace(partition(capture_function(function, inputs), options.partitioner),
-                              *graph_compiler(name));
+                              graph_compiler(name));
               return (*call)->run(inputs);
             };
           }};

@@ -8,7 +8,6 @@
 
 #include "penstock/base/warnings.h"
 #include "penstock/errors.h"
-#include "penstock/graph/compiler/compile_later.h"
 #include "penstock/graph/run/compiled_call.h"
 #include "penstock/graph/run/generalize.h"
 
@@ -22,6 +21,10 @@ std::string difference_of(CompiledCall& call, const Values& inputs) {
   std::string why;
   const auto sizes = call.dynamic()->bind(inputs, &why);
   return why.empty() ? guard.difference(inputs, sizes.get(), &call.dynamic()->table()) : why;
+}
+
+const std::string& either(const std::string& name, const std::string& otherwise) {
+  return name.empty() ? otherwise : name;
 }
 
 // A parameter is to be changed by an optimizer, not by forward.
@@ -38,13 +41,24 @@ void check_joint(const FunctionCapture& capture, const Convention& convention) {
 
 }  // namespace
 
+void check_compilers(const CompileOptions& options) {
+  graph_compiler(options.compiler);
+  graph_compiler(either(options.backward_compiler, options.compiler));
+  graph_compiler(either(options.inference_compiler, options.compiler));
+}
+
 struct Compiled::Refused {
   CallGuard kind;
   std::string why;
 };
 
 Compiled::Compiled(Function function, const CompileOptions& options, Convention convention)
-    : function_(std::move(function)), options_(options), convention_(std::move(convention)) {
+    : function_(std::move(function)),
+      options_(options),
+      convention_(std::move(convention)),
+      forward_compiler_(graph_compiler(options.compiler)),
+      backward_compiler_(graph_compiler(either(options.backward_compiler, options.compiler))),
+      inference_compiler_(graph_compiler(either(options.inference_compiler, options.compiler))) {
   if (!options_.decompositions.empty())
     convention_.decompositions = std::make_shared<const DecompositionTable>(options_.decompositions);
 }
@@ -92,11 +106,11 @@ CompiledCall& Compiled::add(FunctionCapture capture, const std::string& why) {
   const auto start = std::chrono::steady_clock::now();
   if (options_.joint_checks) check_joint(capture, convention_);
   capture.second_derivatives = options_.second_derivatives;
-  std::shared_ptr<const GraphCompiler> compiler = graph_compiler(kExecutorCompiler);
-  if (options_.compile_backward == CompileBackward::FirstUse)
-    compiler = std::make_shared<const CompileLater>(std::move(compiler));
-  calls_.push_back(std::make_unique<CompiledCall>(graph::partition(std::move(capture), options_.partitioner),
-                                                  *compiler, options_.dynamic.trust));
+  calls_.push_back(std::make_unique<CompiledCall>(
+      graph::partition(std::move(capture), options_.partitioner),
+      CompilerChoice(forward_compiler_, backward_compiler_, inference_compiler_),
+      CompiledCallOptions{.trust_sizes = options_.dynamic.trust,
+                          .compile_backward = options_.compile_backward}));
   if (options_.log) {
     const CompiledCall& call = *calls_.back();
     const std::chrono::duration<double, std::milli> ms = std::chrono::steady_clock::now() - start;

@@ -37,11 +37,16 @@
 namespace penstock::graph {
 
 class CompiledCall;
+class GraphCompiler;
 struct FunctionCapture;
 struct BoundSizes;
 
+// Throws ValueError for a compiler that is not registered.
+void check_compilers(const CompileOptions& options);
+
 class Compiled {
  public:
+  // Throws ValueError for a compiler that is not registered.
   explicit Compiled(Function function, const CompileOptions& options = {}, Convention convention = {});
   ~Compiled();
   Compiled(Compiled&&) noexcept;
@@ -78,6 +83,7 @@ class Compiled {
   Function function_;
   CompileOptions options_;
   Convention convention_;
+  std::shared_ptr<const GraphCompiler> forward_compiler_, backward_compiler_, inference_compiler_;
   std::vector<std::unique_ptr<CompiledCall>> calls_;
   std::vector<Refused> refused_;
 };

@@ -75,6 +75,7 @@ CompiledModuleBase::CompiledModuleBase(std::shared_ptr<torch::nn::Module> module
                                        const CompileOptions& options)
     : torch::nn::Module(module ? "Compiled" + module->name() : "Compiled"), impl_(std::make_unique<Impl>()) {
   if (!module) throw ValueError("graph: compile got no module; pass a non-empty module holder");
+  check_compilers(options);
   impl_->module = std::move(module);
   impl_->options = options;
   const torch::nn::Module& original = *impl_->module;

@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <utility>
@@ -19,6 +21,11 @@ Epilogue::Epilogue(const FunctionCapture& capture)
   for (std::size_t i = 0; i < constants_.size(); ++i)
     if (capture.meta.outputs[i].type != OutputType::Tensor)
       constants_[i] = joint.graph.outputs[joint.first_output(mutated_.size() + i)];
+}
+
+std::string Epilogue::decision() const {
+  return mutated_.empty() ? std::string("writes no input")
+                          : fmt::format("writes inputs {}", fmt::join(mutated_, ", "));
 }
 
 bool Epilogue::same_but_for_sizes(const AppliedWrapper& other) const {

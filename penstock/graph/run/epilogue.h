@@ -3,6 +3,7 @@
 #pragma once
 
 #include <optional>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -15,6 +16,7 @@ class Epilogue final : public AppliedWrapper, public std::enable_shared_from_thi
   explicit Epilogue(const FunctionCapture& capture);
 
   std::string_view name() const override { return "epilogue"; }
+  std::string decision() const override;
   // `inner` returns one value for each of meta.forward_returns().
   Call around(Call inner, const ViewAndMutationMeta& meta) const override;
   bool same_but_for_sizes(const AppliedWrapper& other) const override;

@@ -9,8 +9,8 @@
 #include "penstock/errors.h"
 #include "penstock/graph/ir/functionalize.h"
 #include "penstock/graph/run/graph_call.h"
-#include "penstock/graph/run/subclass_call.h"
 #include "penstock/graph/trace/capture.h"
+#include "penstock/graph/wrap/subclasses.h"
 
 namespace penstock::graph {
 namespace {

@@ -3,7 +3,7 @@
 //
 //   FunctionCapture capture = capture_function(function, inputs);
 //   PartitionedCapture halves = partition(std::move(capture), Partitioner::MinCut);
-//   CompiledCall call(std::move(halves), *graph_compiler("executor"));
+//   CompiledCall call(std::move(halves), graph_compiler("executor"));
 //   Values results = call.run(inputs);
 //
 // Every stage is a value. The graph of a capture can be read, and replaced by one with the same inputs and

@@ -17,7 +17,8 @@ at::Tensor copy_keeping_lazy_bits(const at::Tensor& tensor) {
   return tensor.is_neg() ? copy._neg_view() : copy;
 }
 
-SavingNode::SavingNode() : deterministic_(at::globalContext().deterministicAlgorithms()) {}
+SavingNode::SavingNode()
+    : deterministic_(at::globalContext().deterministicAlgorithms()), step_(StepContext::current()) {}
 
 void SavingNode::release_variables() {
   const std::lock_guard lock(mutex_);
@@ -46,6 +47,7 @@ torch::autograd::variable_list SavingNode::gradients_again(const torch::autograd
     check();
     inputs = held_inputs_.get(*again_);
   }
+  const StepOfForward step(*this);
   return again_->gradients(inputs, tangents);
 }
 

@@ -2,7 +2,8 @@
 //
 // Unless the graph is retained, saved tensors are released when backward begins, so that each is freed at its
 // last use, as if every operator were its own node. A backward that is rejected before that leaves the graph
-// unchanged and can be retried.
+// unchanged and can be retried. Backward runs under the StepContext of its forward (StepOfForward), so that
+// it draws the same random numbers.
 // Private to this folder. Thread safety: that of autograd nodes; saving is complete before others see the
 // node.
 #pragma once
@@ -10,10 +11,12 @@
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "penstock/graph/run/run_again.h"
+#include "penstock/step_context.h"
 #include "penstock/torch/compat/autograd_node.h"
 
 namespace penstock::graph {
@@ -31,6 +34,17 @@ class SavingNode : public torch::autograd::Node {
   void release_variables() override;
 
  protected:
+  // Makes the StepContext of forward current, if forward ran in a step.
+  class StepOfForward {
+   public:
+    explicit StepOfForward(const SavingNode& node) {
+      if (node.step_->running) guard_.emplace(node.step_);
+    }
+
+   private:
+    std::optional<StepGuard> guard_;
+  };
+
   // Called after the results have their history: a saved result must not hold its own node.
   void save(const at::Tensor& tensor) { saved_.push_back(as_saved(tensor)); }
   // Only checked in backward: throws if the tensor was written since.
@@ -60,7 +74,8 @@ class SavingNode : public torch::autograd::Node {
   std::vector<torch::autograd::SavedVariable> saved_, watched_;
   std::shared_ptr<const RunAgain> again_;
   HeldInputs held_inputs_;
-  bool deterministic_;  // at forward
+  bool deterministic_;                       // at forward
+  std::shared_ptr<const StepContext> step_;  // at forward
   bool releasing_ = false, released_ = false;
 };
 

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -132,6 +133,14 @@ void SyntheticBases::order_others(const Values& inputs, const std::vector<char>&
 bool SyntheticBases::same_but_for_sizes(const AppliedWrapper& other) const {
   const auto* theirs = dynamic_cast<const SyntheticBases*>(&other);
   return theirs && found_ == theirs->found_ && bases_ == theirs->bases_ && others_ == theirs->others_;
+}
+
+std::string SyntheticBases::decision() const {
+  std::string text;
+  for (const Base& base : bases_)
+    text += fmt::format("{}inputs {} are views of {}", text.empty() ? "" : "; ",
+                        fmt::join(base.members, ", "), base.whole_memory ? "their memory" : "one tensor");
+  return text;
 }
 
 Values SyntheticBases::inner_inputs(const Values& inputs) const {

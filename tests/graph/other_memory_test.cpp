@@ -81,6 +81,18 @@ TEST(OtherMemory, OfAnotherInput) {
       two);
 }
 
+// Two inputs exchange their memory.
+TEST(OtherMemory, OfAnInputThatGetsOtherMemoryItself) {
+  expect_same_run(
+      [](const Tensors& in) {
+        const at::Tensor first = in[0].view({6}), second = in[1].detach();
+        in[1].set_(in[0]);
+        in[0].set_(second);
+        return Tensors{in[0] * 2 + in[1].sum() + first.sum()};
+      },
+      two);
+}
+
 TEST(OtherMemory, OfAnInternalTensor) {
   expect_same_run(
       [](const Tensors& in) {
@@ -156,6 +168,13 @@ std::string refused(const OverTensors& function, const Tensors& inputs = two()) 
 }
 
 TEST(OtherMemory, WhatIsRefusedIsNamed) {
+  // Elements that the input no longer has would have to be written, too: `view` is the caller's.
+  EXPECT_TRUE(has_text(refused([](const Tensors& in) {
+                         in[0].mul_(2);
+                         in[0].resize_({2});
+                         return Tensors{in[0] + 1};
+                       }),
+                       "input 0 is written, and has fewer elements"));
   EXPECT_TRUE(has_text(refused([](const Tensors& in) { return Tensors{in[0].resize_({8}).zero_()}; }),
                        "aten::resize_ from sizes [2, 3] to [8] needs more memory"));
   EXPECT_TRUE(has_text(refused([](const Tensors& in) {

@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 
+#include "penstock/base/warnings.h"
 #include "penstock/errors.h"
 #include "penstock/graph/compiler/graph_compiler.h"
 #include "penstock/graph/run/compiled.h"
@@ -122,6 +123,7 @@ Outcome compare(const PathUnderTest& path, unsigned seed, Kind kind) {
 unsigned compare_random_programs(const PathUnderTest& path, const ProgramRange& range) {
   using namespace random_programs_test;
   unsigned legal = 0, compared = 0;
+  const WarningCapture silent;  // of sizes that are captured separately
   for (unsigned i = 0; i < range.programs; ++i) {
     const unsigned seed = range.first + i;
     Kind kind = static_cast<Kind>(seed % 4);

@@ -175,7 +175,12 @@ TEST(SecondDerivatives, OfAModuleThatIsCalledTwice) {
     const at::Tensor slope = grad({y}, {x}, {}, true, /*create_graph=*/true)[0];
     Tensors asked = net->parameters();
     asked.push_back(x);
-    return grad({slope.pow(2).sum() + y}, asked);
+    // The gradients of parameters: those of the second call must not be counted again by the first one.
+    at::Tensor of_parameters = torch::zeros({}, at::kDouble);
+    for (const at::Tensor& gradient : grad({y}, net->parameters(), {}, true, /*create_graph=*/true))
+      of_parameters = of_parameters + gradient.pow(2).sum();
+    EXPECT_GT(of_parameters.item<double>(), 0);
+    return grad({slope.pow(2).sum() + y + of_parameters}, asked);
   };
   const Tensors expected = penalty([&](const at::Tensor& in) { return net->forward(in); });
   const Tensors actual = penalty([&](const at::Tensor& in) { return fast->forward(in); });

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "penstock/graph/wrap/result_view.h"
@@ -46,6 +47,12 @@ Call Epilogue::around(Call inner, const ViewAndMutationMeta& meta) const {
 
 void Epilogue::write_inputs(const Values& inputs, const Values& returned, const ViewAndMutationMeta& meta,
                             const BoundSizes* sizes) const {
+  // Before one of them is given other memory itself.
+  std::vector<c10::Storage> memories;
+  if (std::any_of(memory_after_.begin(), memory_after_.end(),
+                  [](const auto& input) { return input.has_value(); }))
+    for (const auto& input : memory_after_)
+      memories.push_back(input ? inputs[*input].toTensor().storage() : c10::Storage());
   for (std::size_t i = 0; i < mutated_.size(); ++i) {
     const InputInfo& info = meta.inputs[mutated_[i]];
     const at::Tensor& input = inputs[mutated_[i]].toTensor();
@@ -67,8 +74,7 @@ void Epilogue::write_inputs(const Values& inputs, const Values& returned, const 
     if (info.mutates_storage_metadata) {
       const at::NoGradGuard no_grad;
       if (memory_after_[i]) {
-        input.set_(inputs[*memory_after_[i]].toTensor().storage(), layout.storage_offset, layout.sizes,
-                   layout.strides);
+        input.set_(memories[i], layout.storage_offset, layout.sizes, layout.strides);
       } else {
         at::Tensor memory = after;
         if (memory.strides() != layout.strides)

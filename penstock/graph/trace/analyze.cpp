@@ -6,6 +6,8 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <limits>
 #include <map>
 #include <optional>
 #include <set>
@@ -58,6 +60,25 @@ bool made_by_custom_function(const at::Tensor& view) {
   return false;
 }
 
+// A part of a memory.
+struct ByteRange {
+  std::int64_t first = std::numeric_limits<std::int64_t>::max(), end = 0;
+  void add(const ByteRange& other) {
+    first = std::min(first, other.first);
+    end = std::max(end, other.end);
+  }
+  bool operator==(const ByteRange&) const = default;
+};
+
+ByteRange range_of(const Geometry& geometry) {
+  if (geometry.numel() == 0) return {};
+  std::int64_t last = geometry.storage_offset;
+  for (std::size_t dim = 0; dim < geometry.sizes.size(); ++dim)
+    last += (geometry.sizes[dim] - 1) * geometry.strides[dim];
+  const auto item = static_cast<std::int64_t>(c10::elementSize(geometry.dtype));
+  return {geometry.storage_offset * item, (last + 1) * item};
+}
+
 OutputType type_of_output(const c10::IValue& value) {
   if (value.isTensor()) return value.toTensor().defined() ? OutputType::Tensor : OutputType::None;
   if (value.isInt()) return OutputType::Int;
@@ -94,6 +115,13 @@ class Analysis {
     // What was written, by storage.
     struct Written {
       bool touched = false, data = false, with_grad = false;
+      ByteRange place;  // what was written is within it
+      void add(const Written& other) {
+        touched |= other.touched;
+        data |= other.data;
+        with_grad |= other.with_grad;
+        place.add(other.place);
+      }
     };
     std::vector<Written> written(static_cast<std::size_t>(tracer_.graph.storages));
     // The inputs themselves, as opposed to views of them: changing a shape affects one tensor, not its
@@ -112,6 +140,7 @@ class Analysis {
             continue;
           }
           storage.touched = storage.data = true;
+          storage.place.add(range_of(tracer_.graph[value].geometry));
           storage.with_grad |= node.grad_enabled;
         }
     for (std::size_t i = 0; i < inputs_.size(); ++i) {
@@ -125,11 +154,7 @@ class Analysis {
       }
       const at::Tensor& fake = inputs_[i].toTensor();
       Written storage;
-      for (const StorageId memory : trace_.memory_before[i]) {
-        const Written& one = written[index_of(memory)];
-        storage = {storage.touched || one.touched, storage.data || one.data,
-                   storage.with_grad || one.with_grad};
-      }
+      for (const StorageId memory : trace_.memory_before[i]) storage.add(written[index_of(memory)]);
       const bool replaced = has_other_memory(i);
       if (is_subclass(fake)) check_subclass_input(i, fake, replaced);
       if (replaced && storage.data)
@@ -137,6 +162,7 @@ class Analysis {
             "graph: {} is written and also given other memory (set_), so that nothing refers to what "
             "was written; write a copy, or do not call set_",
             options_.convention.name_of(i)));
+      if (storage.data && !is_subclass(fake)) check_covered_write(i, fake, storage.place);
       info.is_leaf = trace_.is_leaf[i] != 0;
       info.is_touched = storage.touched || replaced;
       info.mutates_data = storage.data;
@@ -169,6 +195,21 @@ class Analysis {
     for (std::size_t part = 0; part < trace_.parts[input].size(); ++part)
       if (tracer_.storage_of(trace_.parts[input][part]) != trace_.memory_before[input][part]) return true;
     return false;
+  }
+
+  // An input that has fewer elements afterwards (resize_, as_strided_) is written back as it is then: what
+  // was written elsewhere in its memory would be lost.
+  void check_covered_write(std::size_t input, const at::Tensor& after, const ByteRange& written) const {
+    const Geometry &was = trace_.before[input], now = geometry_of(after);
+    const bool dense = after.is_non_overlapping_and_dense();
+    const ByteRange range = range_of(now);
+    const bool covered = dense && range.first <= written.first && written.end <= range.end;
+    if (has_geometry(after, was) || (dense && now.numel() >= was.numel()) || covered) return;
+    if (now.numel() == was.numel() && !overlaps_itself(now) && range == range_of(was)) return;
+    throw NotImplemented(fmt::format(
+        "graph: {} is written, and has fewer elements or others of its memory afterwards (resize_, "
+        "as_strided_); change the shape of a view of it",
+        options_.convention.name_of(input)));
   }
 
   // If several elements share an address, it is undefined which written value remains, and the gradient of

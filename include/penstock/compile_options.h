@@ -27,10 +27,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <string>
 #include <utility>
 #include <variant>
 #include <vector>
+
+#include "penstock/value_wrapper.h"
 
 namespace penstock::graph {
 
@@ -83,6 +86,13 @@ struct CompileOptions {
   bool recapture = true;  // capture again for a different kind of call; false: throw StateError
   Partitioner partitioner = Partitioner::Default;  // what forward saves for backward
   DynamicOptions dynamic = {};                     // dims whose size is not fixed
+  // The graph itself writes the inputs that the function writes, where autograd would not notice: only the
+  // data changes, and no gradient is involved or the write is under no_grad. Otherwise, and always for tensor
+  // subclasses and captures for all sizes, the graph returns new values, which are copied into the inputs
+  // after it has run.
+  bool keep_input_mutations = false;
+  // Your own wrappers of calls, outermost first, outside of those of the library.
+  std::vector<std::shared_ptr<const ValueWrapper>> wrappers = {};
 };
 
 // Declares that an operator of the user ("mine::send") has an effect besides its results: in a captured graph

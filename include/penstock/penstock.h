@@ -26,6 +26,8 @@
 #include "penstock/fully_shard.h"
 #include "penstock/generators.h"
 #include "penstock/gradients.h"
+#include "penstock/graph.h"
+#include "penstock/graph_compiler.h"
 #include "penstock/group.h"
 #include "penstock/hybrid.h"
 #include "penstock/hybrid_metadata.h"

@@ -36,8 +36,8 @@ class Noting final : public GraphWrapper {
   Noting(std::string name, Lines* notes) : name_(std::move(name)), notes_(notes) {}
   std::string_view name() const override { return name_; }
   std::string decision() const override { return "notes"; }
-  void before_compile(Graph& graph, GraphRole role) const override {
-    notes_->push_back(name_ + " before " + std::string(to_text(role)) + " of " +
+  void before_compile(Graph& graph, CompileRequest& request) const override {
+    notes_->push_back(name_ + " before " + std::string(to_text(request.role)) + " of " +
                       std::to_string(graph.nodes.size()));
   }
   std::shared_ptr<const CompiledGraph> around(std::shared_ptr<const CompiledGraph> inner,
@@ -70,7 +70,8 @@ class Noting final : public GraphWrapper {
 
 CompiledCall compiled_with(const Function& function, const Values& inputs, GraphWrappers outside) {
   return {partition(capture_function(function, inputs), Partitioner::Default),
-          *graph_compiler(kExecutorCompiler), false, std::move(outside)};
+          graph_compiler(kExecutorCompiler),
+          {.outside = std::move(outside)}};
 }
 
 TEST(GraphWrappers, ChangeGraphsInOrderAndWrapInReverse) {
@@ -94,7 +95,7 @@ TEST(GraphWrappers, ChangeGraphsInOrderAndWrapInReverse) {
 class ExpIsCos final : public GraphWrapper {
  public:
   std::string_view name() const override { return "exp is cos"; }
-  void before_compile(Graph& graph, GraphRole) const override {
+  void before_compile(Graph& graph, CompileRequest&) const override {
     for (Node& node : graph.nodes)
       if (node.op.operator_name().name == "aten::exp")
         node.op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::cos", "");
@@ -215,7 +216,7 @@ TEST(KeepInputMutations, WhatIsReturnedFromWrittenMemoryIsCopiedBefore) {
   // A pass has seen that adding 0 changes nothing.
   capture.joint.graph.outputs[0] = Operand::of(capture.joint.graph.inputs[0].value);
   const CompiledCall call(partition(std::move(capture), Partitioner::Default),
-                          *graph_compiler(kExecutorCompiler));
+                          graph_compiler(kExecutorCompiler));
   const at::Tensor x = torch::zeros({2});
   EXPECT_TRUE(at::equal(call.run({x})[0].toTensor(), torch::zeros({2})));
   EXPECT_TRUE(at::equal(x, torch::ones({2})));

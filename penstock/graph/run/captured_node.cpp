@@ -1,5 +1,6 @@
 #include "penstock/graph/run/captured_node.h"
 
+#include <c10/core/GradMode.h>
 #include <fmt/format.h>
 
 #include <iterator>
@@ -53,7 +54,12 @@ void CapturedNode::save_all(const std::vector<c10::IValue>& values, const std::v
   for (const std::size_t output : call_->watched.outputs) watch(results[output]);
 }
 
+void CapturedNode::hold(const std::vector<at::Tensor>& primals) {
+  if (call_->run_again) hold_inputs(call_->run_again, primals, call_->kept_inputs);
+}
+
 variable_list CapturedNode::apply(variable_list&& gradients) {
+  if (c10::GradMode::is_enabled()) return gradients_again(gradients);
   std::vector<at::Tensor> inputs = unpack();
   for (std::size_t i = 0; i < gradients.size(); ++i)
     if (const auto& geometry = call_->tangents[i].geometry)
@@ -69,6 +75,7 @@ variable_list CapturedNode::apply(variable_list&& gradients) {
                       "before the next write",
                       call_->written_in_backward[i].name));
   give_up();
+  const StepOfForward step(*this);
   variable_list results;
   for (const c10::IValue& gradient : call_->halves.backward->run(std::move(inputs), sizes_.get()))
     results.push_back(gradient.isTensor() ? gradient.toTensor() : at::Tensor());

@@ -23,6 +23,9 @@ class CapturedNode final : public SavingNode {
   void save_all(const std::vector<c10::IValue>& values, const std::vector<at::Tensor>& primals,
                 const std::vector<at::Tensor>& results);
 
+  // For a backward that is differentiated.
+  void hold(const std::vector<at::Tensor>& primals);
+
   // An input that backward writes. It does not require a gradient, so holding it keeps no autograd graph
   // alive.
   void write_in_backward(const at::Tensor& input) { written_.push_back({input, input._version()}); }

@@ -17,9 +17,9 @@
 // marked as dynamic; one capture is then valid for all their sizes (compile_options.h).
 // Subclasses are flattened: the graph operates on the plain tensors inside (subclass_record.h), and results
 // and gradients are rebuilt.
-// Backward can run once unless the graph is retained, as usual. Differentiating it again (create_graph)
-// throws NotImplemented. Modifying a saved tensor before backward is an error, as usual.
-// Random numbers are drawn from the default generators, in the order of the function.
+// Backward can run once unless the graph is retained, as usual. Differentiating it again (create_graph) runs
+// the function itself again (CompileOptions::second_derivatives). Modifying a saved tensor before backward is
+// an error, as usual. Random numbers are drawn from the default generators, in the order of the function.
 // Thread safety: calls of one object must not overlap; backward may run on any thread.
 #pragma once
 
@@ -38,11 +38,16 @@
 namespace penstock::graph {
 
 class CompiledCall;
+class GraphCompiler;
 struct FunctionCapture;
 struct BoundSizes;
 
+// Throws ValueError for a compiler that is not registered.
+void check_compilers(const CompileOptions& options);
+
 class Compiled {
  public:
+  // Throws ValueError for a compiler that is not registered.
   explicit Compiled(Function function, const CompileOptions& options = {}, Convention convention = {});
   ~Compiled();
   Compiled(Compiled&&) noexcept;
@@ -72,8 +77,9 @@ class Compiled {
   struct Refused;  // a kind of call that is captured for each of its sizes, and the reason
   Values capture(const Values& inputs);
   FunctionCapture capture_as_called(const Values& inputs) const;
-  // Splits and compiles a capture.
-  CompiledCall& add(FunctionCapture capture);
+  // Splits and compiles a capture. `why`: what made it necessary, for the log.
+  CompiledCall& add(FunctionCapture capture, const std::string& why = {});
+  std::string why_captured(const Values& inputs) const;
   // Captures for all sizes. Returns null if that is not possible.
   CompiledCall* capture_dynamic(const Values& inputs);
   Values check_and_run(CompiledCall& call, const Values& inputs, const c10::intrusive_ptr<BoundSizes>& sizes);
@@ -82,6 +88,7 @@ class Compiled {
   CompileOptions options_;
   Convention convention_;
   CallWrappers wrappers_;
+  std::shared_ptr<const GraphCompiler> forward_compiler_, backward_compiler_, inference_compiler_;
   std::vector<std::unique_ptr<CompiledCall>> calls_;
   std::vector<Refused> refused_;
 };

@@ -2,23 +2,40 @@
 // does. Immutable, except for the sizes of dynamic dims that it remembers.
 #pragma once
 
+#include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "penstock/graph/compiler/graph_compiler.h"
 #include "penstock/graph/run/dynamic_call.h"
 #include "penstock/graph/run/function_capture.h"
 #include "penstock/graph/wrap/graph_wrapper.h"
+#include "penstock/graph_compiler.h"
 
 namespace penstock::graph {
 
+// Which compiler gets which graph.
+struct CompilerChoice {
+  CompilerChoice(std::shared_ptr<const GraphCompiler> all) : forward(all), backward(all), inference(all) {}
+  CompilerChoice(std::shared_ptr<const GraphCompiler> of_forward,
+                 std::shared_ptr<const GraphCompiler> of_backward,
+                 std::shared_ptr<const GraphCompiler> of_inference)
+      : forward(std::move(of_forward)),
+        backward(std::move(of_backward)),
+        inference(std::move(of_inference)) {}
+  std::shared_ptr<const GraphCompiler> forward, backward, inference;
+};
+
+struct CompiledCallOptions {
+  bool trust_sizes = false;  // for a capture for all sizes (DynamicOptions::trust)
+  CompileBackward compile_backward = CompileBackward::AtOnce;
+  GraphWrappers outside = {};  // wrappers of the graphs, outside of the library's own
+};
+
 class CompiledCall {
  public:
-  // `trust_sizes`: for a capture for all sizes (DynamicOptions::trust). `outside`: wrappers of the graphs
-  // outside of the library's own.
-  CompiledCall(PartitionedCapture capture, const GraphCompiler& compiler, bool trust_sizes = false,
-               GraphWrappers outside = {});
+  CompiledCall(PartitionedCapture capture, const CompilerChoice& compilers, CompiledCallOptions options = {});
 
   // `sizes` is null if nothing is dynamic.
   Values run(const Values& inputs, const CallSizes& sizes = {}) const { return call_(inputs, sizes); }

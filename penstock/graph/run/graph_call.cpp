@@ -101,6 +101,10 @@ GraphCall::GraphCall(const PartitionedCapture& capture, CompiledHalves compiled)
   plan_returned(capture.capture);
   plan_tangents(capture.capture);
   plan_saved(capture);
+  if (capture.capture.second_derivatives == SecondDerivatives::Refuse) return;
+  run_again = capture.capture.run_again;
+  if (capture.capture.second_derivatives == SecondDerivatives::RunAgainKeepingInputs)
+    kept_inputs.assign(kept_inputs.size(), 1);
 }
 
 void GraphCall::plan_returned(const FunctionCapture& capture) {
@@ -165,6 +169,7 @@ void GraphCall::plan_saved(const PartitionedCapture& partitioned) {
   const FunctionCapture& capture = partitioned.capture;
   const Graph& graph = capture.joint.graph;
   const Parts parts(capture.joint);
+  kept_inputs.assign(parts.primals(), 0);
   for (const ValueId value : partitioned.halves.saved) {
     const StorageId storage = graph[value].storage;
     Saved how;
@@ -178,6 +183,7 @@ void GraphCall::plan_saved(const PartitionedCapture& partitioned) {
         how.how = Saved::How::Unwatched;
       if (!in_written && (parts.is_subclass_primal(i) || !parts.primal_has(i, value)))
         add_once(watched.primals, i);
+      if (!in_written) kept_inputs[i] = 1;  // its memory is kept anyway
       break;
     }
     if (!in_written)
@@ -229,6 +235,7 @@ std::vector<at::Tensor> GraphCall::run(const std::vector<at::Tensor>& primals, c
   for (const std::size_t output : differentiated_)
     torch::autograd::set_history(results[output], NodePtr(node));
   node->save_all(values, primals, results);
+  node->hold(primals);
   for (const WrittenInBackward& written : written_in_backward)
     node->write_in_backward(primals[written.primal]);
   return results;

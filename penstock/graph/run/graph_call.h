@@ -9,9 +9,9 @@
 #include <optional>
 #include <vector>
 
-#include "penstock/graph/compiler/graph_compiler.h"
 #include "penstock/graph/run/function_capture.h"
 #include "penstock/graph/wrap/graph_wrapper.h"
+#include "penstock/graph_compiler.h"
 
 namespace penstock::graph {
 
@@ -62,6 +62,8 @@ class GraphCall final : public torch::CustomClassHolder {
   std::vector<Saved> saved;
   Watched watched;
   std::vector<WrittenInBackward> written_in_backward;
+  std::shared_ptr<const RunAgain> run_again;  // null: second derivatives are refused
+  std::vector<char> kept_inputs;              // by primal: kept alive for a second derivative
 
  private:
   // A result that is returned to autograd: its index among the forward outputs.

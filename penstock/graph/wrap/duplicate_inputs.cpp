@@ -74,7 +74,8 @@ std::shared_ptr<const AppliedWrapper> DuplicateInputsWrapper::apply(FunctionForm
   }
   if (!written_twice) return nullptr;
   auto applied = std::make_shared<const DuplicateInputs>(std::move(first));
-  Convention convention{form.convention().found, {}};
+  Convention convention = form.convention();
+  convention.names.clear();
   if (!form.convention().names.empty())
     for (const std::size_t i : applied->kept()) convention.names.push_back(form.convention().name_of(i));
   form.replace(applied->inner_function(form.function()), applied->inner_inputs(inputs), std::move(convention),

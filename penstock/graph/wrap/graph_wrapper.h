@@ -1,8 +1,8 @@
 // Wrappers around the graphs of a capture, below autograd: they may change a graph before the compiler gets
 // it, and turn what the compiler makes of it into something with other inputs and outputs.
 //
-//   auto forward = compile_wrapped(halves.forward, GraphRole::Forward, *graph_compiler("executor"),
-//   wrappers);
+//   auto forward = compile_wrapped(halves.forward, {.role = GraphRole::Forward},
+//       *graph_compiler("executor"), wrappers);
 //
 // There are two levels because autograd is between them. A wrapper of calls (call_wrapper.h) acts around the
 // differentiable call: what it does to inputs and results is differentiated. A wrapper of graphs acts inside
@@ -15,7 +15,7 @@
 #include <string_view>
 #include <vector>
 
-#include "penstock/graph/compiler/graph_compiler.h"
+#include "penstock/graph_compiler.h"
 
 namespace penstock::graph {
 
@@ -27,8 +27,8 @@ class GraphWrapper {
   // What it was made for, on one line; may be empty.
   virtual std::string decision() const { return {}; }
   // Changes a graph, which has been split, before it is compiled. What a graph returns for backward, and what
-  // backward takes, must keep its order.
-  virtual void before_compile(Graph& /*graph*/, GraphRole /*role*/) const {}
+  // backward takes, must keep its order; who adds inputs before others corrects the indices of the request.
+  virtual void before_compile(Graph& /*graph*/, CompileRequest& /*request*/) const {}
   // Turns gradients of results into what the next inner wrapper, or the backward graph, takes after the saved
   // tensors. Called when nothing has been released yet: what it throws leaves backward to be tried again. An
   // undefined tensor stands for a result without gradient.
@@ -44,7 +44,7 @@ using GraphWrappers = std::vector<std::shared_ptr<const GraphWrapper>>;
 
 // Compiles a graph between wrappers: they change it in the order of the list, and what was compiled is
 // wrapped in reverse order, so that the first is the outermost.
-std::shared_ptr<const CompiledGraph> compile_wrapped(Graph graph, GraphRole role,
+std::shared_ptr<const CompiledGraph> compile_wrapped(Graph graph, CompileRequest request,
                                                      const GraphCompiler& compiler,
                                                      const GraphWrappers& wrappers);
 

@@ -168,7 +168,8 @@ Function SyntheticBases::inner_function(Function function) const {
 }
 
 Convention SyntheticBases::inner_convention(const Convention& outer) const {
-  Convention inner{found_, {}};
+  Convention inner = outer;
+  inner.names.clear();
   if (outer.names.empty()) return inner;
   for (std::size_t i = 0; i < found_; ++i) inner.names.push_back(outer.names[i]);
   for (const Base& base : bases_) {

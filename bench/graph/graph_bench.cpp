@@ -3,7 +3,7 @@
 // with dynamic dims; optionally Python's AOT autograd.
 //
 //   graph_bench                                                  width 32
-//   graph_bench --peer "python3 bench/graph_peer.py"             compared with the peer: capture, replay,
+//   graph_bench --peer "python3 bench/graph/graph_peer.py"             compared with the peer: capture, replay,
 //   loss and gradient norm graph_bench --width 256 --layers 12 --repeats 20 graph_bench --device cuda --width
 //   768 --layers 12
 //
@@ -212,7 +212,7 @@ int main(int argc, char** argv) {
   app.add_option("--repeats", config.repeats, "runs of each step of a capture")->check(CLI::PositiveNumber);
   app.add_option("--steps", config.steps, "training steps of each kind")->check(CLI::PositiveNumber);
   app.add_option("--device", config.device, "cpu or cuda");
-  app.add_option("--peer", config.peer, "command that runs the peer: \"python3 bench/graph_peer.py\"");
+  app.add_option("--peer", config.peer, "command that runs the peer: \"python3 bench/graph/graph_peer.py\"");
   CLI11_PARSE(app, argc, argv);
   at::set_num_threads(1);
   pin(0);

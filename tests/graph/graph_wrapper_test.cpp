@@ -145,7 +145,7 @@ std::size_t writes_in_forward(const Compiled& compiled) {
 
 TEST(KeepInputMutations, TheGraphWritesWhereAutogradWouldNotNotice) {
   const Function function = [](const Values& in) -> Values {
-    const at::Tensor before = in[0].toTensor() * in[1].toTensor();
+    const at::Tensor before = in[0].toTensor().clone() * in[1].toTensor();
     in[0].toTensor().mul_(2).add_(1);
     return {before + in[0].toTensor()};
   };

@@ -13,6 +13,7 @@
 #include "penstock/graph/run/graph_call.h"
 #include "penstock/graph/trace/capture.h"
 #include "penstock/graph/wrap/subclasses.h"
+#include "penstock/graph/wrap/user_wrapper.h"
 
 namespace penstock::graph {
 namespace {
@@ -112,18 +113,35 @@ FunctionCapture capture_function(const Function& function, const Values& inputs,
   const AnalyzeOptions options{.keep_input_mutations = keep_input_mutations,
                                .keep_only_data_mutations = true,
                                .convention = convention};
-  AnalyzedCapture at_once;  // if one run of the function is enough
-  if (needs_wrappers(guard, inputs)) {
-    at_once.meta = analyze(function, inputs, options);
-    reject_shared_writes(inputs, at_once.meta, convention);
-  } else {
-    at_once = analyze_and_capture(function, inputs, options);
+  // What a user puts first replaces inputs before the function sees them: it may not be able to run on
+  // others.
+  Values passed = inputs;
+  std::vector<std::pair<const UserWrapper*, UserWrapper::Prepared>> users;
+  CallWrappers others;
+  for (const auto& wrapper : wrappers) {
+    const auto* user = others.empty() ? dynamic_cast<const UserWrapper*>(wrapper.get()) : nullptr;
+    if (user)
+      users.emplace_back(user, user->prepare(passed, convention));
+    else
+      others.push_back(wrapper);
   }
-  FunctionForm form(function, inputs, options, std::move(at_once.meta));
-  FunctionCapture capture{.guard = std::move(guard), .wrappers = apply(wrappers, form)};
+  AnalyzedCapture at_once;  // if one run of the function is enough
+  if (needs_wrappers(users.empty() ? guard : CallGuard(passed, convention), passed)) {
+    at_once.meta = analyze(function, passed, options);
+    reject_shared_writes(passed, at_once.meta, convention);
+  } else {
+    at_once = analyze_and_capture(function, passed, options);
+  }
+  FunctionForm form(function, passed, options, std::move(at_once.meta));
+  FunctionCapture capture{.guard = std::move(guard), .wrappers = {}};
+  for (const auto& [user, prepared] : users) {
+    user->check_writes(prepared, form.meta(), convention);
+    capture.wrappers.push_back({prepared.applied, form.meta()});
+  }
+  for (WrapperInUse& used : graph::apply(others, form)) capture.wrappers.push_back(std::move(used));
   capture.meta = form.meta();
   capture.convention = form.convention();
-  capture.joint = at_once.joint && capture.wrappers.empty()
+  capture.joint = at_once.joint && capture.wrappers.size() == users.size()
                       ? std::move(*at_once.joint)
                       : capture_joint(form.function(), form.inputs(), form.meta(), form.convention());
   JointGraph& joint = capture.joint;

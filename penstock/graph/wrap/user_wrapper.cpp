@@ -58,33 +58,46 @@ UserWrapper::UserWrapper(std::shared_ptr<const ValueWrapper> user) : user_(std::
   name_ = user_->name();
 }
 
-std::shared_ptr<const AppliedWrapper> UserWrapper::apply(FunctionForm& form) const {
-  const Values before = form.inputs();
-  std::vector<std::string> names(before.size()), replaced;
-  for (std::size_t i = form.convention().found; i < before.size(); ++i) names[i] = form.name_of(i);
-  Values inputs = users_inputs(*user_, names, before);
-  std::vector<std::size_t> replaced_inputs;
+UserWrapper::Prepared UserWrapper::prepare(Values& inputs, const Convention& convention) const {
+  std::vector<std::string> names(inputs.size()), replaced_names;
+  for (std::size_t i = convention.found; i < inputs.size(); ++i) names[i] = convention.name_of(i);
+  Values passed = users_inputs(*user_, names, inputs);
+  Prepared prepared;
   for (std::size_t i = 0; i < inputs.size(); ++i) {
-    if (!is_defined_tensor(before[i])) continue;
-    if (!is_defined_tensor(inputs[i]))
+    if (!is_defined_tensor(inputs[i])) continue;
+    if (!is_defined_tensor(passed[i]))
       throw ValueError(fmt::format("graph: wrapper '{}' returned an undefined tensor for {}; return a tensor",
                                    name_, names[i]));
-    if (inputs[i].toTensor().is_same(before[i].toTensor())) continue;
-    replaced.push_back(names[i]);
-    replaced_inputs.push_back(i);
+    if (passed[i].toTensor().is_same(inputs[i].toTensor())) continue;
+    replaced_names.push_back(names[i]);
+    prepared.replaced.push_back(i);
   }
-  if (!replaced.empty()) {
+  inputs = std::move(passed);
+  prepared.applied =
+      std::make_shared<const AppliedUserWrapper>(user_, name_, std::move(names), std::move(replaced_names));
+  return prepared;
+}
+
+void UserWrapper::check_writes(const Prepared& prepared, const ViewAndMutationMeta& meta,
+                               const Convention& convention) const {
+  for (const std::size_t i : prepared.replaced)
+    if (meta.inputs[i].is_touched)
+      throw NotImplemented(
+          fmt::format("graph: wrapper '{}' replaces {}, which the function writes: the write would not reach "
+                      "it; return it unchanged, or write a copy in the function",
+                      name_, convention.name_of(i)));
+}
+
+std::shared_ptr<const AppliedWrapper> UserWrapper::apply(FunctionForm& form) const {
+  Values inputs = form.inputs();
+  const Prepared prepared = prepare(inputs, form.convention());
+  if (!prepared.replaced.empty()) {
     std::vector<std::size_t> all(inputs.size());
     std::iota(all.begin(), all.end(), std::size_t{0});
     form.replace(form.function(), std::move(inputs), form.convention(), all);
   }
-  for (const std::size_t i : replaced_inputs)
-    if (form.meta().inputs[i].is_touched)
-      throw NotImplemented(fmt::format(
-          "graph: wrapper '{}' replaces {}, which the function writes: the write would not reach it; "
-          "return it unchanged, or write a copy in the function",
-          name_, names[i]));
-  return std::make_shared<const AppliedUserWrapper>(user_, name_, std::move(names), std::move(replaced));
+  check_writes(prepared, form.meta(), form.convention());
+  return prepared.applied;
 }
 
 CallWrappers call_wrappers_with(const std::vector<std::shared_ptr<const ValueWrapper>>& users) {

@@ -17,6 +17,16 @@ class UserWrapper final : public CallWrapper {
   std::string_view name() const override { return name_; }
   std::shared_ptr<const AppliedWrapper> apply(FunctionForm& form) const override;
 
+  // For a function that cannot run, or be analyzed, on inputs that were not replaced: replaces them, and
+  // checks afterwards, by the metadata of the function, that it writes none that was replaced.
+  struct Prepared {
+    std::shared_ptr<const AppliedWrapper> applied;
+    std::vector<std::size_t> replaced;
+  };
+  Prepared prepare(Values& inputs, const Convention& convention) const;
+  void check_writes(const Prepared& prepared, const ViewAndMutationMeta& meta,
+                    const Convention& convention) const;
+
  private:
   std::shared_ptr<const ValueWrapper> user_;
   std::string name_;

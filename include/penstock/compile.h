@@ -40,6 +40,7 @@
 #include <type_traits>
 #include <typeindex>
 #include <utility>
+#include <vector>
 
 #include "penstock/compile_options.h"
 #include "penstock/pytree.h"
@@ -65,6 +66,9 @@ class CompiledModuleBase : public torch::nn::Module {
   std::size_t captures() const;
   // The forward and backward graph of the latest capture as text; empty before the first call.
   std::string graph_text() const;
+  // The wrappers around the graphs of the latest capture, outermost first, each with what it decided:
+  // "duplicate inputs: input 1 is input 0". Empty before the first call.
+  std::vector<std::string> wrappers() const;
 
  protected:
   // Runs the original module on arguments in a tree.

@@ -32,10 +32,13 @@
 #include <functional>
 #include <limits>
 #include <map>
+#include <memory>
 #include <string>
 #include <utility>
 #include <variant>
 #include <vector>
+
+#include "penstock/value_wrapper.h"
 
 namespace penstock::graph {
 
@@ -127,6 +130,13 @@ struct CompileOptions {
   std::string compiler = "executor";
   std::string backward_compiler = {};   // of backward graphs; if empty, `compiler`
   std::string inference_compiler = {};  // of graphs without a backward; if empty, `compiler`
+  // The graph itself writes the inputs that the function writes, where autograd would not notice: only the
+  // data changes, and no gradient is involved or the write is under no_grad. Otherwise, and always for tensor
+  // subclasses and captures for all sizes, the graph returns new values, which are copied into the inputs
+  // after it has run.
+  bool keep_input_mutations = false;
+  // Your own wrappers of calls, outermost first, outside of those of the library.
+  std::vector<std::shared_ptr<const ValueWrapper>> wrappers = {};
 };
 
 // Declares that an operator of the user ("mine::send") has an effect besides its results: in a captured graph

@@ -71,7 +71,8 @@ class GraphCompiler {
   virtual ~GraphCompiler() = default;
   // The name that options select it by.
   virtual std::string_view name() const = 0;
-  // Compiles a graph without operators that write. The graph may be destroyed afterwards. What it throws, the
+  // Compiles a graph without operators that write, except for writes to inputs at its end
+  // (CompileOptions::keep_input_mutations). The graph may be destroyed afterwards. What it throws, the
   // captured call throws.
   virtual std::shared_ptr<const CompiledGraph> compile(const Graph& graph,
                                                        const CompileRequest& request) const = 0;

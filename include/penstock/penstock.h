@@ -72,4 +72,5 @@
 #include "penstock/transformer.h"
 #include "penstock/transformer_options.h"
 #include "penstock/validate.h"
+#include "penstock/value_wrapper.h"
 #include "penstock/world.h"

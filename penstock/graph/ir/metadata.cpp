@@ -165,7 +165,7 @@ bool ViewAndMutationMeta::operator==(const ViewAndMutationMeta& other) const {
 
 bool ViewAndMutationMeta::same_in_every_field(const ViewAndMutationMeta& other) const {
   return *this == other && tangents == other.tangents && grad_mode_after == other.grad_mode_after &&
-         symbols_for_backward == other.symbols_for_backward;
+         symbols_for_backward == other.symbols_for_backward && static_inputs == other.static_inputs;
 }
 
 bool ViewAndMutationMeta::needs_autograd() const {

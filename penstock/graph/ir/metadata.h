@@ -101,6 +101,8 @@ struct ViewAndMutationMeta {
   // The number of symbols backward depends on once the graph is split. They are kept with the call; forward
   // does not return them.
   std::size_t symbols_for_backward = 0;
+  // Inputs that are the same tensors in every call, normally at the same address: parameters and buffers.
+  std::vector<std::size_t> static_inputs;
 
   // ---- derived ----
   std::vector<std::size_t> mutated_at_run_time() const;  // written after the graph has run

@@ -10,6 +10,7 @@
 #include "penstock/errors.h"
 #include "penstock/graph/run/compiled_call.h"
 #include "penstock/graph/run/generalize.h"
+#include "penstock/graph/wrap/user_wrapper.h"
 
 namespace penstock::graph {
 namespace {
@@ -56,11 +57,17 @@ Compiled::Compiled(Function function, const CompileOptions& options, Convention 
     : function_(std::move(function)),
       options_(options),
       convention_(std::move(convention)),
+      wrappers_(call_wrappers_with(options.wrappers)),
       forward_compiler_(graph_compiler(options.compiler)),
       backward_compiler_(graph_compiler(either(options.backward_compiler, options.compiler))),
       inference_compiler_(graph_compiler(either(options.inference_compiler, options.compiler))) {
   if (!options_.decompositions.empty())
     convention_.decompositions = std::make_shared<const DecompositionTable>(options_.decompositions);
+  if (!options_.wrappers.empty() && !options_.dynamic.dims.empty())
+    throw ValueError(fmt::format(
+        "graph: wrapper '{}' and dynamic dims cannot be combined, since a capture for all sizes knows "
+        "nothing of what it does to sizes; leave one of them out",
+        options_.wrappers[0]->name()));
 }
 Compiled::~Compiled() = default;
 Compiled::Compiled(Compiled&&) noexcept = default;
@@ -134,7 +141,11 @@ Values Compiled::capture(const Values& inputs) {
     if (CompiledCall* call = capture_dynamic(inputs))
       return check_and_run(*call, inputs, call->dynamic()->bind(inputs));
   const std::string why = why_captured(inputs);
-  return add(capture_function(function_, inputs, convention_), why).run(inputs);
+  return add(capture_as_called(inputs), why).run(inputs);
+}
+
+FunctionCapture Compiled::capture_as_called(const Values& inputs) const {
+  return capture_function(function_, inputs, convention_, wrappers_, options_.keep_input_mutations);
 }
 
 CompiledCall* Compiled::capture_dynamic(const Values& inputs) {
@@ -186,6 +197,9 @@ const JointGraph& Compiled::joint(std::size_t capture) const { return calls_.at(
 const Partition& Compiled::partition(std::size_t capture) const { return calls_.at(capture)->halves(); }
 std::vector<std::string> Compiled::wrappers(std::size_t capture) const {
   return calls_.at(capture)->wrappers();
+}
+std::vector<std::string> Compiled::wrapper_decisions(std::size_t capture) const {
+  return calls_.at(capture)->wrapper_decisions();
 }
 bool Compiled::is_dynamic(std::size_t capture) const { return calls_.at(capture)->dynamic().has_value(); }
 std::size_t Compiled::checked_sizes(std::size_t capture) const {

@@ -33,6 +33,7 @@
 #include "penstock/graph/partition/partition.h"
 #include "penstock/graph/trace/analyze.h"
 #include "penstock/graph/trace/capture.h"
+#include "penstock/graph/wrap/call_wrapper.h"
 
 namespace penstock::graph {
 
@@ -63,6 +64,8 @@ class Compiled {
   const Partition& partition(std::size_t capture) const;
   // The names of the wrappers around its graphs, outermost first.
   std::vector<std::string> wrappers(std::size_t capture) const;
+  // One line for each of them: "duplicate inputs: input 1 is input 0".
+  std::vector<std::string> wrapper_decisions(std::size_t capture) const;
 
   // For dynamic dims: whether a capture is valid for all sizes, at how many sizes it was compared, and why
   // the most recent kind of call without such a capture could not get one (empty if there is none).
@@ -73,6 +76,7 @@ class Compiled {
  private:
   struct Refused;  // a kind of call that is captured for each of its sizes, and the reason
   Values capture(const Values& inputs);
+  FunctionCapture capture_as_called(const Values& inputs) const;
   // Splits and compiles a capture. `why`: what made it necessary, for the log.
   CompiledCall& add(FunctionCapture capture, const std::string& why = {});
   std::string why_captured(const Values& inputs) const;
@@ -83,6 +87,7 @@ class Compiled {
   Function function_;
   CompileOptions options_;
   Convention convention_;
+  CallWrappers wrappers_;
   std::shared_ptr<const GraphCompiler> forward_compiler_, backward_compiler_, inference_compiler_;
   std::vector<std::unique_ptr<CompiledCall>> calls_;
   std::vector<Refused> refused_;

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <functional>
 #include <iterator>
 #include <mutex>
@@ -35,10 +36,13 @@ CompileRequest backward_request(const PartitionedCapture& capture) {
   CompileRequest request{.role = GraphRole::Backward, .donated_inputs = capture.halves.donated(joint)};
   // Backward takes the saved tensors first. A parameter that forward writes is saved as a copy.
   const std::size_t found = static_primals(capture.capture);
+  const auto is_written = [&](std::size_t primal) {
+    return capture.capture.primal_written[primal] ||
+           std::count(joint.written_in_graph.begin(), joint.written_in_graph.end(), primal) > 0;
+  };
   for (std::size_t i = 0; i < capture.halves.saved.size(); ++i)
     for (std::size_t primal = 0; primal < found; ++primal)
-      if (joint.graph.inputs[primal].value == capture.halves.saved[i] &&
-          !capture.capture.primal_written[primal])
+      if (joint.graph.inputs[primal].value == capture.halves.saved[i] && !is_written(primal))
         request.static_inputs.push_back(i);
   return request;
 }

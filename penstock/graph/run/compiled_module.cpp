@@ -114,6 +114,12 @@ std::string CompiledModuleBase::graph_text() const {
   return to_text(compiled.joint(compiled.captures() - 1).graph);
 }
 
+std::vector<std::string> CompiledModuleBase::wrappers() const {
+  if (!impl_->latest) return {};
+  const Compiled& compiled = impl_->latest->compiled;
+  return compiled.wrapper_decisions(compiled.captures() - 1);
+}
+
 std::string CompiledModuleBase::Impl::training_flags() const { return flags_of(modules); }
 
 CompiledModuleBase::Impl::Entry& CompiledModuleBase::Impl::entry_for(std::type_index types,

@@ -47,10 +47,13 @@ struct FunctionCapture {
   const ViewAndMutationMeta& user_meta() const { return wrappers.empty() ? meta : wrappers.front().outer; }
 };
 
-// Runs the function on fake tensors: nothing is computed.
+// Runs the function on fake tensors: nothing is computed. `keep_input_mutations`: the graph itself writes
+// inputs of which only the data changes and where autograd would not notice
+// (CompileOptions::keep_input_mutations).
 FunctionCapture capture_function(const Function& function, const Values& inputs,
                                  const Convention& convention = {},
-                                 const CallWrappers& wrappers = default_call_wrappers());
+                                 const CallWrappers& wrappers = default_call_wrappers(),
+                                 bool keep_input_mutations = false);
 
 // Calls `visit(meta)` for the metadata of the function as it is called, and inside each of the wrappers.
 template <class Capture, class Visit>

@@ -47,7 +47,7 @@ class Parts {
         primals_(joint.subclasses ? &joint.subclasses->inputs : nullptr),
         outputs_(joint.subclasses ? &joint.subclasses->forward_outputs : nullptr),
         primal_count_(primals_ ? primals_->size() : joint.primals),
-        output_count_(outputs_ ? outputs_->size() : joint.forward_outputs) {}
+        output_count_(outputs_ ? outputs_->size() : joint.forward_returns()) {}
 
   std::size_t primals() const { return primal_count_; }
   std::size_t outputs() const { return output_count_; }
@@ -92,7 +92,9 @@ void add_once(std::vector<std::size_t>& list, std::size_t item) {
 }  // namespace
 
 GraphCall::GraphCall(const PartitionedCapture& capture, CompiledHalves compiled)
-    : halves(std::move(compiled)), forward_outputs(Parts(capture.capture.joint).outputs()) {
+    : halves(std::move(compiled)),
+      forward_outputs(Parts(capture.capture.joint).outputs()),
+      written_in_graph_(capture.capture.joint.written_in_graph) {
   const JointGraph& joint = capture.capture.joint;
   for (const std::size_t primal : joint.written_in_backward)
     written_in_backward.push_back({primal, joint.graph.inputs[primal].name});
@@ -175,8 +177,8 @@ void GraphCall::plan_saved(const PartitionedCapture& partitioned) {
     for (std::size_t i = 0; i < parts.primals(); ++i) {
       if (!parts.primal_is_in(i, storage)) continue;
       in_written = capture.primal_written[i] || capture.primal_shares_changed[i];
-      if (capture.primal_written[i])
-        how.how = Saved::How::Copied;
+      if (capture.primal_written[i]) how.how = Saved::How::Copied;
+      // What the graph itself writes is saved as a copy that it made before, and shares no memory.
       else if (capture.primal_shares_changed[i] || parts.is_subclass_primal(i))
         how.how = Saved::How::Unwatched;
       if (!in_written && (parts.is_subclass_primal(i) || !parts.primal_has(i, value)))
@@ -193,6 +195,11 @@ void GraphCall::plan_saved(const PartitionedCapture& partitioned) {
       }
     saved.push_back(how);
   }
+}
+
+void GraphCall::count_writes_in_graph(const std::vector<at::Tensor>& primals) const {
+  for (const std::size_t primal : written_in_graph_)
+    if (!primals[primal].is_inference()) primals[primal].unsafeGetTensorImpl()->bump_version();
 }
 
 std::vector<at::Tensor> GraphCall::run(const std::vector<at::Tensor>& primals, const CallSizes& sizes) {
@@ -214,11 +221,13 @@ std::vector<at::Tensor> GraphCall::run(const std::vector<at::Tensor>& primals, c
   };
   if (tangents.empty()) {
     keep(halves.forward->run(primals, sizes.get()));
+    count_writes_in_graph(primals);
     return results;
   }
   const auto node = make_node<CapturedNode>(c10::intrusive_ptr<GraphCall>::reclaim_copy(this), sizes);
   node->set_next_edges(torch::autograd::collect_next_edges(at::TensorList(primals)));
   const std::vector<c10::IValue> values = halves.forward->run(primals, sizes.get());
+  count_writes_in_graph(primals);
   {
     const at::AutoDispatchBelowADInplaceOrView below;
     keep(values);

@@ -80,6 +80,10 @@ class GraphCall final : public torch::CustomClassHolder {
   void plan_tangents(const FunctionCapture& capture);
   void plan_saved(const PartitionedCapture& capture);
 
+  // Counts the writes of the forward graph, which runs below autograd, as versions of the inputs.
+  void count_writes_in_graph(const std::vector<at::Tensor>& primals) const;
+
+  std::vector<std::size_t> written_in_graph_;  // primals that the forward graph writes
   std::vector<Returned> returned_;
   std::vector<std::size_t> differentiated_;  // outputs, one for each tangent
 };

@@ -61,6 +61,11 @@ class GraphWriter {
       throw ValueError(
           "graph: some inputs or results are tensor subclasses, whose context cannot be saved; save a "
           "capture over plain tensors");
+    if (!file.joint.written_in_graph.empty())
+      throw ValueError(fmt::format(
+          "graph: {} is written by the graph itself, which a file cannot say; save a capture without "
+          "keep_input_mutations",
+          file.joint.graph.inputs.at(file.joint.written_in_graph[0]).name));
     graph(file.joint.graph);
     out_.count(file.joint.primals);
     out_.count(file.joint.forward_outputs);

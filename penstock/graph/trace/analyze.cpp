@@ -171,6 +171,8 @@ class Analysis {
       info.mutations_under_no_grad = storage.data && !storage.with_grad;
       info.mutates_storage_metadata = replaced;
       info.requires_grad = fake.requires_grad();
+      if (options_.keep_only_data_mutations && (info.mutates_metadata || any_subclass()))
+        info.keep_input_mutations = false;
       info.validate(i);
       if (!is_subclass(fake)) check_overlapping_write(i, info);
       meta_.inputs.push_back(info);
@@ -222,6 +224,12 @@ class Analysis {
                       "a contiguous copy",
                       options_.convention.name_of(input),
                       info.mutates_data ? "writes it" : "changes its shape in place"));
+  }
+
+  bool any_subclass() const {
+    return std::any_of(inputs_.begin(), inputs_.end(), [](const c10::IValue& input) {
+      return is_tensor(input) && is_subclass(input.toTensor());
+    });
   }
 
   // A subclass is written back as a whole: its kind and geometry must not change.

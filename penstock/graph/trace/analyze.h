@@ -46,8 +46,12 @@ struct Convention {
   }
 };
 
+// Which inputs the graph may write itself.
 struct AnalyzeOptions {
   bool keep_input_mutations = false;
+  // Only those whose data alone changes, in calls without tensor subclasses: what a captured graph can write.
+  // The others are written after the graph has run.
+  bool keep_only_data_mutations = false;
   Convention convention = {};
 };
 

@@ -21,10 +21,10 @@
 // CompileOptions::recapture is false. Dims can be marked as dynamic (compile_options.h). Other settings of
 // a module (the probability of a Dropout) must not change after the first call.
 //
-// Backward can run once unless the graph is retained, as usual; differentiating it again (create_graph)
-// throws NotImplemented. Random numbers are drawn from the default generators, in the order of the module.
-// Thread safety: that of the module, which must not be used while forward captures; backward may run on any
-// thread.
+// Backward can run once unless the graph is retained, as usual; differentiating it again (create_graph) runs
+// the module itself again, with a warning (CompileOptions::second_derivatives). Random numbers are drawn from
+// the default generators, in the order of the module. Thread safety: that of the module, which must not be
+// used while forward captures; backward may run on any thread.
 #pragma once
 
 #include <torch/nn/module.h>

@@ -24,9 +24,14 @@
 // and buffers have no dynamic dims.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <limits>
+#include <map>
 #include <string>
 #include <utility>
 #include <variant>
@@ -70,6 +75,8 @@ struct DynamicOptions {
   // Asserts that the function does the same for all sizes: sizes larger than 1 are not checked when they
   // first occur.
   bool trust = false;
+  // Gives each choice of sizes a capture of its own, as if `dims` were empty: to compare with fixed sizes.
+  bool specialize = false;
 };
 
 // How the tensors that forward saves for backward are chosen.
@@ -78,11 +85,43 @@ enum class Partitioner : std::uint8_t {
   MinCut    // recomputes cheap values in backward where that saves memory
 };
 
+// Computes the results of an operator by other ones. Takes one value for each argument of the schema, returns
+// one tensor for each result.
+using Decomposition = std::function<std::vector<at::Tensor>(const std::vector<c10::IValue>& arguments)>;
+
+// When the backward half of a capture is compiled.
+enum class CompileBackward : std::uint8_t {
+  AtOnce,   // together with forward
+  FirstUse  // in the first backward; a capture that is never differentiated saves the time
+};
+
+// What happens when the backward of a compiled call is differentiated (create_graph).
+enum class SecondDerivatives : std::uint8_t {
+  // The function itself runs again, on the inputs of the call, and is differentiated as usual. An input that
+  // backward does not need is not kept alive for this; if nobody holds it any more, that is an error.
+  RunAgain,
+  RunAgainKeepingInputs,  // the same; every call holds all its inputs until its backward is released
+  Refuse                  // NotImplemented; a call does not note its inputs
+};
+
 // The options of graph::compile.
 struct CompileOptions {
   bool recapture = true;  // capture again for a different kind of call; false: throw StateError
-  Partitioner partitioner = Partitioner::Default;  // what forward saves for backward
-  DynamicOptions dynamic = {};                     // dims whose size is not fixed
+  Partitioner partitioner = Partitioner::Default;                      // what forward saves for backward
+  DynamicOptions dynamic = {};                                         // dims whose size is not fixed
+  SecondDerivatives second_derivatives = SecondDerivatives::RunAgain;  // create_graph in backward
+  CompileBackward compile_backward = CompileBackward::AtOnce;          // when backward is compiled
+  // Operators ("aten::silu") that do not get into graphs: where one is called, in forward or backward, what
+  // its decomposition calls is recorded. It must return what the operator returns; sizes and dtypes are
+  // checked. For operators that write nothing and return new tensors; others are a ValueError.
+  std::map<std::string, Decomposition> decompositions = {};
+  // Names of the arguments of a module's forward, in order, for messages, graphs and InputRef: "mask" instead
+  // of "args[1]". Arguments without one keep their numbers.
+  std::vector<std::string> argument_names = {};
+  // Refuses a function with backward that writes an input or parameter that requires a gradient (ValueError).
+  bool joint_checks = false;
+  // If set, receives one line for each capture: its number, size and time, and what made it necessary.
+  std::function<void(const std::string& line)> log = {};
   // The compiler of the graphs, by its name (graph_compiler.h). graph::compile throws ValueError for a name
   // that is not registered.
   std::string compiler = "executor";

@@ -31,7 +31,7 @@ Values write_and_add(const Values& in) {
 CompiledCall compiled_with(const Function& function, const Values& inputs,
                            const CallWrappers& wrappers = default_call_wrappers()) {
   return {partition(capture_function(function, inputs, {}, wrappers), Partitioner::Default),
-          *graph_compiler(kExecutorCompiler)};
+          graph_compiler(kExecutorCompiler)};
 }
 
 using Names = std::vector<std::string>;
@@ -135,7 +135,7 @@ TEST(FunctionCapture, ItsGraphCanBeReplaced) {
   ASSERT_EQ(capture.joint.graph.nodes.size(), 1u);
   capture.joint.graph.nodes[0].op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::cos", "");
   const CompiledCall call(partition(std::move(capture), Partitioner::Default),
-                          *graph_compiler(kExecutorCompiler));
+                          graph_compiler(kExecutorCompiler));
   EXPECT_TRUE(at::equal(call.run({x})[0].toTensor(), x.cos()));
 }
 
@@ -166,13 +166,13 @@ TEST(GraphCompilers, AreFoundByName) {
 
   const Function function = [](const Values& in) -> Values { return {in[0].toTensor().square().sum()}; };
   const at::Tensor x = torch::randn({3}).set_requires_grad(true);
-  const CompiledCall training(partition(capture_function(function, {x}), Partitioner::Default), *counting);
+  const CompiledCall training(partition(capture_function(function, {x}), Partitioner::Default), counting);
   EXPECT_EQ(counting->asked, (Names{"forward", "backward"}));
   training.run({x})[0].toTensor().backward();
   EXPECT_TRUE(at::equal(x.grad(), 2 * x.detach()));
   counting->asked.clear();
   const CompiledCall inference(partition(capture_function(function, {x.detach()}), Partitioner::Default),
-                               *counting);
+                               counting);
   EXPECT_EQ(counting->asked, Names{"inference"});
 }
 

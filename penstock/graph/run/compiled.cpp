@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <chrono>
 #include <utility>
 
 #include "penstock/base/warnings.h"
@@ -26,6 +27,18 @@ const std::string& either(const std::string& name, const std::string& otherwise)
   return name.empty() ? otherwise : name;
 }
 
+// A parameter is to be changed by an optimizer, not by forward.
+void check_joint(const FunctionCapture& capture, const Convention& convention) {
+  if (capture.joint.tangents.empty()) return;
+  const ViewAndMutationMeta& meta = capture.user_meta();
+  for (std::size_t i = 0; i < meta.inputs.size(); ++i)
+    if (meta.inputs[i].requires_grad && meta.inputs[i].mutation_type() != MutationType::NotMutated)
+      throw ValueError(fmt::format(
+          "graph: {}, which requires a gradient, is written in a function with backward; write only "
+          "what requires none, or switch joint_checks off",
+          convention.name_of(i)));
+}
+
 }  // namespace
 
 void check_compilers(const CompileOptions& options) {
@@ -45,7 +58,10 @@ Compiled::Compiled(Function function, const CompileOptions& options, Convention 
       convention_(std::move(convention)),
       forward_compiler_(graph_compiler(options.compiler)),
       backward_compiler_(graph_compiler(either(options.backward_compiler, options.compiler))),
-      inference_compiler_(graph_compiler(either(options.inference_compiler, options.compiler))) {}
+      inference_compiler_(graph_compiler(either(options.inference_compiler, options.compiler))) {
+  if (!options_.decompositions.empty())
+    convention_.decompositions = std::make_shared<const DecompositionTable>(options_.decompositions);
+}
 Compiled::~Compiled() = default;
 Compiled::Compiled(Compiled&&) noexcept = default;
 Compiled& Compiled::operator=(Compiled&&) noexcept = default;
@@ -83,21 +99,42 @@ Values Compiled::check_and_run(CompiledCall& call, const Values& inputs,
         fmt::format("graph: the capture for all sizes is not valid for {}: there {}; call it with other "
                     "sizes, or set recapture",
                     call.dynamic()->table().text_of(sizes->values), difference));
-  return add(std::move(fixed)).run(inputs);
+  return add(std::move(fixed), difference).run(inputs);
 }
 
-CompiledCall& Compiled::add(FunctionCapture capture) {
-  const CompilerChoice compilers(*forward_compiler_, *backward_compiler_, *inference_compiler_);
-  calls_.push_back(std::make_unique<CompiledCall>(graph::partition(std::move(capture), options_.partitioner),
-                                                  compilers, options_.dynamic.trust));
+CompiledCall& Compiled::add(FunctionCapture capture, const std::string& why) {
+  const auto start = std::chrono::steady_clock::now();
+  if (options_.joint_checks) check_joint(capture, convention_);
+  capture.second_derivatives = options_.second_derivatives;
+  calls_.push_back(std::make_unique<CompiledCall>(
+      graph::partition(std::move(capture), options_.partitioner),
+      CompilerChoice(forward_compiler_, backward_compiler_, inference_compiler_),
+      CompiledCallOptions{.trust_sizes = options_.dynamic.trust,
+                          .compile_backward = options_.compile_backward}));
+  if (options_.log) {
+    const CompiledCall& call = *calls_.back();
+    const std::chrono::duration<double, std::milli> ms = std::chrono::steady_clock::now() - start;
+    options_.log(fmt::format(
+        "graph: capture {}{}: {} nodes, {} in forward, {} in backward, {} bytes saved, compiled in {:.1f} "
+        "ms{}{}",
+        calls_.size(), call.dynamic() ? " for all sizes" : "", call.capture().joint.graph.nodes.size(),
+        call.halves().forward.nodes.size(), call.halves().backward.nodes.size(),
+        call.halves().saved_bytes(call.capture().joint.graph), ms.count(), why.empty() ? "" : "; ", why));
+  }
   return *calls_.back();
 }
 
+std::string Compiled::why_captured(const Values& inputs) const {
+  if (!options_.log || calls_.empty()) return {};
+  return difference_of(*calls_.back(), inputs);
+}
+
 Values Compiled::capture(const Values& inputs) {
-  if (!options_.dynamic.dims.empty())
+  if (!options_.dynamic.dims.empty() && !options_.dynamic.specialize)
     if (CompiledCall* call = capture_dynamic(inputs))
       return check_and_run(*call, inputs, call->dynamic()->bind(inputs));
-  return add(capture_function(function_, inputs, convention_)).run(inputs);
+  const std::string why = why_captured(inputs);
+  return add(capture_function(function_, inputs, convention_), why).run(inputs);
 }
 
 CompiledCall* Compiled::capture_dynamic(const Values& inputs) {
@@ -130,7 +167,7 @@ CompiledCall* Compiled::capture_dynamic(const Values& inputs) {
     DynamicCall call(all.capture->symbols, all.capture->joint.graph.table, options_.dynamic.trust);
     const auto bound = call.bind(inputs, &all.refused);
     if (bound) all.refused = all.capture->guard.difference(inputs, bound.get(), &call.table());
-    if (all.refused.empty()) return &add(std::move(*all.capture));
+    if (all.refused.empty()) return &add(std::move(*all.capture), why_captured(inputs));
   }
   refuse(all.refused);
   warn("graph",

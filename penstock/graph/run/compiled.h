@@ -17,9 +17,9 @@
 // marked as dynamic; one capture is then valid for all their sizes (compile_options.h).
 // Subclasses are flattened: the graph operates on the plain tensors inside (subclass_record.h), and results
 // and gradients are rebuilt.
-// Backward can run once unless the graph is retained, as usual. Differentiating it again (create_graph)
-// throws NotImplemented. Modifying a saved tensor before backward is an error, as usual.
-// Random numbers are drawn from the default generators, in the order of the function.
+// Backward can run once unless the graph is retained, as usual. Differentiating it again (create_graph) runs
+// the function itself again (CompileOptions::second_derivatives). Modifying a saved tensor before backward is
+// an error, as usual. Random numbers are drawn from the default generators, in the order of the function.
 // Thread safety: calls of one object must not overlap; backward may run on any thread.
 #pragma once
 
@@ -73,8 +73,9 @@ class Compiled {
  private:
   struct Refused;  // a kind of call that is captured for each of its sizes, and the reason
   Values capture(const Values& inputs);
-  // Splits and compiles a capture.
-  CompiledCall& add(FunctionCapture capture);
+  // Splits and compiles a capture. `why`: what made it necessary, for the log.
+  CompiledCall& add(FunctionCapture capture, const std::string& why = {});
+  std::string why_captured(const Values& inputs) const;
   // Captures for all sizes. Returns null if that is not possible.
   CompiledCall* capture_dynamic(const Values& inputs);
   Values check_and_run(CompiledCall& call, const Values& inputs, const c10::intrusive_ptr<BoundSizes>& sizes);

@@ -1,11 +1,16 @@
 #include "penstock/graph/run/compiled_call.h"
 
+#include <fmt/format.h>
+
+#include <functional>
 #include <iterator>
+#include <mutex>
 #include <numeric>
 #include <utility>
 
 #include "penstock/graph/run/epilogue.h"
 #include "penstock/graph/run/graph_call.h"
+#include "penstock/graph/wrap/subclasses.h"
 
 namespace penstock::graph {
 namespace {
@@ -38,34 +43,91 @@ CompileRequest backward_request(const PartitionedCapture& capture) {
   return request;
 }
 
-CompiledHalves compile_halves(const PartitionedCapture& capture, const CompilerChoice& compilers) {
+// Compiled when it runs for the first time, by whichever thread comes first.
+class CompiledLater final : public CompiledGraph {
+ public:
+  using Compile = std::function<std::shared_ptr<const CompiledGraph>()>;
+  explicit CompiledLater(Compile compile) : compile_(std::move(compile)) {}
+
+  std::vector<c10::IValue> run(std::vector<at::Tensor> inputs, const BoundSizes* sizes) const override {
+    {
+      const std::lock_guard lock(mutex_);
+      if (compile_) {
+        compiled_ = compile_();
+        compile_ = nullptr;
+      }
+    }
+    return compiled_->run(std::move(inputs), sizes);
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  mutable Compile compile_;                                // until then
+  mutable std::shared_ptr<const CompiledGraph> compiled_;  // never replaced
+};
+
+CompiledHalves compile_halves(const PartitionedCapture& capture, const CompilerChoice& compilers,
+                              CompileBackward when, const GraphWrappers& wrappers) {
   const Partition& halves = capture.halves;
   if (capture.capture.joint.tangents.empty())
-    return {compilers.inference.compile(halves.forward, forward_request(capture, GraphRole::Inference)),
-            nullptr};
-  return {compilers.forward.compile(halves.forward, forward_request(capture, GraphRole::Forward)),
-          compilers.backward.compile(halves.backward, backward_request(capture))};
+    return {compile_wrapped(halves.forward, forward_request(capture, GraphRole::Inference),
+                            *compilers.inference, wrappers),
+            nullptr, wrappers};
+  auto forward = compile_wrapped(halves.forward, forward_request(capture, GraphRole::Forward),
+                                 *compilers.forward, wrappers);
+  const CompileRequest request = backward_request(capture);
+  if (when == CompileBackward::AtOnce)
+    return {std::move(forward), compile_wrapped(halves.backward, request, *compilers.backward, wrappers),
+            wrappers};
+  return {std::move(forward),
+          std::make_shared<const CompiledLater>(
+              [graph = halves.backward, request, compiler = compilers.backward, wrappers] {
+                return compile_wrapped(graph, request, *compiler, wrappers);
+              }),
+          wrappers};
+}
+
+std::string line_of(std::string_view name, const std::string& decision) {
+  return decision.empty() ? std::string(name) : fmt::format("{}: {}", name, decision);
 }
 
 }  // namespace
 
-CompiledCall::CompiledCall(PartitionedCapture capture, const CompilerChoice& compilers, bool trust_sizes)
-    : partitioned_(std::move(capture)), wrappers_(partitioned_.capture.wrappers) {
+CompiledCall::CompiledCall(PartitionedCapture capture, const CompilerChoice& compilers,
+                           CompiledCallOptions options)
+    : partitioned_(std::move(capture)),
+      wrappers_(partitioned_.capture.wrappers),
+      graph_wrappers_(std::move(options.outside)) {
   const FunctionCapture& function = partitioned_.capture;
   wrappers_.push_back({std::make_shared<const Epilogue>(function), function.meta});
-  Call graphs = [call = make_graph_call(partitioned_, compile_halves(partitioned_, compilers))](
-                    const Values& inputs, const CallSizes& sizes) {
-    std::vector<at::Tensor> returned = call->run(tensors_among(inputs), sizes);
-    return Values(std::make_move_iterator(returned.begin()), std::make_move_iterator(returned.end()));
-  };
+  if (function.joint.subclasses)
+    graph_wrappers_.push_back(
+        std::make_shared<const Subclasses>(function.joint, function.meta, function.convention));
+  Call graphs =
+      [call = c10::make_intrusive<GraphCall>(
+           partitioned_, compile_halves(partitioned_, compilers, options.compile_backward, graph_wrappers_))](
+          const Values& inputs, const CallSizes& sizes) {
+        std::vector<at::Tensor> returned = call->run(tensors_among(inputs), sizes);
+        return Values(std::make_move_iterator(returned.begin()), std::make_move_iterator(returned.end()));
+      };
   call_ = wrap(std::move(graphs), wrappers_);
-  if (!function.symbols.empty()) dynamic_.emplace(function.symbols, function.joint.graph.table, trust_sizes);
+  if (!function.symbols.empty())
+    dynamic_.emplace(function.symbols, function.joint.graph.table, options.trust_sizes);
 }
 
 std::vector<std::string> CompiledCall::wrappers() const {
   std::vector<std::string> names;
   for (const WrapperInUse& used : wrappers_) names.emplace_back(used.wrapper->name());
+  for (const auto& wrapper : graph_wrappers_) names.emplace_back(wrapper->name());
   return names;
+}
+
+std::vector<std::string> CompiledCall::wrapper_decisions() const {
+  std::vector<std::string> lines;
+  for (const WrapperInUse& used : wrappers_)
+    lines.push_back(line_of(used.wrapper->name(), used.wrapper->decision()));
+  for (const auto& wrapper : graph_wrappers_) lines.push_back(line_of(wrapper->name(), wrapper->decision()));
+  return lines;
 }
 
 }  // namespace penstock::graph

@@ -2,37 +2,50 @@
 // does. Immutable, except for the sizes of dynamic dims that it remembers.
 #pragma once
 
+#include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "penstock/graph/run/dynamic_call.h"
 #include "penstock/graph/run/function_capture.h"
+#include "penstock/graph/wrap/graph_wrapper.h"
 #include "penstock/graph_compiler.h"
 
 namespace penstock::graph {
 
-// Which compiler gets which graph. They are used only while a call is made.
+// Which compiler gets which graph.
 struct CompilerChoice {
-  CompilerChoice(const GraphCompiler& all) : forward(all), backward(all), inference(all) {}
-  CompilerChoice(const GraphCompiler& of_forward, const GraphCompiler& of_backward,
-                 const GraphCompiler& of_inference)
-      : forward(of_forward), backward(of_backward), inference(of_inference) {}
-  const GraphCompiler &forward, &backward, &inference;
+  CompilerChoice(std::shared_ptr<const GraphCompiler> all) : forward(all), backward(all), inference(all) {}
+  CompilerChoice(std::shared_ptr<const GraphCompiler> of_forward,
+                 std::shared_ptr<const GraphCompiler> of_backward,
+                 std::shared_ptr<const GraphCompiler> of_inference)
+      : forward(std::move(of_forward)),
+        backward(std::move(of_backward)),
+        inference(std::move(of_inference)) {}
+  std::shared_ptr<const GraphCompiler> forward, backward, inference;
+};
+
+struct CompiledCallOptions {
+  bool trust_sizes = false;  // for a capture for all sizes (DynamicOptions::trust)
+  CompileBackward compile_backward = CompileBackward::AtOnce;
+  GraphWrappers outside = {};  // wrappers of the graphs, outside of the library's own
 };
 
 class CompiledCall {
  public:
-  // `trust_sizes`: for a capture for all sizes (DynamicOptions::trust).
-  CompiledCall(PartitionedCapture capture, const CompilerChoice& compilers, bool trust_sizes = false);
+  CompiledCall(PartitionedCapture capture, const CompilerChoice& compilers, CompiledCallOptions options = {});
 
   // `sizes` is null if nothing is dynamic.
   Values run(const Values& inputs, const CallSizes& sizes = {}) const { return call_(inputs, sizes); }
 
   const FunctionCapture& capture() const { return partitioned_.capture; }
   const Partition& halves() const { return partitioned_.halves; }
-  // The names of the wrappers around the graphs, outermost first.
+  // The names of the wrappers, outermost first: those of calls, then, inside autograd, those of graphs.
   std::vector<std::string> wrappers() const;
+  // One line for each: "duplicate inputs: input 1 is input 0".
+  std::vector<std::string> wrapper_decisions() const;
   // Set if the capture is for all sizes.
   std::optional<DynamicCall>& dynamic() { return dynamic_; }
   const std::optional<DynamicCall>& dynamic() const { return dynamic_; }
@@ -40,6 +53,7 @@ class CompiledCall {
  private:
   PartitionedCapture partitioned_;
   std::vector<WrapperInUse> wrappers_;
+  GraphWrappers graph_wrappers_;
   Call call_;
   std::optional<DynamicCall> dynamic_;
 };

@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <utility>
 
@@ -12,6 +14,7 @@ namespace penstock::graph {
 Epilogue::Epilogue(const FunctionCapture& capture)
     : mutated_(capture.meta.mutated_at_run_time()),
       geometry_after_(capture.geometry_after),
+      memory_after_(capture.memory_after),
       constants_(capture.meta.outputs.size()) {
   const JointGraph& joint = capture.joint;
   for (std::size_t i = 0; i < constants_.size(); ++i)
@@ -19,9 +22,15 @@ Epilogue::Epilogue(const FunctionCapture& capture)
       constants_[i] = joint.graph.outputs[joint.first_output(mutated_.size() + i)];
 }
 
+std::string Epilogue::decision() const {
+  return mutated_.empty() ? std::string("writes no input")
+                          : fmt::format("writes inputs {}", fmt::join(mutated_, ", "));
+}
+
 bool Epilogue::same_but_for_sizes(const AppliedWrapper& other) const {
   const auto* theirs = dynamic_cast<const Epilogue*>(&other);
-  return theirs && mutated_ == theirs->mutated_ && constants_.size() == theirs->constants_.size();
+  return theirs && mutated_ == theirs->mutated_ && memory_after_ == theirs->memory_after_ &&
+         constants_.size() == theirs->constants_.size();
 }
 
 Call Epilogue::around(Call inner, const ViewAndMutationMeta& meta) const {
@@ -55,7 +64,18 @@ void Epilogue::write_inputs(const Values& inputs, const Values& returned, const 
       const c10::AutoGradMode mode(!unseen && c10::GradMode::is_enabled());
       place(unseen && !info.mutations_under_no_grad ? input.detach() : input).copy_(after);
     }
-    if (info.mutates_metadata) {
+    if (info.mutates_storage_metadata) {
+      const at::NoGradGuard no_grad;
+      if (memory_after_[i]) {
+        input.set_(inputs[*memory_after_[i]].toTensor().storage(), layout.storage_offset, layout.sizes,
+                   layout.strides);
+      } else {
+        at::Tensor memory = after;
+        if (memory.strides() != layout.strides)
+          memory = at::empty_strided(layout.sizes, layout.strides, after.options()).copy_(after);
+        input.set_(memory);
+      }
+    } else if (info.mutates_metadata) {
       const c10::AutoGradMode mode(!leaf_with_grad && c10::GradMode::is_enabled());
       input.as_strided_(layout.sizes, layout.strides, layout.storage_offset);
     }

@@ -9,8 +9,8 @@
 #include "penstock/errors.h"
 #include "penstock/graph/ir/functionalize.h"
 #include "penstock/graph/run/graph_call.h"
-#include "penstock/graph/run/subclass_call.h"
 #include "penstock/graph/trace/capture.h"
+#include "penstock/graph/wrap/subclasses.h"
 
 namespace penstock::graph {
 namespace {
@@ -36,6 +36,22 @@ bool needs_wrappers(const CallGuard& guard, const Values& inputs) {
          std::any_of(inputs.begin(), inputs.end(), [](const c10::IValue& input) {
            return is_defined_tensor(input) && (input.toTensor().is_conj() || input.toTensor().is_neg());
          });
+}
+
+// In whose memory an input is after set_. An input that keeps its memory is in its own.
+void find_memory_after(FunctionCapture& capture, const Values& inner) {
+  const Graph& graph = capture.joint.graph;
+  const std::vector<std::size_t> mutated = capture.meta.mutated_at_run_time();
+  capture.memory_after.resize(mutated.size());
+  if (capture.joint.subclasses) return;
+  for (std::size_t i = 0; i < mutated.size(); ++i) {
+    if (!capture.meta.inputs[mutated[i]].mutates_storage_metadata) continue;
+    const StorageId memory = graph[graph.outputs[i].value()].storage;
+    std::size_t primal = 0;
+    for (std::size_t input = 0; input < inner.size(); ++input)
+      if (is_defined_tensor(inner[input]) && graph[graph.inputs[primal++].value].storage == memory)
+        capture.memory_after[i] = input;
+  }
 }
 
 void find_written_primals(FunctionCapture& capture, const Values& inner) {
@@ -109,11 +125,13 @@ FunctionCapture capture_function(const Function& function, const Values& inputs,
   for (std::size_t i = 0; i < capture.meta.mutated_at_run_time().size(); ++i)
     capture.geometry_after.push_back(
         joint.graph[joint.graph.outputs[joint.first_output(i)].value()].geometry);
+  find_memory_after(capture, form.inputs());
   find_written_primals(capture, form.inputs());
   for (std::size_t i = 0; i < joint.forward_outputs; ++i) {
     const ValueId value = joint.graph.outputs[i].value();
     capture.memory_of_output.push_back(value == kNoValue ? StorageId{-1} : joint.graph[value].storage);
   }
+  if (!joint.tangents.empty()) capture.run_again = std::make_shared<const RunAgain>(form, joint);
   for (const std::size_t primal : joint.written_in_backward)
     check_written_in_backward(joint, primal, tensors_among(form.inputs()));
   joint.graph = functionalize(std::move(joint.graph), joint.forward_outputs);

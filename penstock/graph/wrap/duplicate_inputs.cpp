@@ -1,5 +1,7 @@
 #include "penstock/graph/wrap/duplicate_inputs.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <unordered_map>
 #include <utility>
@@ -15,6 +17,13 @@ DuplicateInputs::DuplicateInputs(std::vector<std::size_t> first) : first_(std::m
 bool DuplicateInputs::same_but_for_sizes(const AppliedWrapper& other) const {
   const auto* theirs = dynamic_cast<const DuplicateInputs*>(&other);
   return theirs && first_ == theirs->first_;
+}
+
+std::string DuplicateInputs::decision() const {
+  std::string text;
+  for (std::size_t i = 0; i < first_.size(); ++i)
+    if (first_[i] != i) text += fmt::format("{}input {} is input {}", text.empty() ? "" : ", ", i, first_[i]);
+  return text;
 }
 
 Values DuplicateInputs::inner_inputs(const Values& inputs) const {
@@ -65,7 +74,8 @@ std::shared_ptr<const AppliedWrapper> DuplicateInputsWrapper::apply(FunctionForm
   }
   if (!written_twice) return nullptr;
   auto applied = std::make_shared<const DuplicateInputs>(std::move(first));
-  Convention convention{form.convention().found, {}};
+  Convention convention = form.convention();
+  convention.names.clear();
   if (!form.convention().names.empty())
     for (const std::size_t i : applied->kept()) convention.names.push_back(form.convention().name_of(i));
   form.replace(applied->inner_function(form.function()), applied->inner_inputs(inputs), std::move(convention),

@@ -1,6 +1,7 @@
 #include "penstock/graph/wrap/lazy_inputs.h"
 
 #include <ATen/ATen.h>
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -21,6 +22,16 @@ at::Tensor with_lazy_bits(at::Tensor tensor, const LazyInputs::Bits& bits) {
 bool LazyInputs::same_but_for_sizes(const AppliedWrapper& other) const {
   const auto* theirs = dynamic_cast<const LazyInputs*>(&other);
   return theirs && bits_ == theirs->bits_;
+}
+
+std::string LazyInputs::decision() const {
+  std::string text;
+  for (std::size_t i = 0; i < bits_.size(); ++i)
+    if (bits_[i].any())
+      text += fmt::format("{}input {} is {}{}", text.empty() ? "" : ", ", i,
+                          bits_[i].conjugated ? "a conjugate" : "",
+                          bits_[i].negated ? (bits_[i].conjugated ? ", negated" : "negated") : "");
+  return text;
 }
 
 Values LazyInputs::inner_inputs(const Values& inputs) const {

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -134,6 +135,14 @@ bool SyntheticBases::same_but_for_sizes(const AppliedWrapper& other) const {
   return theirs && found_ == theirs->found_ && bases_ == theirs->bases_ && others_ == theirs->others_;
 }
 
+std::string SyntheticBases::decision() const {
+  std::string text;
+  for (const Base& base : bases_)
+    text += fmt::format("{}inputs {} are views of {}", text.empty() ? "" : "; ",
+                        fmt::join(base.members, ", "), base.whole_memory ? "their memory" : "one tensor");
+  return text;
+}
+
 Values SyntheticBases::inner_inputs(const Values& inputs) const {
   Values inner;
   inner.reserve(bases_.size() + others_.size());
@@ -159,7 +168,8 @@ Function SyntheticBases::inner_function(Function function) const {
 }
 
 Convention SyntheticBases::inner_convention(const Convention& outer) const {
-  Convention inner{found_, {}};
+  Convention inner = outer;
+  inner.names.clear();
   if (outer.names.empty()) return inner;
   for (std::size_t i = 0; i < found_; ++i) inner.names.push_back(outer.names[i]);
   for (const Base& base : bases_) {

@@ -34,6 +34,7 @@ class SyntheticBases final : public InputsWrapper {
   SyntheticBases(std::vector<Base> bases, const Values& inputs, std::size_t found);
 
   std::string_view name() const override { return "synthetic bases"; }
+  std::string decision() const override;
   bool same_but_for_sizes(const AppliedWrapper& other) const override;
   Values inner_inputs(const Values& inputs) const override;
   ViewAndMutationMeta derived_meta(ViewAndMutationMeta outer, const Values& inputs) const override;

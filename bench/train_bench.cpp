@@ -7,6 +7,9 @@
 //   keep a core busy; nothing is pinned then train_bench --device cuda --preset gpt2-124m --microbatches 1
 //   --microbatch_size 32
 //
+//   train_bench --training.compile off,graph   each layout without and with captured graphs; "graph/off" is
+//   the ratio of their steps
+//
 // "outside" is the share of a step outside the schedule: data, sums over ranks, clipping and the optimizer.
 // On the CPU each rank of a layout has its own core. Times depend on the machine; compare ratios.
 #include <fmt/format.h>
@@ -25,6 +28,7 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "penstock/base/env.h"
@@ -120,7 +124,7 @@ int run_rank(const std::vector<std::string>& arguments, const fs::path& folder, 
 int main(int argc, char** argv) {
   std::vector<std::string> flags;
   int steps = 15, repeats = 3, threads = 1, neighbours = 0;
-  std::string worker, result, device = "cpu", schedules = "1F1B";
+  std::string worker, result, device = "cpu", schedules = "1F1B", compiles = "off";
   for (int i = 1; i < argc; ++i) {
     const std::string flag = argv[i];
     const auto value = [&] { return std::string(i + 1 < argc ? argv[++i] : ""); };
@@ -140,6 +144,8 @@ int main(int argc, char** argv) {
       device = value();
     else if (flag == "--schedule" && worker.empty())
       schedules = value();
+    else if ((flag == "--compile" || flag == "--training.compile") && worker.empty())
+      compiles = value();
     else
       flags.push_back(flag);
   }
@@ -153,6 +159,16 @@ int main(int argc, char** argv) {
     std::stringstream names(schedules);
     for (std::string name; std::getline(names, name, ',');)
       setups.push_back({"two, " + name, {"--pp", "2", "--schedule", name}, 2, 1});
+  }
+  std::vector<Setup> plain = std::exchange(setups, {});
+  for (const Setup& each : plain) {
+    std::stringstream names(compiles);
+    for (std::string name; std::getline(names, name, ',');) {
+      Setup setup = each;
+      if (name != "off") setup.title += ", " + name;
+      setup.layout.insert(setup.layout.end(), {"--training.compile", name});
+      setups.push_back(std::move(setup));
+    }
   }
   const fs::path folder = fs::temp_directory_path() / fmt::format("penstock-train-bench-{}", ::getpid());
   fs::create_directories(folder);
@@ -197,5 +213,10 @@ int main(int argc, char** argv) {
                row.at("tokens").get<double>() / seconds, alone / seconds,
                100 * row.at("outside").get<double>(), row.at("loss").get<double>());
   }
+  for (const Setup& setup : plain)
+    if (seen.contains(setup.title) && seen.contains(setup.title + ", graph"))
+      fmt::print("graph/off, {}: {:.3f}\n", setup.title,
+                 best(setup.title + ", graph").at("step_s").get<double>() /
+                     best(setup.title).at("step_s").get<double>());
   return 0;
 }

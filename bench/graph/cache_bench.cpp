@@ -113,8 +113,8 @@ void measure(int width, int layers, int repeats) {
   const double decode = least(repeats, [&] { decode_capture(bytes); });
   const double plan = least(repeats, [&] {
     const auto compiler = graph_compiler(kExecutorCompiler);
-    compiler->compile(made.halves.forward, GraphRole::Forward);
-    compiler->compile(made.halves.backward, GraphRole::Backward);
+    compiler->compile(made.halves.forward, {.role = GraphRole::Forward});
+    compiler->compile(made.halves.backward, {.role = GraphRole::Backward});
   });
   fmt::print(
       "{:3} layers, {:5.0f} nodes, us/node: cold {:5.2f}, cold and stored {:5.2f}; halves from the cache "

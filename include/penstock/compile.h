@@ -21,10 +21,10 @@
 // CompileOptions::recapture is false. Dims can be marked as dynamic (compile_options.h). Other settings of
 // a module (the probability of a Dropout) must not change after the first call.
 //
-// Backward can run once unless the graph is retained, as usual; differentiating it again (create_graph)
-// throws NotImplemented. Random numbers are drawn from the default generators, in the order of the module.
-// Thread safety: that of the module, which must not be used while forward captures; backward may run on any
-// thread.
+// Backward can run once unless the graph is retained, as usual; differentiating it again (create_graph) runs
+// the module itself again, with a warning (CompileOptions::second_derivatives). Random numbers are drawn from
+// the default generators, in the order of the module. Thread safety: that of the module, which must not be
+// used while forward captures; backward may run on any thread.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -40,6 +40,7 @@
 #include <type_traits>
 #include <typeindex>
 #include <utility>
+#include <vector>
 
 #include "penstock/compile_options.h"
 #include "penstock/pytree.h"
@@ -65,6 +66,9 @@ class CompiledModuleBase : public torch::nn::Module {
   std::size_t captures() const;
   // The forward and backward graph of the latest capture as text; empty before the first call.
   std::string graph_text() const;
+  // The wrappers around the graphs of the latest capture, outermost first, each with what it decided:
+  // "duplicate inputs: input 1 is input 0". Empty before the first call.
+  std::vector<std::string> wrappers() const;
 
  protected:
   // Runs the original module on arguments in a tree.
@@ -137,7 +141,7 @@ class CompiledModule final : public CompiledModuleBase {
 };
 
 // Returns a module that runs as a graph, for a shared pointer to a module. Nothing is captured yet. Throws
-// ValueError for a null pointer.
+// ValueError for a null pointer, and for a compiler in `options` that is not registered.
 template <std::derived_from<torch::nn::Module> ModuleType>
 std::shared_ptr<CompiledModule<ModuleType>> compile(std::shared_ptr<ModuleType> module,
                                                     const CompileOptions& options = {}) {

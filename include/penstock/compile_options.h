@@ -24,14 +24,21 @@
 // and buffers have no dynamic dims.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <limits>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
 #include <variant>
 #include <vector>
+
+#include "penstock/value_wrapper.h"
 
 namespace penstock::graph {
 
@@ -71,6 +78,8 @@ struct DynamicOptions {
   // Asserts that the function does the same for all sizes: sizes larger than 1 are not checked when they
   // first occur.
   bool trust = false;
+  // Gives each choice of sizes a capture of its own, as if `dims` were empty: to compare with fixed sizes.
+  bool specialize = false;
 };
 
 // How the tensors that forward saves for backward are chosen.
@@ -107,12 +116,56 @@ struct CacheOptions {
   std::shared_ptr<Artifact> artifact = {};
 };
 
+// Computes the results of an operator by other ones. Takes one value for each argument of the schema, returns
+// one tensor for each result.
+using Decomposition = std::function<std::vector<at::Tensor>(const std::vector<c10::IValue>& arguments)>;
+
+// When the backward half of a capture is compiled.
+enum class CompileBackward : std::uint8_t {
+  AtOnce,   // together with forward
+  FirstUse  // in the first backward; a capture that is never differentiated saves the time
+};
+
+// What happens when the backward of a compiled call is differentiated (create_graph).
+enum class SecondDerivatives : std::uint8_t {
+  // The function itself runs again, on the inputs of the call, and is differentiated as usual. An input that
+  // backward does not need is not kept alive for this; if nobody holds it any more, that is an error.
+  RunAgain,
+  RunAgainKeepingInputs,  // the same; every call holds all its inputs until its backward is released
+  Refuse                  // NotImplemented; a call does not note its inputs
+};
+
 // The options of graph::compile.
 struct CompileOptions {
   bool recapture = true;  // capture again for a different kind of call; false: throw StateError
-  Partitioner partitioner = Partitioner::Default;  // what forward saves for backward
-  DynamicOptions dynamic = {};                     // dims whose size is not fixed
-  CacheOptions cache = {};                         // what is kept between runs
+  Partitioner partitioner = Partitioner::Default;                      // what forward saves for backward
+  DynamicOptions dynamic = {};                                         // dims whose size is not fixed
+  CacheOptions cache = {};                                             // what is kept between runs
+  SecondDerivatives second_derivatives = SecondDerivatives::RunAgain;  // create_graph in backward
+  CompileBackward compile_backward = CompileBackward::AtOnce;          // when backward is compiled
+  // Operators ("aten::silu") that do not get into graphs: where one is called, in forward or backward, what
+  // its decomposition calls is recorded. It must return what the operator returns; sizes and dtypes are
+  // checked. For operators that write nothing and return new tensors; others are a ValueError.
+  std::map<std::string, Decomposition> decompositions = {};
+  // Names of the arguments of a module's forward, in order, for messages, graphs and InputRef: "mask" instead
+  // of "args[1]". Arguments without one keep their numbers.
+  std::vector<std::string> argument_names = {};
+  // Refuses a function with backward that writes an input or parameter that requires a gradient (ValueError).
+  bool joint_checks = false;
+  // If set, receives one line for each capture: its number, size and time, and what made it necessary.
+  std::function<void(const std::string& line)> log = {};
+  // The compiler of the graphs, by its name (graph_compiler.h). graph::compile throws ValueError for a name
+  // that is not registered.
+  std::string compiler = "executor";
+  std::string backward_compiler = {};   // of backward graphs; if empty, `compiler`
+  std::string inference_compiler = {};  // of graphs without a backward; if empty, `compiler`
+  // The graph itself writes the inputs that the function writes, where autograd would not notice: only the
+  // data changes, and no gradient is involved or the write is under no_grad. Otherwise, and always for tensor
+  // subclasses and captures for all sizes, the graph returns new values, which are copied into the inputs
+  // after it has run.
+  bool keep_input_mutations = false;
+  // Your own wrappers of calls, outermost first, outside of those of the library.
+  std::vector<std::shared_ptr<const ValueWrapper>> wrappers = {};
 };
 
 // Declares that an operator of the user ("mine::send") has an effect besides its results: in a captured graph

@@ -78,6 +78,8 @@ class HybridStageImpl : public ModelStage {
   // stage, divided by the number of blocks of the whole model that have this loss.
   const std::vector<AuxiliaryLoss>& auxiliary_losses() const;
   std::vector<AuxiliaryLoss> take_auxiliary_losses() override;
+  Tree values_left_by_forward() override;
+  void set_values_left_by_forward(const Tree& values) override;
   // Sets the factor of auxiliary losses in the backward, besides the loss scale of the step: 1 / runs of a
   // schedule whose gradients are accumulated. Default 1.
   void set_auxiliary_scale(double scale);

@@ -55,6 +55,18 @@ struct LossTerm {
   double weight = 0;  // its factor in the training loss, which is the loss plus all weight * value
 };
 
+// A forward that was captured and compiled as a graph (training.compile).
+struct CompiledForward {
+  int stage = 0;  // of the pipeline
+  std::int64_t graph =
+      0;  // how many graphs this stage has now; more than one for training: it was captured again
+  std::int64_t nodes = 0;  // operators, forward and backward
+  double seconds = 0;      // for capturing and compiling
+  // Why the graphs that the stage had before were not valid: the input and the difference; empty for the
+  // first.
+  std::string reason = {};
+};
+
 // The result of one step. All values but the times are the same on every rank.
 struct StepOutcome {
   std::int64_t step = 0;  // steps done, including this one
@@ -71,6 +83,11 @@ struct StepOutcome {
   StepTimes times;          // of this rank
   // The auxiliary losses in the order of the model; empty if it has none.
   std::vector<LossTerm> auxiliary = {};
+  // The graphs of this rank that were captured since the step before, validations included
+  // (training.compile).
+  std::vector<CompiledForward> compiled = {};
+  std::int64_t first_captures = 0;  // on all ranks: the first graphs for a kind of call
+  std::int64_t recaptures = 0;      // on all ranks: graphs for a kind of call that had one
 };
 
 // Additional measurements of a step.
@@ -96,7 +113,8 @@ class Observer {
   virtual ~Observer() = default;
   // Called once, before the first step.
   virtual void on_start(const RunDescription& /*run*/) {}
-  // Called after the steps that output.metrics_every selects, and after the last one.
+  // Called after the steps that output.metrics_every selects, those in which something was compiled, and
+  // after the last one.
   virtual void on_step(const StepOutcome& /*outcome*/, const StepExtras& /*extras*/) {}
   // Called after each validation with the mean loss and its duration.
   virtual void on_validation(std::int64_t /*step*/, double /*loss*/, double /*seconds*/) {}

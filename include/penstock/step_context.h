@@ -60,14 +60,18 @@ struct StepContext {
   bool trial = false;                      // shapes or memory are being measured; results are discarded
   bool recompute = false;                  // this forward has been computed before
   bool recorded = false;                   // the device will replay this step without the host
-  double loss_scale = 1.0;                 // the loss is multiplied by this before backward
+  // This forward is captured as a graph that other steps replay (compiled_stage.h). Seed, step, microbatch
+  // and loss scale are not those of the replays: key() returns a key that each replay completes with its own.
+  bool captured = false;
+  double loss_scale = 1.0;  // the loss is multiplied by this before backward
 
   // Returns the context of this scope; outside of any step, a context with running == false and default
   // values. Never null; valid as long as it is held. Throws StateError if other code uses PRODUCER_INFO.
   static std::shared_ptr<const StepContext> current();
 
   // Returns the key of the random numbers of this step and microbatch for a layer and purpose. Trial runs and
-  // recomputations have the keys of the real run. Throws StateError outside of any step, where every call
+  // recomputations have the keys of the real run. While a graph is captured, the key stands for that of the
+  // step in which an operator with it runs. Throws StateError outside of any step, where every call
   // would return the same numbers, and in a recorded step, where every replay would.
   RandomKey key(std::int64_t layer, std::int64_t purpose) const;
 

@@ -178,6 +178,9 @@ struct TrainingConfig {
   std::string recompute = "none";
   std::vector<std::int64_t> recompute_stages;        // recompute in these stages only; empty: in all
   std::vector<std::int64_t> recompute_microbatches;  // recompute for these microbatches only; empty: for all
+  // How stages run their forward and backward: off (operator by operator) or graph (captured once, then
+  // replayed, with the same bits). graph needs a schedule that does not split the backward.
+  std::string compile = "off";
   std::int64_t seed = 1;                             // seed for initial parameters, dropout and data order
   std::int64_t validate_every = 40;                  // steps between validations; 0: no validation
   std::int64_t validate_batches = 4;                 // global batches per validation

@@ -85,6 +85,14 @@ class ModelStage : public torch::nn::Module {
   // for the device. Names must be among ModelPlan::auxiliary. The default has none.
   virtual std::vector<AuxiliaryLoss> take_auxiliary_losses() { return {}; }
 
+  // Returns what a forward leaves in the stage besides its result and what it writes into buffers, for
+  // forwards that run as a captured graph (training.compile): called after the forward was captured, in its
+  // scope. The tensors become results of the graph. The default leaves nothing.
+  virtual Tree values_left_by_forward() { return {}; }
+  // Called after each run of such a graph with its values, in the place of the forward. The default does
+  // nothing.
+  virtual void set_values_left_by_forward(const Tree& values);
+
   // Returns the buffers that checkpoints hold besides the parameters. They must be equal on all data-parallel
   // and tensor-parallel ranks. The default has none.
   virtual std::vector<StateBuffer> state_buffers() const { return {}; }

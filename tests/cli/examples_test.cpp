@@ -57,6 +57,14 @@ TEST(Examples, TrainsAModelOfTheProgramsOwn) {
   for (std::size_t i = 0; i < alone.size(); ++i) EXPECT_NEAR(split[i], alone[i], 2e-4) << "step " << i + 1;
 }
 
+TEST(Examples, CompilesWithACompilerOfTheProgramsOwn) {
+  const Ended ended =
+      run_command("'" + environment("PENSTOCK_BIN") + "/own_compiler'", std::chrono::seconds(60));
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_NE(ended.output.find("forward: 2 fused\n"), std::string::npos) << ended.output;
+  EXPECT_NE(ended.output.find("gradients are the same"), std::string::npos) << ended.output;
+}
+
 TEST(Examples, EndWithAMessageWhenSomethingFails) {
   for (const char* example :
        {"hello_world", "pipeline", "tensor_parallel", "distributed_tensor", "train_transformer"}) {

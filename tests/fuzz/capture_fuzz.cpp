@@ -55,7 +55,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     const Bytes again = encode_capture(read);
     if (encode_capture(decode_capture(again)) != again)
       fail("a capture that changes when it is stored again");
-    CompiledCall(std::move(read), *graph_compiler(kExecutorCompiler));
+    CompiledCall(std::move(read), graph_compiler(kExecutorCompiler));
   } catch (const Error&) {
   }
   return 0;

@@ -6,6 +6,7 @@
 #include <torch/torch.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -21,6 +22,8 @@
 #include "penstock/errors.h"
 #include "penstock/graph/run/compiled.h"
 #include "penstock/graph/run/compiled_module_internals.h"
+#include "penstock/graph_compiler.h"
+#include "penstock/value_wrapper.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 
@@ -125,6 +128,169 @@ TEST(CallCache, AnotherIdentityGuardOrOptionIsAnotherCall) {
     EXPECT_GT(runs(options, inputs_of(1)), 0);
   }
   EXPECT_EQ(runs(options, inputs_of(7)), 0);
+}
+
+// Keeps code: the name of the half.
+class Keeping final : public GraphCompiler {
+ public:
+  explicit Keeping(std::string name) : name_(std::move(name)) {}
+  std::string_view name() const override { return name_; }
+  std::shared_ptr<const CompiledGraph> compile(const Graph& graph, const CompileRequest& how) const override {
+    ++compiled;
+    return wrapped(graph, how);
+  }
+  std::optional<std::vector<std::uint8_t>> artifact(const CompiledGraph& graph) const override {
+    const std::string& role = dynamic_cast<const Run&>(graph).role;
+    return std::vector<std::uint8_t>(role.begin(), role.end());
+  }
+  std::shared_ptr<const CompiledGraph> load(const Graph& graph, const CompileRequest& how,
+                                            std::span<const std::uint8_t> code) const override {
+    EXPECT_EQ(std::string(code.begin(), code.end()), to_text(how.role));
+    ++loaded;
+    return wrapped(graph, how);
+  }
+  mutable std::atomic<int> compiled = 0, loaded = 0;
+
+ private:
+  struct Run final : CompiledGraph {
+    std::string role;
+    std::shared_ptr<const CompiledGraph> inner;
+    std::vector<c10::IValue> run(std::vector<at::Tensor> inputs, const BoundSizes* sizes) const override {
+      return inner->run(std::move(inputs), sizes);
+    }
+  };
+  static std::shared_ptr<const CompiledGraph> wrapped(const Graph& graph, const CompileRequest& how) {
+    auto run = std::make_shared<Run>();
+    run->role = to_text(how.role);
+    run->inner = graph_compiler(kExecutorCompiler)->compile(graph, how);
+    return run;
+  }
+  std::string name_;
+};
+
+const Keeping& keeping_compiler() {
+  static const auto compiler = [] {
+    auto made = std::make_shared<const Keeping>("keeping");
+    register_graph_compiler(made);
+    return made;
+  }();
+  return *compiler;
+}
+
+struct AsTheyAre final : ValueWrapper {
+  std::string name() const override { return "as they are"; }
+};
+
+TEST(CallCache, EveryOptionIsPartOfTheKey) {
+  keeping_compiler();
+  using Options = CompileOptions;
+  const std::vector<std::pair<std::string, std::function<void(Options&)>>> changes{
+      {"partitioner", [](Options& o) { o.partitioner = Partitioner::MinCut; }},
+      {"specialize", [](Options& o) { o.dynamic.specialize = true; }},
+      {"trust", [](Options& o) { o.dynamic.trust = true; }},
+      {"joint_checks", [](Options& o) { o.joint_checks = true; }},
+      {"second_derivatives", [](Options& o) { o.second_derivatives = SecondDerivatives::Refuse; }},
+      {"compile_backward", [](Options& o) { o.compile_backward = CompileBackward::FirstUse; }},
+      {"keep_input_mutations", [](Options& o) { o.keep_input_mutations = true; }},
+      {"argument_names", [](Options& o) { o.argument_names = {"x"}; }},
+      {"compiler", [](Options& o) { o.compiler = "keeping"; }},
+      {"backward_compiler", [](Options& o) { o.backward_compiler = "keeping"; }},
+      {"inference_compiler", [](Options& o) { o.inference_compiler = "keeping"; }},
+      {"identity", [](Options& o) { o.cache.identity = "another"; }},
+      {"name", [](Options& o) { o.cache.name = "another"; }}};
+  const Folder folder;
+  const std::vector<at::Tensor> eager = outcome(Counted(), 1);
+  const auto runs = [&](const Options& options) {
+    const Counted function;
+    Compiled compiled(function, options);
+    expect_equal(outcome([&](const Values& in) { return compiled(in); }, 1), eager);
+    return *function.runs;
+  };
+  EXPECT_GT(runs(options_in(folder.path)), 0);
+  for (const auto& [name, change] : changes) {
+    SCOPED_TRACE(name);
+    Options options = options_in(folder.path);
+    change(options);
+    EXPECT_GT(runs(options), 0);
+    EXPECT_EQ(runs(options), 0);
+  }
+  EXPECT_EQ(runs(options_in(folder.path)), 0);
+}
+
+// They are code: no identity says what they do.
+TEST(CallCache, WithDecompositionsAndWrappersEveryRunCaptures) {
+  const Folder folder;
+  const Function function = [](const Values& in) -> Values { return {torch::silu(in[0].toTensor())}; };
+  const at::Tensor x = torch::randn({5});
+  const auto silu_times = [](double factor) {
+    return [factor](const std::vector<c10::IValue>& in) -> std::vector<at::Tensor> {
+      return {in[0].toTensor() * torch::sigmoid(in[0].toTensor()) * factor};
+    };
+  };
+  for (const double factor : {1., 2.}) {
+    CompileOptions options = options_in(folder.path);
+    options.decompositions = {{"aten::silu", silu_times(factor)}};
+    Compiled compiled(function, options);
+    EXPECT_TRUE(at::allclose(compiled({x})[0].toTensor(), torch::silu(x) * factor));
+    EXPECT_EQ(compiled.loaded(), 0U);
+    EXPECT_TRUE(has_text(compiled.cache_counts().text(), "the decomposition of aten::silu is code"))
+        << compiled.cache_counts().text();
+    options.cache = {.name = "step", .artifact = Artifact::create(folder.path / std::to_string(factor), {})};
+    EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { Compiled(function, options); }),
+                         "the decomposition of aten::silu cannot be stored"));
+  }
+  for (int run = 0; run < 2; ++run) {
+    CompileOptions options = options_in(folder.path);
+    options.wrappers = {std::make_shared<AsTheyAre>()};
+    Compiled compiled(function, options);
+    EXPECT_TRUE(at::equal(compiled({x})[0].toTensor(), torch::silu(x)));
+    EXPECT_EQ(compiled.loaded(), 0U);
+    EXPECT_TRUE(has_text(compiled.cache_counts().text(), "wrapper 'as they are' is code"));
+  }
+}
+
+// The function must run again, which a loaded call knows nothing of.
+TEST(CallCache, SecondDerivativesOfLoadedCallsAreErrors) {
+  const Folder folder;
+  const Function function = [](const Values& in) -> Values { return {in[0].toTensor().pow(3)}; };
+  const auto second = [&](const CompileOptions& options) {
+    Compiled compiled(function, options);
+    const at::Tensor x = torch::tensor({2.F, 3.F}).requires_grad_();
+    const at::Tensor y = compiled({x})[0].toTensor().sum();
+    const at::Tensor first =
+        torch::autograd::grad({y}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true)[0];
+    return torch::autograd::grad({first.sum()}, {x})[0];
+  };
+  const at::Tensor expected = torch::tensor({12.F, 18.F});
+  EXPECT_TRUE(at::equal(second(options_in(folder.path)), expected));
+  const std::string error = message_of<NotImplemented>([&] { second(options_in(folder.path)); });
+  EXPECT_TRUE(has_text(error, "the call was loaded from the compile cache")) << error;
+  EXPECT_TRUE(has_text(error, "compile it without CacheOptions::identity")) << error;
+  // Only the halves are loaded; the function is there.
+  EXPECT_TRUE(at::equal(second(options_in(folder.path, "")), expected));
+}
+
+TEST(CallCache, CodeOfCompilersIsLoaded) {
+  const Keeping& compiler = keeping_compiler();
+  for (const CompileBackward when : {CompileBackward::AtOnce, CompileBackward::FirstUse})
+    for (const char* identity : {"", "an identity"}) {
+      SCOPED_TRACE(identity);
+      const Folder folder;
+      CompileOptions options = options_in(folder.path, identity);
+      options.compiler = "keeping";
+      options.compile_backward = when;
+      const bool at_once = when == CompileBackward::AtOnce;
+      const auto run = [&](int compiled, int loaded) {
+        compiler.compiled = compiler.loaded = 0;
+        Compiled fast(Counted(), options);
+        expect_equal(outcome([&](const Values& in) { return fast(in); }, 1), outcome(Counted(), 1));
+        EXPECT_EQ(compiler.compiled, compiled);
+        EXPECT_EQ(compiler.loaded, loaded);
+      };
+      run(2, 0);
+      // A backward that is compiled later is not there when the call is stored.
+      run(at_once ? 0 : 1, at_once ? 2 : 1);
+    }
 }
 
 TEST(CallCache, NothingIsKeptUnlessItIsAskedFor) {

@@ -199,7 +199,7 @@ Graph model_graph(std::int64_t layers) {
     return {models::token_loss(model->forward(in[state.tensors.size()].toTensor()),
                                in[state.tensors.size() + 1].toTensor(), 16)};
   };
-  AnalyzedCapture captured = analyze_and_capture(step, inputs, convention);
+  AnalyzedCapture captured = analyze_and_capture(step, inputs, {.convention = convention});
   JointGraph joint =
       captured.joint ? std::move(*captured.joint) : capture_joint(step, inputs, captured.meta, convention);
   Graph graph = functionalize(std::move(joint.graph), joint.forward_outputs);

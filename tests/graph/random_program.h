@@ -13,8 +13,10 @@ namespace penstock::graph {
 
 // The kinds of steps a random program consists of.
 enum class Looks {
-  Floats,   // floats at different places of a memory
-  AnyDtype  // memory accessed as other dtypes, conjugates and negatives, and elements that share an address
+  Floats,    // floats at different places of a memory
+  AnyDtype,  // memory accessed as other dtypes, conjugates and negatives, and elements that share an address
+  AnyWrite   // also: tensors that get other memory or fewer elements, and users' functions that write in
+             // backward
 };
 
 namespace random_steps {
@@ -73,6 +75,46 @@ inline at::Tensor look(std::size_t which, const at::Tensor& x, std::int64_t dim)
 }
 constexpr std::size_t kLooks = 14;
 
+// Doubles its input; backward counts in a buffer, and the gradient depends on it.
+struct Counted : torch::autograd::Function<Counted> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
+                            const at::Tensor& buffer) {
+    context->saved_data["buffer"] = buffer;
+    return x * 2;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    const at::Tensor buffer = context->saved_data["buffer"].toTensor();
+    buffer.add_(1);
+    return {gradients[0] * buffer.sum(), at::Tensor()};
+  }
+};
+
+// Steps that occur only in programs with any write.
+inline void write(std::size_t which, const at::Tensor& x, const at::Tensor& other, Tensors& pool) {
+  switch (which) {
+    case 0:
+      if (!x.requires_grad() && x.numel() > 1) x.resize_({x.numel() / 2});
+      break;
+    case 1:
+      if (!x.requires_grad() && x.dim() == 2 && x.is_contiguous()) x.resize_({x.size(1), x.size(0)});
+      break;
+    case 2:
+      if (!x.requires_grad() && !other.requires_grad() && x.scalar_type() == other.scalar_type())
+        x.set_(other);
+      break;
+    case 3:
+      if (!x.requires_grad() && !other.requires_grad() && x.scalar_type() == other.scalar_type())
+        x.set_(other.neg().resolve_neg());
+      break;
+    default:
+      if (x.scalar_type() == at::kFloat && !other.requires_grad() && other.scalar_type() == at::kFloat)
+        pool.push_back(Counted::apply(x, other));
+      break;
+  }
+}
+constexpr std::size_t kWrites = 5;
+
 }  // namespace random_steps
 
 // A function of views, writes and exact arithmetic, determined by `seed` and the shapes it encounters.
@@ -96,7 +138,14 @@ inline Tensors random_program(unsigned seed, const Tensors& inputs, Looks looks 
   for (std::size_t step = 0; step < steps; ++step) {
     const at::Tensor x = any();
     const auto dim = static_cast<std::int64_t>(x.dim() > 0 ? choose(static_cast<std::size_t>(x.dim())) : 0);
-    std::size_t which = choose(looks == Looks::AnyDtype ? 18 + kLooks : 18);
+    const std::size_t kinds = looks == Looks::Floats     ? 18
+                              : looks == Looks::AnyDtype ? 18 + kLooks
+                                                         : 18 + kLooks + kWrites;
+    std::size_t which = choose(kinds);
+    if (which >= 18 + kLooks) {
+      write(which - 18 - kLooks, x, any(), pool);
+      continue;
+    }
     if (which >= 18) {
       pool.push_back(look(which - 18, x, dim));
       continue;
@@ -105,7 +154,7 @@ inline Tensors random_program(unsigned seed, const Tensors& inputs, Looks looks 
     if (which >= 11 && which != 14 && which != 17 && !may_be_written(x)) which = 0;
     // Autograd ignores transpose_ when it recreates a view of another dtype or a conjugate after a write: the
     // gradients would be those of another program.
-    if (which == 17 && looks == Looks::AnyDtype && !(x.is_same(inputs[0]) || x.is_same(inputs[2]))) which = 3;
+    if (which == 17 && looks != Looks::Floats && !(x.is_same(inputs[0]) || x.is_same(inputs[2]))) which = 3;
     switch (which) {
       case 0:
         pool.push_back(x.dim() > 0 ? x.select(dim, x.size(dim) - 1) : x.unsqueeze(0));

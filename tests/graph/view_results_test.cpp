@@ -388,7 +388,7 @@ TEST(ViewReplay, GraphFilesHoldIt) {
   compiled({complex_leaf({3, 2})});
   GraphFile file{.joint = compiled.joint(0), .meta = compiled.inner_meta(0)};
   const GraphFile back = decode_graph(encode_graph(file), "memory");
-  EXPECT_EQ(back.meta, file.meta);
+  EXPECT_TRUE(back.meta.same_in_every_field(file.meta));
   EXPECT_EQ(back.meta.outputs.at(0).view.steps.size(), 2u);
   EXPECT_EQ(to_text(back.joint.graph), to_text(file.joint.graph));
 }

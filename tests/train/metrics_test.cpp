@@ -18,6 +18,8 @@
 #include "penstock/errors.h"
 #include "penstock/train/config/config_fields.h"
 #include "penstock/train/report/metrics_file.h"
+#include "penstock/train/report/report_page.h"
+#include "penstock/train/report/run_report.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 #include "tests/train/scratch_folder.h"
@@ -162,6 +164,41 @@ TEST(Metrics, AuxiliaryLossesAreWrittenAndReadByName) {
   EXPECT_EQ(read[1].weight, 0.01);
   EXPECT_TRUE(std::isnan(metrics.steps.at(1).outcome.auxiliary.at(0).value));
   EXPECT_TRUE(metrics.steps.at(2).outcome.auxiliary.empty());
+}
+
+TEST(Metrics, GraphsAreWrittenAndRead) {
+  StepOutcome outcome = made_step(1);
+  outcome.compiled = {
+      {.stage = 2, .graph = 3, .nodes = 40, .seconds = 0.5, .reason = "args[0] has sizes [1]"}};
+  outcome.first_captures = 4;
+  outcome.recaptures = 1;
+  EXPECT_TRUE(
+      has_text(step_line(outcome, {}, 1.5),
+               "\"compiled\":{\"first\":4,\"again\":1,\"here\":[{\"stage\":2,\"graph\":3,\"nodes\":40,"
+               "\"seconds\":0.5,\"reason\":\"args[0] has sizes [1]\"}]}"));
+  EXPECT_EQ(step_line(made_step(2), {}, 1.5).find("compiled"), std::string::npos);
+  const ScratchFolder folder;
+  {
+    MetricsFile file;
+    file.on_start(made_description(folder.path()));
+    file.on_step(outcome, {});
+    file.on_step(made_step(2), {});
+  }
+  const RunReport run = load_run(folder.path());
+  const StepOutcome& read = run.metrics.steps.at(0).outcome;
+  EXPECT_EQ(read.first_captures, 4);
+  EXPECT_EQ(read.recaptures, 1);
+  ASSERT_EQ(read.compiled.size(), 1u);
+  EXPECT_EQ(read.compiled[0].stage, 2);
+  EXPECT_EQ(read.compiled[0].graph, 3);
+  EXPECT_EQ(read.compiled[0].nodes, 40);
+  EXPECT_EQ(read.compiled[0].seconds, 0.5);
+  EXPECT_EQ(read.compiled[0].reason, "args[0] has sizes [1]");
+  EXPECT_TRUE(run.metrics.steps.at(1).outcome.compiled.empty());
+  EXPECT_TRUE(has_text(summary_text(run), "5 captured, 1 of them again"));
+  const std::string page = report_page({run});
+  EXPECT_TRUE(has_text(page, "<h2>Graphs</h2>"));
+  EXPECT_TRUE(has_text(page, "<td>args[0] has sizes [1]</td>"));
 }
 
 TEST(Metrics, NonFiniteNumbersAreReadAsNaN) {

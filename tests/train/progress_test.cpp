@@ -158,6 +158,28 @@ TEST(Progress, LinesWithoutATerminal) {
   EXPECT_TRUE(has_text(shown.text, "finished after step 200 of 200 in 3:20, loss 2."));
 }
 
+TEST(Progress, SaysWhatIsCompiled) {
+  std::string text;
+  ProgressOptions options;
+  options.kind = ProgressKind::Lines;
+  options.write = [&](const std::string& part) { text += part; };
+  Progress progress(options);
+  progress.on_start(made_description("/runs/first"));
+  StepOutcome outcome = made_step(1);
+  outcome.compiled = {
+      {.stage = 0, .graph = 1, .nodes = 412, .seconds = 0.35},
+      {.stage = 2, .graph = 2, .nodes = 400, .seconds = 0.25, .reason = "args[0] has sizes [1]"}};
+  outcome.first_captures = 2;
+  outcome.recaptures = 1;
+  progress.on_step(outcome, made_extras(1));
+  EXPECT_TRUE(has_text(text, "step 1: stage 0 captured as a graph: 412 operators in 0.35 s\n"));
+  EXPECT_TRUE(
+      has_text(text,
+               "step 1: stage 2 captured again as graph 2: 400 operators in 0.25 s, because args[0] has "
+               "sizes [1]\n"));
+  EXPECT_TRUE(has_text(text, "step 1: 1 graph captured on other ranks\n"));
+}
+
 TEST(Progress, OneLineIsOverwrittenOnATerminal) {
   const Shown shown(ProgressKind::Bar);
   EXPECT_EQ(shown.count("\r["), 200u);

@@ -54,7 +54,7 @@ graph::GraphFile capture_model(const train::TrainConfig& config, bool min_cut) {
     const at::Tensor output = model->forward_with(x, given.keywords);
     return {model->loss(output, targets, static_cast<double>(tokens.numel()))};
   };
-  graph::AnalyzedCapture captured = graph::analyze_and_capture(step, inputs, convention);
+  graph::AnalyzedCapture captured = graph::analyze_and_capture(step, inputs, {.convention = convention});
   graph::GraphFile file;
   file.meta = std::move(captured.meta);
   file.joint =

@@ -58,8 +58,8 @@ void fields(Archive& archive, T& info) {
 
 template <class Archive, Is<ViewAndMutationMeta> T>
 void fields(Archive& archive, T& meta) {
-  auto& [inputs, outputs, bases, keep, tangents, grad_mode_after, symbols] = meta;
-  archive(inputs, outputs, bases, keep, tangents, grad_mode_after, symbols);
+  auto& [inputs, outputs, bases, keep, tangents, grad_mode_after, symbols, static_inputs] = meta;
+  archive(inputs, outputs, bases, keep, tangents, grad_mode_after, symbols, static_inputs);
 }
 
 template <class Archive, Is<PlainTensorMeta> T>
@@ -76,8 +76,9 @@ void fields(Archive& archive, T& layout) {
 
 template <class Archive, Is<JointGraph> T>
 void fields(Archive& archive, T& joint) {
-  auto& [graph, primals, forward_outputs, tangents, written_in_backward, subclasses] = joint;
-  archive(graph, primals, forward_outputs, tangents, written_in_backward);
+  auto& [graph, primals, forward_outputs, tangents, written_in_backward, written_in_graph, subclasses] =
+      joint;
+  archive(graph, primals, forward_outputs, tangents, written_in_backward, written_in_graph);
   bool any = subclasses != nullptr;
   archive(any);
   if (!any) return;

@@ -8,22 +8,44 @@
 // layers) keep more for backward when it is on.
 // An input passed by move is freed at its last use like any other tensor.
 // A graph with symbols needs their values: `run({x, w}, graph.table->at({8, 128}).get())`.
-// Thread safety: one Executor may run in several threads at once.
+//
+// What makes a run fast. Operators with common signatures are called without boxing (unboxed_call.h). Views
+// are made without their operators (direct_view.cpp), and pointwise results are put into the memory of
+// arguments that are not used afterwards (dead_memory.h); both only if no mode is active, which must see the
+// operators as recorded, and if the tensors are what was planned. All this changes no bit of a result. Lists
+// and slots are kept between runs: in the steady state a run allocates the list of results that it returns,
+// and what its operators allocate.
+// Thread safety: one Executor may run in several threads at once, and within a run of itself.
 #pragma once
 
-#include <cstdint>
+#include <cstddef>
+#include <memory>
+#include <mutex>
 #include <utility>
 #include <vector>
 
-#include "penstock/graph/compiler/graph_compiler.h"
 #include "penstock/graph/ir/graph.h"
+#include "penstock/graph_compiler.h"
 
 namespace penstock::graph {
+
+struct Frame;
+struct RunPlan;
+
+// How to run.
+struct ExecutorOptions {
+  bool unboxed = true;       // call operators with common signatures without boxing
+  bool direct_views = true;  // make views without their operators
+  bool reuse_memory = true;  // put results into the memory of arguments that are not used afterwards
+  // Inputs whose memory may be overwritten too (CompileRequest::donated_inputs).
+  std::vector<std::size_t> donated_inputs = {};
+};
 
 class Executor final : public CompiledGraph {
  public:
   // Verifies the graph and copies what a run needs; the graph may then be destroyed.
-  explicit Executor(const Graph& graph);
+  explicit Executor(const Graph& graph, const ExecutorOptions& options = {});
+  ~Executor() override;
 
   // Takes one defined tensor for each input of the graph. Returns one value for each output; undefined
   // tensors for outputs that are kNoValue. Throws ValueError if the number of inputs differs from that of the
@@ -36,50 +58,47 @@ class Executor final : public CompiledGraph {
 
   std::size_t input_count() const { return inputs_.size(); }
 
+  // How many nodes are called in which way.
+  struct Counts {
+    std::size_t boxed = 0, unboxed = 0;
+    std::size_t views = 0;   // of both, those that are normally made without their operator
+    std::size_t reuses = 0;  // of both, those that may overwrite an argument
+  };
+  const Counts& counts() const { return counts_; }
+
  private:
-  // How to push one argument. `slot`: where the tensor is stored; for lists and constants, the index into
-  // `lists_` and `plain_`; for symbolic constants, the index into the table.
-  struct Push {
-    enum class Kind : std::uint8_t { Constant, Symbolic, Copy, Move, Undefined, List, OptionalList };
-    Kind kind = Kind::Constant;
+  class Planner;
+  struct Input {
     std::uint32_t slot = 0;
+    bool unused = false;
   };
-  struct Keep {
-    enum class Kind : std::uint8_t { Drop, Tensor, List };
-    Kind kind = Kind::Drop;
-    std::uint32_t slot = 0;
-  };
-  struct ListItem {
-    std::int32_t slot = -1;  // -1: missing
-  };
-  struct Step {
-    c10::OperatorHandle op;
-    bool grad_enabled = true;
-    // End indices into the arrays below; each range begins where the previous step's ends.
-    std::uint32_t pushes_end = 0, keeps_end = 0, frees_end = 0;
-  };
-
-  void plan_node(const Graph& graph, const Node& node, std::size_t position,
-                 const std::vector<std::size_t>& last_use);
-  void push(std::vector<at::Tensor>& slots, const Push& what, const BoundSizes* sizes,
-            std::vector<c10::IValue>* stack) const;
-
-  std::vector<Step> steps_;
-  std::vector<Push> pushes_;
-  std::vector<Keep> keeps_;
-  std::vector<std::uint32_t> frees_;
-  std::vector<c10::IValue> plain_;  // constant arguments
-  std::vector<std::vector<ListItem>> lists_;
-  struct FoundTensor {
+  struct Constant {
     std::uint32_t slot = 0;
     at::Tensor tensor;
     SymbolicId symbolic = kNotSymbolic;
   };
-  std::vector<FoundTensor> constants_;
-  std::vector<std::uint32_t> inputs_;
-  std::vector<Operand> outputs_;
-  std::size_t slot_count_ = 0;
+  struct Output {
+    c10::IValue constant;  // of an output that is not a tensor
+    SymbolicId symbolic = kNotSymbolic;
+    bool is_tensor = false;
+    bool last = false;  // no other output is the same value
+    std::uint32_t slot = 0;
+  };
+
+  std::unique_ptr<Frame> take_frame() const;
+  void call_steps(Frame& frame) const;
+  std::vector<c10::IValue> take_results(Frame& frame) const;
+
+  std::unique_ptr<RunPlan> plan_;
+  std::vector<Input> inputs_;
+  std::vector<Constant> constants_;
+  std::vector<Output> outputs_;
+  Counts counts_;
   bool needs_sizes_ = false;
+
+  // Frames that no run uses. They hold no tensors but the graph's constants.
+  mutable std::mutex mutex_;
+  mutable std::vector<std::unique_ptr<Frame>> frames_;
 };
 
 }  // namespace penstock::graph

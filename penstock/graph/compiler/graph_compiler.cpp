@@ -1,4 +1,4 @@
-#include "penstock/graph/compiler/graph_compiler.h"
+#include "penstock/graph_compiler.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -8,6 +8,8 @@
 #include <utility>
 
 #include "penstock/base/describe.h"
+#include "penstock/base/quote.h"
+#include "penstock/base/text.h"
 #include "penstock/errors.h"
 #include "penstock/graph/compiler/execute.h"
 
@@ -17,8 +19,9 @@ namespace {
 class ExecutorCompiler final : public GraphCompiler {
  public:
   std::string_view name() const override { return kExecutorCompiler; }
-  std::shared_ptr<const CompiledGraph> compile(const Graph& graph, GraphRole) const override {
-    return std::make_shared<const Executor>(graph);
+  std::shared_ptr<const CompiledGraph> compile(const Graph& graph,
+                                               const CompileRequest& request) const override {
+    return std::make_shared<const Executor>(graph, ExecutorOptions{.donated_inputs = request.donated_inputs});
   }
 };
 
@@ -50,6 +53,7 @@ std::string_view to_text(GraphRole role) {
 void register_graph_compiler(std::shared_ptr<const GraphCompiler> compiler) {
   if (!compiler) throw ValueError("graph: register_graph_compiler got no compiler; pass one");
   const std::string name(compiler->name());
+  if (name.empty()) throw ValueError("graph: register_graph_compiler got a compiler without a name; name it");
   KnownCompilers& known = known_compilers();
   const std::lock_guard lock(known.mutex);
   if (!known.by_name.try_emplace(name, std::move(compiler)).second)
@@ -70,9 +74,14 @@ std::shared_ptr<const GraphCompiler> graph_compiler(std::string_view name) {
     const std::lock_guard lock(known.mutex);
     if (const auto found = known.by_name.find(name); found != known.by_name.end()) return found->second;
   }
-  throw ValueError(describe("graph: compiler", fmt::format("'{}'", name),
-                            fmt::format("one of {}", fmt::join(graph_compiler_names(), ", ")),
-                            "choose one of these, or register it with register_graph_compiler"));
+  const std::vector<std::string> names = graph_compiler_names();
+  const std::string nearest = nearest_name(name, names);
+  throw ValueError(describe("graph: compiler", quote(name), fmt::format("one of {}", fmt::join(names, ", ")),
+                            nearest.empty()
+                                ? "choose one of these, or register it with register_graph_compiler"
+                                : fmt::format("did you mean '{}'? Otherwise choose another of these, or "
+                                              "register it with register_graph_compiler",
+                                              nearest)));
 }
 
 }  // namespace penstock::graph

@@ -19,6 +19,11 @@ struct JointGraph {
   std::vector<TangentInfo> tangents;
   // Primals; their new values are the last outputs, in this order.
   std::vector<std::size_t> written_in_backward = {};
+  // Primals that the forward graph writes itself; their new values are the last of the forward outputs. Once
+  // the graph is split, forward writes them instead of returning them (write_inputs_in_graph).
+  std::vector<std::size_t> written_in_graph = {};
+  // The forward outputs before those.
+  std::size_t forward_returns() const { return forward_outputs - written_in_graph.size(); }
 
   // Set if a tensor of the function is a subclass; `primals`, `forward_outputs`, `tangents` and the gradients
   // then count the plain tensors inside.

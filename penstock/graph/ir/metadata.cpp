@@ -79,22 +79,18 @@ void InputInfo::validate(std::size_t input) const {
         fmt::format("graph: input {} is marked as getting other memory (set_) but keeping its metadata; set "
                     "mutates_metadata as well",
                     input));
-  if ((mutates_storage_metadata || resizes_storage) && mutation_type() != MutationType::MutatedInGraph)
-    throw ValueError(
-        fmt::format("graph: input {} is {}, which only the graph itself can do; keep input mutations, and do "
-                    "it under no_grad",
-                    input, resizes_storage ? "resized" : "given other memory (set_)"));
 }
 
 MutationType InputInfo::mutation_type() const {
   if (!mutates_data && !mutates_metadata && !resizes_storage) return MutationType::NotMutated;
+  // A graph cannot give an input other memory (set_): that is done after it has run.
+  if (mutates_storage_metadata || resizes_storage) return MutationType::MutatedOutOfGraph;
   // The graph may write an input if autograd would not notice: no gradient is involved and the shape stays,
   // or the write is invisible to autograd.
-  const bool writes_memory = mutates_data || mutates_storage_metadata || resizes_storage;
   const bool unnoticed =
       (!mutates_metadata && !requires_grad) || mutations_hidden_from_autograd || mutations_under_no_grad;
-  return keep_input_mutations && writes_memory && unnoticed ? MutationType::MutatedInGraph
-                                                            : MutationType::MutatedOutOfGraph;
+  return keep_input_mutations && mutates_data && unnoticed ? MutationType::MutatedInGraph
+                                                           : MutationType::MutatedOutOfGraph;
 }
 
 bool is_fresh(OutputKind kind) {
@@ -154,6 +150,22 @@ std::size_t ViewAndMutationMeta::forward_return_of(const TangentInfo& tangent) c
       return mutated.size() + outputs.size() + tangent.index;
   }
   throw InvariantError("graph: unknown kind of tangent");
+}
+
+bool ViewAndMutationMeta::operator==(const ViewAndMutationMeta& other) const {
+  const auto same_tangent = [](const TangentInfo& a, const TangentInfo& b) {
+    return a.geometry.sizes == b.geometry.sizes && a.geometry.dtype == b.geometry.dtype;
+  };
+  return inputs == other.inputs && outputs == other.outputs &&
+         intermediate_bases == other.intermediate_bases &&
+         keep_input_mutations == other.keep_input_mutations &&
+         std::equal(tangents.begin(), tangents.end(), other.tangents.begin(), other.tangents.end(),
+                    same_tangent);
+}
+
+bool ViewAndMutationMeta::same_in_every_field(const ViewAndMutationMeta& other) const {
+  return *this == other && tangents == other.tangents && grad_mode_after == other.grad_mode_after &&
+         symbols_for_backward == other.symbols_for_backward && static_inputs == other.static_inputs;
 }
 
 bool ViewAndMutationMeta::needs_autograd() const {

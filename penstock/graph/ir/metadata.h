@@ -50,8 +50,7 @@ struct InputInfo {
   bool is_touched = false;
   bool is_tensor = true;  // if so, it is an input of the graph
 
-  // Throws ValueError if the flags contradict each other: new memory implies new metadata, and a change of
-  // the memory itself can only be done in the graph.
+  // Throws ValueError if the flags contradict each other: new memory implies new metadata.
   void validate(std::size_t input) const;
   MutationType mutation_type() const;
 
@@ -102,6 +101,8 @@ struct ViewAndMutationMeta {
   // The number of symbols backward depends on once the graph is split. They are kept with the call; forward
   // does not return them.
   std::size_t symbols_for_backward = 0;
+  // Inputs that are the same tensors in every call, normally at the same address: parameters and buffers.
+  std::vector<std::size_t> static_inputs;
 
   // ---- derived ----
   std::vector<std::size_t> mutated_at_run_time() const;  // written after the graph has run
@@ -125,7 +126,13 @@ struct ViewAndMutationMeta {
   // Whether some result has a size that depends on symbols.
   bool dynamic_outputs() const;
 
-  bool operator==(const ViewAndMutationMeta&) const = default;
+  // Whether two functions may use one compiled graph: inputs, outputs, the number of bases,
+  // keep_input_mutations, and the number, sizes and dtypes of the tangents are equal. Nothing else counts:
+  // what a tangent belongs to follows from inputs and outputs, and symbols_for_backward from the graph.
+  bool operator==(const ViewAndMutationMeta& other) const;
+  // Also what operator== ignores: tangents by their whole layout, the grad mode afterwards, and the number of
+  // symbols of backward.
+  bool same_in_every_field(const ViewAndMutationMeta& other) const;
 };
 
 // Whether an output of this kind is returned by the graph with its own memory, so that autograd may treat it

@@ -279,9 +279,13 @@ Graph bind(const Graph& graph, const SymbolValues& values) {
 }
 
 JointGraph bind(const JointGraph& joint, const SymbolValues& values) {
-  JointGraph bound{bind(joint.graph, values), joint.primals,
-                   joint.forward_outputs,     joint.tangents,
-                   joint.written_in_backward, {}};
+  JointGraph bound{bind(joint.graph, values),
+                   joint.primals,
+                   joint.forward_outputs,
+                   joint.tangents,
+                   joint.written_in_backward,
+                   joint.written_in_graph,
+                   {}};
   if (!joint.graph.table) return bound;
   const Binding binding(*joint.graph.table, values);
   for (TangentInfo& tangent : bound.tangents) binding.bind(tangent.geometry, /*may_be_unknown=*/false);

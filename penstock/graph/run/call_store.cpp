@@ -15,6 +15,7 @@
 #include "penstock/graph/run/capture_fields.h"
 #include "penstock/torch/compat/device_name.h"
 #include "penstock/torch/compat/version.h"
+#include "penstock/value_wrapper.h"
 
 namespace penstock::graph {
 namespace {
@@ -89,6 +90,43 @@ std::string text_difference(const std::string& now, const std::string& then) {
   }
 }
 
+// The options that change a capture or what is compiled of it. Not `recapture` and `log`, which do not, and
+// not those of the compilers, which are fields of their own.
+std::string option_fields(const CompileOptions& options) {
+  ByteWriter out;
+  const auto choice = [&](auto value) { out.number(static_cast<std::uint8_t>(value)); };
+  choice(options.partitioner);
+  choice(options.second_derivatives);
+  choice(options.compile_backward);
+  out.flag(options.joint_checks);
+  out.flag(options.keep_input_mutations);
+  out.count(options.dynamic.dims.size());
+  for (const DynamicDim& dim : options.dynamic.dims) {
+    out.text(std::holds_alternative<std::size_t>(dim.input.get())
+                 ? std::to_string(std::get<std::size_t>(dim.input.get()))
+                 : std::get<std::string>(dim.input.get()));
+    out.text(dim.symbol);
+    for (const std::int64_t number : {dim.dim, dim.min, dim.max, dim.multiple_of}) out.number(number);
+  }
+  out.flag(options.dynamic.trust);
+  out.flag(options.dynamic.specialize);
+  out.count(options.argument_names.size());
+  for (const std::string& name : options.argument_names) out.text(name);
+  out.count(options.decompositions.size());
+  for (const auto& [op, decomposition] : options.decompositions) out.text(op);
+  out.count(options.wrappers.size());
+  for (const auto& wrapper : options.wrappers) out.text(wrapper->name());
+  return {out.bytes.begin(), out.bytes.end()};
+}
+
+// Names the first piece of code among the options; empty if there is none.
+std::string code_of_the_user(const CompileOptions& options) {
+  if (!options.decompositions.empty())
+    return fmt::format("the decomposition of {}", options.decompositions.begin()->first);
+  if (!options.wrappers.empty()) return fmt::format("wrapper '{}'", options.wrappers[0]->name());
+  return {};
+}
+
 }  // namespace
 
 ArtifactFolder::Fields environment_fields(const std::vector<at::Device>& devices,
@@ -107,26 +145,23 @@ ArtifactFolder::Fields environment_fields(const std::vector<at::Device>& devices
 }
 
 std::unique_ptr<CallStore> CallStore::open(const CompileOptions& options, FunctionIdentity function,
-                                           std::shared_ptr<const GraphCompiler> compiler) {
-  std::unique_ptr<CallStore> store(new CallStore(options, std::move(function), std::move(compiler)));
+                                           CompilerChoice compilers) {
+  std::unique_ptr<CallStore> store(new CallStore(options, std::move(function), std::move(compilers)));
   return store->cache_ || store->artifact_ ? std::move(store) : nullptr;
 }
 
-CallStore::CallStore(const CompileOptions& options, FunctionIdentity function,
-                     std::shared_ptr<const GraphCompiler> compiler)
-    : options_(options.cache), function_(std::move(function)), compiler_(std::move(compiler)) {
-  ByteWriter others;
-  others.number(static_cast<std::uint8_t>(options.partitioner));
-  for (const DynamicDim& dim : options.dynamic.dims) {
-    others.text(std::holds_alternative<std::size_t>(dim.input.get())
-                    ? std::to_string(std::get<std::size_t>(dim.input.get()))
-                    : std::get<std::string>(dim.input.get()));
-    others.text(dim.symbol);
-    for (const std::int64_t number : {dim.dim, dim.min, dim.max, dim.multiple_of}) others.number(number);
-  }
-  others.flag(options.dynamic.trust);
-  fields_.assign(others.bytes.begin(), others.bytes.end());
+CallStore::CallStore(const CompileOptions& options, FunctionIdentity function, CompilerChoice compilers)
+    : options_(options.cache),
+      fields_(option_fields(options)),
+      function_(std::move(function)),
+      compilers_(std::move(compilers)),
+      only_graphs_(code_of_the_user(options)) {
   if (options_.artifact) {
+    if (!only_graphs_.empty())
+      throw NotImplemented(fmt::format(
+          "artifact {}: {} cannot be stored, and loaded calls would not notice another one; compile without "
+          "it, or without the artifact",
+          ArtifactAccess::folder_of(*options_.artifact).folder().string(), only_graphs_));
     artifact_ = &ArtifactAccess::folder_of(*options_.artifact);
     return;
   }
@@ -152,7 +187,10 @@ CacheCounts CallStore::counts() const {
 
 KeyBuilder CallStore::environment(const CallGuard& guard) const {
   KeyBuilder key;
-  key.fields(environment_fields(devices_of(guard), *compiler_)).field("options", fields_);
+  key.fields(environment_fields(devices_of(guard), *compilers_.forward)).field("options", fields_);
+  for (const auto& [half, compiler] :
+       {std::pair("backward", compilers_.backward.get()), std::pair("inference", compilers_.inference.get())})
+    key.field(half, fmt::format("{} {}", compiler->name(), compiler->version()));
   return key;
 }
 
@@ -170,6 +208,10 @@ CacheKey CallStore::call_key(const CallGuard& guard, Sizes sizes) const {
 CallStore::Place CallStore::find(const CallGuard& guard, Sizes sizes, const Values& inputs) {
   Place place;
   if (!artifact_ && options_.identity.empty()) return place;
+  if (!only_graphs_.empty()) {
+    cache_->refuse(only_graphs_ + " is code, which an identity does not name");
+    return place;
+  }
   try {
     place.key = call_key(guard, sizes);
   } catch (const NotImplemented& error) {
@@ -240,7 +282,7 @@ Bytes CallStore::encode(const CompiledCall& call) const {
   section(encode_capture({call.capture(), call.halves()}));
   section(function_.save ? function_.save() : Bytes());
   GraphEncoder rest("compile cache");
-  rest(call.code(*compiler_), call.dynamic() ? call.dynamic()->checked_sizes() : std::vector<SymbolValues>());
+  rest(call.code(), call.dynamic() ? call.dynamic()->checked_sizes() : std::vector<SymbolValues>());
   section(rest.finish());
   return std::move(out.bytes);
 }
@@ -349,8 +391,7 @@ void CallStore::keep_halves(Halves& halves, const CompiledCall& call) {
   if (!halves.reservation) return;
   try {
     GraphEncoder encoder("compile cache");
-    encoder(call.capture().joint.graph, call.halves(), call.code(*compiler_),
-            call.capture().meta.symbols_for_backward);
+    encoder(call.capture().joint.graph, call.halves(), call.code(), call.capture().meta.symbols_for_backward);
     halves.reservation.store(encoder.finish());
   } catch (const NotImplemented& error) {
     cache_->refuse(error.what());
@@ -361,7 +402,7 @@ void CallStore::keep_halves(Halves& halves, const CompiledCall& call) {
 void CallStore::verify(const PartitionedCapture& stored, const PartitionedCapture& now) const {
   if (encode_capture(stored) == encode_capture(now)) return;
   std::string what = text_difference(to_text(now.capture.joint.graph), to_text(stored.capture.joint.graph));
-  if (what.empty() && !(stored.capture.user_meta() == now.capture.user_meta()))
+  if (what.empty() && !stored.capture.user_meta().same_in_every_field(now.capture.user_meta()))
     what = "what it does to its inputs, or how its results alias them";
   if (what.empty())
     what = text_difference(to_text(now.halves.forward) + to_text(now.halves.backward),

@@ -1,15 +1,16 @@
 // Keeps what a Compiled has captured between runs, in the cache folder or in an artifact;
 // docs/compile_cache.md describes both levels.
 //
-//   auto store = CallStore::open(options, function_identity, *compiler);   // null if nothing is kept
+//   auto store = CallStore::open(options, function_identity, compilers);   // null if nothing is kept
 //   StoredCall::Place place = store->find(guard, CallStore::Sizes::Fixed, inputs);
 //   if (place.call) ...                                         // CallGuard::holds must still be asked
 //   else { ... capture and compile ...; store->keep(place, call); }
 //
 // Call level (CacheOptions::identity, artifacts): from the guard of a call to the whole capture; the function
-// does not run. Graph level: from a joint graph to its halves and their code. A cache never fails a run; an
-// artifact does, with errors that name what is missing. Private to this folder. Thread safety: one thread at
-// a time; several processes and objects may use one folder.
+// does not run. Switched off with decompositions or wrappers of the user, which are code. Graph level: from a
+// joint graph to its halves and their code. A cache never fails a run; an artifact does, with errors that
+// name what is missing. Private to this folder. Thread safety: one thread at a time; several processes and
+// objects may use one folder.
 #pragma once
 
 #include <memory>
@@ -22,10 +23,10 @@
 #include "penstock/compile_options.h"
 #include "penstock/graph/cache/artifact_folder.h"
 #include "penstock/graph/cache/directory_cache.h"
-#include "penstock/graph/compiler/graph_compiler.h"
 #include "penstock/graph/run/compiled_call.h"
 #include "penstock/graph/run/function_capture.h"
 #include "penstock/graph/run/function_identity.h"
+#include "penstock/graph_compiler.h"
 
 namespace penstock::graph {
 
@@ -47,9 +48,10 @@ class CallStore {
     CacheReservation reservation;
   };
 
-  // Throws ConfigError for a malformed PENSTOCK_CACHE_MB.
+  // Throws ConfigError for a malformed PENSTOCK_CACHE_MB, and NotImplemented for an artifact together with
+  // decompositions or wrappers of the user.
   static std::unique_ptr<CallStore> open(const CompileOptions& options, FunctionIdentity function,
-                                         std::shared_ptr<const GraphCompiler> compiler);
+                                         CompilerChoice compilers);
 
   // Looks up a call. An artifact that is only read throws StateError if it has no such call.
   Place find(const CallGuard& guard, Sizes sizes, const Values& inputs);
@@ -78,8 +80,7 @@ class CallStore {
   CacheCounts counts() const;
 
  private:
-  CallStore(const CompileOptions& options, FunctionIdentity function,
-            std::shared_ptr<const GraphCompiler> compiler);
+  CallStore(const CompileOptions& options, FunctionIdentity function, CompilerChoice compilers);
   Bytes encode(const CompiledCall& call) const;
   StoredCall decode(std::span<const std::uint8_t> bytes, const Values& inputs, const std::string& name) const;
   KeyBuilder environment(const CallGuard& guard) const;
@@ -89,7 +90,9 @@ class CallStore {
   CacheOptions options_;
   std::string fields_;  // of the other options that change a capture
   FunctionIdentity function_;
-  std::shared_ptr<const GraphCompiler> compiler_;
+  CompilerChoice compilers_;
+  // What keeps whole calls from being looked up: code that no identity names. Empty: nothing.
+  std::string only_graphs_;
   std::optional<DirectoryCache> cache_;
   ArtifactFolder* artifact_ = nullptr;  // owned by options_.artifact
   mutable std::size_t artifact_hits_ = 0;

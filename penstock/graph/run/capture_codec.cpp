@@ -52,6 +52,13 @@ class CaptureCheck {
             "inconsistent number of outputs");
     for (const std::size_t primal : joint.written_in_backward)
       require(primal < joint.primals, "an input that does not exist is written in backward");
+    require(joint.written_in_graph.size() <= joint.forward_outputs &&
+                (joint.written_in_graph.empty() || !joint.subclasses),
+            "inputs that are written in a graph that does not return them");
+    for (const std::size_t primal : joint.written_in_graph)
+      require(primal < joint.primals, "an input that does not exist is written in the graph");
+    require(capture_.convention.found <= (joint.subclasses ? joint.subclasses->inputs.size() : joint.primals),
+            "more parameters and buffers than tensors among the inputs");
     for (const Operand& output : joint.graph.outputs)
       require(output.kind == Operand::Kind::Constant || output.kind == Operand::Kind::Tensor,
               "an output that is a list");
@@ -112,6 +119,8 @@ class CaptureCheck {
         for (const Operand& operand : step.arguments) check(operand);
     }
     for (const TangentInfo& tangent : meta.tangents) check(meta, tangent);
+    for (const std::size_t input : meta.static_inputs)
+      require(input < meta.inputs.size(), "a parameter that does not exist");
   }
   void check(const ViewAndMutationMeta& meta, const TangentInfo& tangent) const {
     check(tangent.geometry);
@@ -132,11 +141,16 @@ class CaptureCheck {
     require(capture_.primal_written.size() == tensors && capture_.primal_shares_changed.size() == tensors,
             "inconsistent number of tensors among the inputs");
     require(joint.subclasses || joint.primals == tensors, "inconsistent number of primals");
-    require(joint.subclasses || joint.forward_outputs == meta.forward_returns(),
+    require(joint.subclasses || joint.forward_returns() == meta.forward_returns(),
             "inconsistent number of results");
     require(capture_.memory_of_output.size() == joint.forward_outputs, "inconsistent number of outputs");
     require(capture_.geometry_after.size() == meta.mutated_at_run_time().size(),
             "inconsistent number of written inputs");
+    require(capture_.memory_after.size() == capture_.geometry_after.size(),
+            "inconsistent number of inputs with other memory");
+    for (const auto& input : capture_.memory_after)
+      require(!input || (*input < meta.inputs.size() && meta.inputs[*input].is_tensor),
+              "an input in the memory of one that does not exist");
     for (const Geometry& geometry : capture_.geometry_after) check(geometry);
     for (const TangentInfo& tangent : joint.tangents) check(meta, tangent);
     capture_.guard.for_each_geometry([&](std::size_t, const Geometry& geometry) { check(geometry); });
@@ -148,7 +162,7 @@ class CaptureCheck {
       require(static_cast<std::int32_t>(value) >= 0 && index_of(value) < joint.graph.values.size(),
               "a saved value that does not exist");
     require(forward.inputs.size() == joint.primals &&
-                forward.outputs.size() == joint.forward_outputs + saved.size() &&
+                forward.outputs.size() == joint.forward_returns() + saved.size() &&
                 backward.inputs.size() == saved.size() + joint.tangents.size() &&
                 backward.outputs.size() == joint.graph.outputs.size() - joint.forward_outputs,
             "halves that do not fit the joint graph");
@@ -157,11 +171,12 @@ class CaptureCheck {
     const auto within = [&](const std::vector<FlattenRecord>& records, std::size_t count) {
       std::size_t next = 0;
       for (const FlattenRecord& record : records) {
-        require(record.first_flat() == next || record.count() == 0,
+        require((record.first_flat() == next || record.count() == 0) && record.first_flat() < count,
                 "a subclass with tensors at other places");
         next = record.first_flat() + record.count();
         record.for_each_plain([&](const PlainTensorMeta& plain) {
           if (plain.geometry) check(*plain.geometry);
+          require(plain.flat_index < count, "more tensors in subclasses than in the graph");
         });
       }
       require(next <= count, "more tensors in subclasses than in the graph");
@@ -173,10 +188,15 @@ class CaptureCheck {
     within(layout.input_gradients, joint.graph.outputs.size() - joint.forward_outputs);
     require(layout.inputs.size() == capture_.primal_written.size() &&
                 layout.forward_outputs.size() == capture_.meta.forward_returns() &&
-                layout.in_mutated_input.size() <= joint.forward_outputs,
+                layout.in_mutated_input.size() == joint.forward_outputs,
             "inconsistent number of subclasses");
     for (const auto& input : layout.in_mutated_input)
       require(!input || *input < joint.primals, "a result in the memory of an input that does not exist");
+    for (const FlattenRecord& record : layout.forward_outputs)
+      record.for_each_plain([&](const PlainTensorMeta& plain) {
+        require(plain.geometry || !layout.in_mutated_input[plain.flat_index],
+                "a result in the memory of an input that is not a tensor");
+      });
   }
   void check_symbols() const {
     const SymbolicTable* table = capture_.joint.graph.table.get();
@@ -257,7 +277,9 @@ CallGuard decode_guard(std::span<const std::uint8_t> bytes, const std::vector<at
 
 Bytes encode_joint(const FunctionCapture& capture) {
   GraphEncoder encoder(kWho);
-  encoder(kCaptureVersion, capture.joint, capture.meta, capture.symbols);
+  // What a compiler is told follows from these (CompileRequest).
+  encoder(kCaptureVersion, capture.joint, capture.meta, capture.symbols, capture.convention.found,
+          capture.primal_written);
   return encoder.finish();
 }
 

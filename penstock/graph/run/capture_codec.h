@@ -2,7 +2,7 @@
 //
 //   const Bytes bytes = encode_capture(partitioned);
 //   PartitionedCapture again = decode_capture(bytes, default_call_wrappers());
-//   CompiledCall call(std::move(again), *graph_compiler("executor"));
+//   CompiledCall call(std::move(again), graph_compiler("executor"));
 //
 // The wrappers around a function are stored by name, with what they have decided, and are applied again:
 // decoding takes the list of those that the program knows. Contexts of subclasses are restored by the codecs
@@ -25,7 +25,7 @@
 namespace penstock::graph {
 
 // Increment it with every change of what is stored or of what it means; it is part of every key.
-inline constexpr std::uint32_t kCaptureVersion = 1;
+inline constexpr std::uint32_t kCaptureVersion = 2;
 
 Bytes encode_capture(const PartitionedCapture& capture);
 PartitionedCapture decode_capture(std::span<const std::uint8_t> bytes,

@@ -8,9 +8,12 @@
 
 namespace penstock::graph {
 
+constexpr SecondDerivatives last_of(SecondDerivatives) { return SecondDerivatives::Refuse; }
+
+// Without the decompositions, which are code: the joint graph is what they have made.
 template <class Archive, Is<Convention> T>
 void fields(Archive& archive, T& convention) {
-  auto& [found, names] = convention;
+  auto& [found, names, decompositions] = convention;
   archive(found, names);
 }
 
@@ -83,12 +86,13 @@ void fields(Archive& archive, T& code) {
   archive(forward, backward);
 }
 
-// Without the wrappers, which the program must know.
+// Without the wrappers, which the program must know, and what runs the function again, which is code.
 template <class Archive, Is<FunctionCapture> T>
 void fields(Archive& archive, T& capture) {
-  auto& [guard, wrappers, meta, convention, joint, written, shares_changed, geometry_after, memory_of_output,
-         symbols] = capture;
-  archive(guard, meta, convention, joint, written, shares_changed, geometry_after, memory_of_output, symbols);
+  auto& [guard, wrappers, meta, convention, joint, written, shares_changed, geometry_after, memory_after,
+         run_again, second_derivatives, memory_of_output, symbols] = capture;
+  archive(guard, meta, convention, joint, written, shares_changed, geometry_after, memory_after,
+          second_derivatives, memory_of_output, symbols);
 }
 
 }  // namespace penstock::graph

@@ -1,7 +1,9 @@
 #include "penstock/graph/run/captured_node.h"
 
+#include <c10/core/GradMode.h>
 #include <fmt/format.h>
 
+#include <iterator>
 #include <utility>
 
 #include "penstock/base/describe.h"
@@ -39,23 +41,39 @@ at::Tensor tangent(const at::Tensor& gradient, const Geometry& geometry, const B
 void CapturedNode::save_all(const std::vector<c10::IValue>& values, const std::vector<at::Tensor>& primals,
                             const std::vector<at::Tensor>& results) {
   for (std::size_t i = 0; i < call_->saved.size(); ++i) {
-    const PlainGraphCall::Saved& how = call_->saved[i];
+    const GraphCall::Saved& how = call_->saved[i];
     at::Tensor tensor = values[call_->forward_outputs + i].toTensor();
-    if (how.how == PlainGraphCall::Saved::How::Copied) {
+    if (how.how == GraphCall::Saved::How::Copied) {
       const at::NoGradGuard no_grad;
       tensor = copy_keeping_lazy_bits(tensor.detach());
     }
-    if (how.how == PlainGraphCall::Saved::How::Unwatched) tensor = tensor.variable_data();
+    if (how.how == GraphCall::Saved::How::Unwatched) tensor = tensor.variable_data();
     save(tensor);
-    if (how.watch_primal) watch(primals[*how.watch_primal]);
-    if (how.watch_output) watch(results[*how.watch_output]);
   }
+  for (const std::size_t primal : call_->watched.primals) watch(primals[primal]);
+  for (const std::size_t output : call_->watched.outputs) watch(results[output]);
+}
+
+void CapturedNode::hold(const std::vector<at::Tensor>& primals) {
+  if (call_->run_again) hold_inputs(call_->run_again, primals, call_->kept_inputs);
 }
 
 variable_list CapturedNode::apply(variable_list&& gradients) {
+  if (c10::GradMode::is_enabled()) {
+    if (call_->loaded)
+      throw NotImplemented(
+          "graph: the backward of a captured function is differentiated (create_graph), for which the "
+          "function must run again, but the call was loaded from the compile cache or an artifact; compile "
+          "it without CacheOptions::identity and without an artifact, call backward without create_graph, "
+          "or call the function itself");
+    return gradients_again(gradients);
+  }
   std::vector<at::Tensor> inputs = unpack();
   for (std::size_t i = 0; i < gradients.size(); ++i)
-    inputs.push_back(tangent(gradients[i], call_->tangents[i].geometry, sizes_.get()));
+    if (const auto& geometry = call_->tangents[i].geometry)
+      gradients[i] = tangent(gradients[i], *geometry, sizes_.get());
+  for (const auto& wrapper : call_->halves.wrappers) gradients = wrapper->tangents(std::move(gradients));
+  std::move(gradients.begin(), gradients.end(), std::back_inserter(inputs));
   gradients.clear();
   // What backward writes was computed from the values at forward.
   for (std::size_t i = 0; i < written_.size(); ++i)
@@ -65,6 +83,7 @@ variable_list CapturedNode::apply(variable_list&& gradients) {
                       "before the next write",
                       call_->written_in_backward[i].name));
   give_up();
+  const StepOfForward step(*this);
   variable_list results;
   for (const c10::IValue& gradient : call_->halves.backward->run(std::move(inputs), sizes_.get()))
     results.push_back(gradient.isTensor() ? gradient.toTensor() : at::Tensor());

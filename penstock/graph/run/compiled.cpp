@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <chrono>
 #include <utility>
 
 #include "penstock/base/warnings.h"
@@ -10,6 +11,7 @@
 #include "penstock/graph/run/call_store.h"
 #include "penstock/graph/run/compiled_call.h"
 #include "penstock/graph/run/generalize.h"
+#include "penstock/graph/wrap/user_wrapper.h"
 
 namespace penstock::graph {
 namespace {
@@ -23,7 +25,29 @@ std::string difference_of(CompiledCall& call, const Values& inputs) {
   return why.empty() ? guard.difference(inputs, sizes.get(), &call.dynamic()->table()) : why;
 }
 
+const std::string& either(const std::string& name, const std::string& otherwise) {
+  return name.empty() ? otherwise : name;
+}
+
+// A parameter is to be changed by an optimizer, not by forward.
+void check_joint(const FunctionCapture& capture, const Convention& convention) {
+  if (capture.joint.tangents.empty()) return;
+  const ViewAndMutationMeta& meta = capture.user_meta();
+  for (std::size_t i = 0; i < meta.inputs.size(); ++i)
+    if (meta.inputs[i].requires_grad && meta.inputs[i].mutation_type() != MutationType::NotMutated)
+      throw ValueError(fmt::format(
+          "graph: {}, which requires a gradient, is written in a function with backward; write only "
+          "what requires none, or switch joint_checks off",
+          convention.name_of(i)));
+}
+
 }  // namespace
+
+void check_compilers(const CompileOptions& options) {
+  graph_compiler(options.compiler);
+  graph_compiler(either(options.backward_compiler, options.compiler));
+  graph_compiler(either(options.inference_compiler, options.compiler));
+}
 
 struct Compiled::Refused {
   CallGuard kind;
@@ -42,7 +66,19 @@ Compiled::Compiled(Function function, const CompileOptions& options, Convention 
     : function_(std::move(function)),
       options_(options),
       convention_(std::move(convention)),
-      store_(CallStore::open(options_, std::move(identity), graph_compiler(kExecutorCompiler))) {}
+      wrappers_(call_wrappers_with(options.wrappers)),
+      forward_compiler_(graph_compiler(options.compiler)),
+      backward_compiler_(graph_compiler(either(options.backward_compiler, options.compiler))),
+      inference_compiler_(graph_compiler(either(options.inference_compiler, options.compiler))) {
+  if (!options_.decompositions.empty())
+    convention_.decompositions = std::make_shared<const DecompositionTable>(options_.decompositions);
+  if (!options_.wrappers.empty() && !options_.dynamic.dims.empty())
+    throw ValueError(fmt::format(
+        "graph: wrapper '{}' and dynamic dims cannot be combined, since a capture for all sizes knows "
+        "nothing of what it does to sizes; leave one of them out",
+        options_.wrappers[0]->name()));
+  store_ = CallStore::open(options_, std::move(identity), compilers());
+}
 Compiled::~Compiled() = default;
 Compiled::Compiled(Compiled&&) noexcept = default;
 Compiled& Compiled::operator=(Compiled&&) noexcept = default;
@@ -72,7 +108,7 @@ void Compiled::prepare(const Values& inputs) {
     const auto sizes = call->dynamic() ? call->dynamic()->bind(inputs) : CallSizes();
     if ((sizes || !call->dynamic()) && call->capture().guard.holds(inputs, sizes.get())) return;
   }
-  if (options_.dynamic.dims.empty() || !capture_dynamic(inputs)) capture_fixed(inputs);
+  if (!captures_for_all_sizes() || !capture_dynamic(inputs)) capture_fixed(inputs);
 }
 
 Values Compiled::check_and_run(CompiledCall& call, const Values& inputs,
@@ -94,31 +130,63 @@ Values Compiled::check_and_run(CompiledCall& call, const Values& inputs,
         fmt::format("graph: the capture for all sizes is not valid for {}: there {}; call it with other "
                     "sizes, or set recapture",
                     call.dynamic()->table().text_of(sizes->values), difference));
-  return add(std::move(fixed)).run(inputs);
+  return add(std::move(fixed), difference).run(inputs);
 }
 
-CompiledCall& Compiled::add(FunctionCapture capture) {
-  const auto compiler = graph_compiler(kExecutorCompiler);
+CompilerChoice Compiled::compilers() const {
+  return CompilerChoice(forward_compiler_, backward_compiler_, inference_compiler_);
+}
+
+CompiledCall& Compiled::add(FunctionCapture capture, const std::string& why) {
+  const auto start = std::chrono::steady_clock::now();
+  if (options_.joint_checks) check_joint(capture, convention_);
+  capture.second_derivatives = options_.second_derivatives;
   CallStore::Halves halves;
   if (store_)
     halves = store_->halves_of(std::move(capture), options_.partitioner);
   else
     halves.capture = graph::partition(std::move(capture), options_.partitioner);
-  calls_.push_back(std::make_unique<CompiledCall>(std::move(halves.capture), *compiler,
-                                                  options_.dynamic.trust, halves.code));
+  calls_.push_back(
+      std::make_unique<CompiledCall>(std::move(halves.capture), compilers(),
+                                     CompiledCallOptions{.trust_sizes = options_.dynamic.trust,
+                                                         .compile_backward = options_.compile_backward,
+                                                         .code = std::move(halves.code)}));
   if (store_) store_->keep_halves(halves, *calls_.back());
+  if (options_.log) {
+    const CompiledCall& call = *calls_.back();
+    const std::chrono::duration<double, std::milli> ms = std::chrono::steady_clock::now() - start;
+    options_.log(fmt::format(
+        "graph: capture {}{}: {} nodes, {} in forward, {} in backward, {} bytes saved, compiled in {:.1f} "
+        "ms{}{}",
+        calls_.size(), call.dynamic() ? " for all sizes" : "", call.capture().joint.graph.nodes.size(),
+        call.halves().forward.nodes.size(), call.halves().backward.nodes.size(),
+        call.halves().saved_bytes(call.capture().joint.graph), ms.count(), why.empty() ? "" : "; ", why));
+  }
   return *calls_.back();
+}
+
+std::string Compiled::why_captured(const Values& inputs) const {
+  if (!options_.log || calls_.empty()) return {};
+  return difference_of(*calls_.back(), inputs);
+}
+
+FunctionCapture Compiled::capture_as_called(const Values& inputs) const {
+  return capture_function(function_, inputs, convention_, wrappers_, options_.keep_input_mutations);
 }
 
 CompiledCall* Compiled::load(Lookup& lookup, const Values& inputs) {
   if (!lookup.place.call) return nullptr;
   StoredCall& stored = *lookup.place.call;
-  if (store_->verifies())
-    if (stored.capture.capture.symbols.empty())
-      store_->verify(stored.capture, graph::partition(capture_function(function_, inputs, convention_),
-                                                      options_.partitioner));
-  auto call = std::make_unique<CompiledCall>(std::move(stored.capture), *graph_compiler(kExecutorCompiler),
-                                             options_.dynamic.trust, stored.code);
+  if (store_->verifies() && stored.capture.capture.symbols.empty()) {
+    FunctionCapture now = capture_as_called(inputs);
+    now.second_derivatives = options_.second_derivatives;
+    store_->verify(stored.capture, graph::partition(std::move(now), options_.partitioner));
+  }
+  auto call =
+      std::make_unique<CompiledCall>(std::move(stored.capture), compilers(),
+                                     CompiledCallOptions{.trust_sizes = options_.dynamic.trust,
+                                                         .compile_backward = options_.compile_backward,
+                                                         .code = std::move(stored.code)});
   if (call->dynamic()) {
     // The entry is for one kind of call: not for all sizes of it.
     const auto sizes = call->dynamic()->bind(inputs);
@@ -133,18 +201,21 @@ CompiledCall* Compiled::load(Lookup& lookup, const Values& inputs) {
 }
 
 CompiledCall* Compiled::capture_fixed(const Values& inputs) {
-  if (!store_) return &add(capture_function(function_, inputs, convention_));
-  Lookup lookup(*store_, inputs, convention_, CallStore::Sizes::Fixed);
-  if (CompiledCall* call = load(lookup, inputs)) return call;
-  FunctionCapture capture = capture_function(function_, inputs, convention_);
-  store_->inspect(lookup.place, capture);
-  CompiledCall& call = add(std::move(capture));
-  store_->keep(lookup.place, call);
+  std::optional<Lookup> lookup;
+  if (store_) {
+    lookup.emplace(*store_, inputs, convention_, CallStore::Sizes::Fixed);
+    if (CompiledCall* call = load(*lookup, inputs)) return call;
+  }
+  const std::string why = why_captured(inputs);
+  FunctionCapture capture = capture_as_called(inputs);
+  if (store_) store_->inspect(lookup->place, capture);
+  CompiledCall& call = add(std::move(capture), why);
+  if (store_) store_->keep(lookup->place, call);
   return &call;
 }
 
 Values Compiled::capture(const Values& inputs) {
-  if (!options_.dynamic.dims.empty())
+  if (captures_for_all_sizes())
     if (CompiledCall* call = capture_dynamic(inputs)) {
       const auto sizes = call->dynamic()->bind(inputs);
       return call->dynamic()->needs_check(*sizes) ? check_and_run(*call, inputs, sizes)
@@ -196,9 +267,10 @@ CompiledCall* Compiled::capture_dynamic(const Values& inputs) {
     const auto bound = call.bind(inputs, &all.refused);
     if (bound) all.refused = all.capture->guard.difference(inputs, bound.get(), &call.table());
     if (all.refused.empty()) {
-      if (!lookup) return &add(std::move(*all.capture));
+      const std::string why = why_captured(inputs);
+      if (!lookup) return &add(std::move(*all.capture), why);
       store_->inspect(lookup->place, *all.capture);
-      CompiledCall& call = add(std::move(*all.capture));
+      CompiledCall& call = add(std::move(*all.capture), why);
       if (lookup->place.keeps && lookup->place.refused.empty())
         dynamic_keys_.emplace(&call, lookup->place.key);
       store_->keep(lookup->place, call);
@@ -222,6 +294,9 @@ const JointGraph& Compiled::joint(std::size_t capture) const { return calls_.at(
 const Partition& Compiled::partition(std::size_t capture) const { return calls_.at(capture)->halves(); }
 std::vector<std::string> Compiled::wrappers(std::size_t capture) const {
   return calls_.at(capture)->wrappers();
+}
+std::vector<std::string> Compiled::wrapper_decisions(std::size_t capture) const {
+  return calls_.at(capture)->wrapper_decisions();
 }
 CacheCounts Compiled::cache_counts() const { return store_ ? store_->counts() : CacheCounts(); }
 bool Compiled::is_dynamic(std::size_t capture) const { return calls_.at(capture)->dynamic().has_value(); }

@@ -17,9 +17,9 @@
 // marked as dynamic; one capture is then valid for all their sizes (compile_options.h).
 // Subclasses are flattened: the graph operates on the plain tensors inside (subclass_record.h), and results
 // and gradients are rebuilt.
-// Backward can run once unless the graph is retained, as usual. Differentiating it again (create_graph)
-// throws NotImplemented. Modifying a saved tensor before backward is an error, as usual.
-// Random numbers are drawn from the default generators, in the order of the function.
+// Backward can run once unless the graph is retained, as usual. Differentiating it again (create_graph) runs
+// the function itself again (CompileOptions::second_derivatives). Modifying a saved tensor before backward is
+// an error, as usual. Random numbers are drawn from the default generators, in the order of the function.
 // Thread safety: calls of one object must not overlap; backward may run on any thread.
 #pragma once
 
@@ -36,17 +36,24 @@
 #include "penstock/graph/run/function_identity.h"
 #include "penstock/graph/trace/analyze.h"
 #include "penstock/graph/trace/capture.h"
+#include "penstock/graph/wrap/call_wrapper.h"
 
 namespace penstock::graph {
 
 class CallStore;
 class CompiledCall;
+class GraphCompiler;
+struct CompilerChoice;
 struct FunctionCapture;
 struct BoundSizes;
 
+// Throws ValueError for a compiler that is not registered.
+void check_compilers(const CompileOptions& options);
+
 class Compiled {
  public:
-  // `identity` matters if something is kept between runs (CacheOptions).
+  // `identity` matters if something is kept between runs (CacheOptions). Throws ValueError for a compiler
+  // that is not registered.
   explicit Compiled(Function function, const CompileOptions& options = {}, Convention convention = {},
                     FunctionIdentity identity = {});
   ~Compiled();
@@ -71,6 +78,8 @@ class Compiled {
   const Partition& partition(std::size_t capture) const;
   // The names of the wrappers around its graphs, outermost first.
   std::vector<std::string> wrappers(std::size_t capture) const;
+  // One line for each of them: "duplicate inputs: input 1 is input 0".
+  std::vector<std::string> wrapper_decisions(std::size_t capture) const;
 
   // For dynamic dims: whether a capture is valid for all sizes, at how many sizes it was compared, and why
   // the most recent kind of call without such a capture could not get one (empty if there is none).
@@ -81,8 +90,14 @@ class Compiled {
  private:
   struct Refused;  // a kind of call that is captured for each of its sizes, and the reason
   Values capture(const Values& inputs);
-  // Splits and compiles a capture.
-  CompiledCall& add(FunctionCapture capture);
+  FunctionCapture capture_as_called(const Values& inputs) const;
+  CompilerChoice compilers() const;
+  bool captures_for_all_sizes() const {
+    return !options_.dynamic.dims.empty() && !options_.dynamic.specialize;
+  }
+  // Splits and compiles a capture. `why`: what made it necessary, for the log.
+  CompiledCall& add(FunctionCapture capture, const std::string& why = {});
+  std::string why_captured(const Values& inputs) const;
   struct Lookup;  // of a kind of call in the store
   // Returns the stored call, which is added, or null.
   CompiledCall* load(Lookup& lookup, const Values& inputs);
@@ -95,6 +110,8 @@ class Compiled {
   Function function_;
   CompileOptions options_;
   Convention convention_;
+  CallWrappers wrappers_;
+  std::shared_ptr<const GraphCompiler> forward_compiler_, backward_compiler_, inference_compiler_;
   std::unique_ptr<CallStore> store_;  // null if nothing is kept between runs
   std::vector<std::unique_ptr<CompiledCall>> calls_;
   std::size_t loaded_ = 0;

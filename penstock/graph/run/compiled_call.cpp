@@ -1,54 +1,182 @@
 #include "penstock/graph/run/compiled_call.h"
 
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <functional>
 #include <iterator>
+#include <mutex>
+#include <numeric>
 #include <utility>
 
 #include "penstock/graph/run/epilogue.h"
 #include "penstock/graph/run/graph_call.h"
+#include "penstock/graph/wrap/subclasses.h"
 
 namespace penstock::graph {
 namespace {
 
-CompiledHalves compile_halves(const PartitionedCapture& capture, const GraphCompiler& compiler,
-                              const CompiledCode& code) {
-  const auto half = [&](const Graph& graph, GraphRole role, const auto& kept) {
-    if (kept)
-      if (auto loaded = compiler.load(graph, role, *kept)) return loaded;
-    return compiler.compile(graph, role);
+// The number of inputs of the joint graph that are parameters and buffers.
+std::size_t static_primals(const FunctionCapture& capture) {
+  const std::size_t found = capture.convention.found;
+  if (found == 0 || !capture.joint.subclasses) return found;
+  const FlattenRecord& last = capture.joint.subclasses->inputs[found - 1];
+  return last.first_flat() + last.count();
+}
+
+// The tensor among the inputs of the function that a primal belongs to.
+std::size_t tensor_of_primal(const JointGraph& joint, std::size_t primal) {
+  if (!joint.subclasses) return primal;
+  const std::vector<FlattenRecord>& inputs = joint.subclasses->inputs;
+  std::size_t tensor = 0;
+  while (primal >= inputs[tensor].first_flat() + inputs[tensor].count()) ++tensor;
+  return tensor;
+}
+
+CompileRequest forward_request(const PartitionedCapture& capture, GraphRole role) {
+  CompileRequest request{.role = role};
+  request.static_inputs.resize(static_primals(capture.capture));
+  std::iota(request.static_inputs.begin(), request.static_inputs.end(), std::size_t{0});
+  return request;
+}
+
+CompileRequest backward_request(const PartitionedCapture& capture) {
+  const JointGraph& joint = capture.capture.joint;
+  CompileRequest request{.role = GraphRole::Backward, .donated_inputs = capture.halves.donated(joint)};
+  // Backward takes the saved tensors first. A parameter that forward writes is saved as a copy.
+  const std::size_t found = static_primals(capture.capture);
+  const auto is_written = [&](std::size_t primal) {
+    return capture.capture.primal_written[tensor_of_primal(joint, primal)] ||
+           std::count(joint.written_in_graph.begin(), joint.written_in_graph.end(), primal) > 0;
   };
-  if (capture.capture.joint.tangents.empty())
-    return {half(capture.halves.forward, GraphRole::Inference, code.forward), nullptr};
-  return {half(capture.halves.forward, GraphRole::Forward, code.forward),
-          half(capture.halves.backward, GraphRole::Backward, code.backward)};
+  for (std::size_t i = 0; i < capture.halves.saved.size(); ++i)
+    for (std::size_t primal = 0; primal < found; ++primal)
+      if (joint.graph.inputs[primal].value == capture.halves.saved[i] && !is_written(primal))
+        request.static_inputs.push_back(i);
+  return request;
+}
+
+std::string line_of(std::string_view name, const std::string& decision) {
+  return decision.empty() ? std::string(name) : fmt::format("{}: {}", name, decision);
 }
 
 }  // namespace
 
-CompiledCall::CompiledCall(PartitionedCapture capture, const GraphCompiler& compiler, bool trust_sizes,
-                           const CompiledCode& code)
+// A half of a call, with the wrappers of graphs around it. Compiled at once, or when it runs for the first
+// time, by whichever thread comes first.
+class CompiledHalf final : public CompiledGraph {
+ public:
+  CompiledHalf(const Graph& graph, CompileRequest request, std::shared_ptr<const GraphCompiler> compiler,
+               GraphWrappers wrappers, std::optional<std::vector<std::uint8_t>> code, CompileBackward when)
+      : compiler_(std::move(compiler)) {
+    Compile compile = [this, request = std::move(request), wrappers = std::move(wrappers),
+                       code = std::move(code)](const Graph& halve) {
+      wrapped_ = compile_wrapped(halve, request, Loading(*this, code), wrappers);
+    };
+    if (when == CompileBackward::AtOnce)
+      compile(graph);
+    else
+      later_ = [graph, compile = std::move(compile)] { compile(graph); };
+  }
+
+  std::vector<c10::IValue> run(std::vector<at::Tensor> inputs, const BoundSizes* sizes) const override {
+    {
+      const std::lock_guard lock(mutex_);
+      if (later_) {
+        later_();
+        later_ = nullptr;
+      }
+    }
+    return wrapped_->run(std::move(inputs), sizes);
+  }
+
+  // What to run: itself only as long as it has not been compiled.
+  static std::shared_ptr<const CompiledGraph> runnable(const std::shared_ptr<const CompiledHalf>& half) {
+    return half && half->wrapped_ ? half->wrapped_ : half;
+  }
+
+  std::optional<std::vector<std::uint8_t>> code() const {
+    const std::lock_guard lock(mutex_);
+    return later_ ? std::nullopt : compiler_->artifact(*inner_);
+  }
+
+ private:
+  using Compile = std::function<void(const Graph&)>;
+
+  // The compiler, which uses code of an earlier run. Notes what it returns, before that is wrapped.
+  class Loading final : public GraphCompiler {
+   public:
+    Loading(const CompiledHalf& half, const std::optional<std::vector<std::uint8_t>>& code)
+        : half_(half), code_(code) {}
+    std::string_view name() const override { return half_.compiler_->name(); }
+    std::shared_ptr<const CompiledGraph> compile(const Graph& graph,
+                                                 const CompileRequest& request) const override {
+      std::shared_ptr<const CompiledGraph> loaded;
+      if (code_) loaded = half_.compiler_->load(graph, request, *code_);
+      half_.inner_ = loaded ? std::move(loaded) : half_.compiler_->compile(graph, request);
+      return half_.inner_;
+    }
+
+   private:
+    const CompiledHalf& half_;
+    const std::optional<std::vector<std::uint8_t>>& code_;
+  };
+
+  std::shared_ptr<const GraphCompiler> compiler_;
+  mutable std::mutex mutex_;
+  mutable std::function<void()> later_;                           // until then
+  mutable std::shared_ptr<const CompiledGraph> inner_, wrapped_;  // never replaced
+};
+
+CompiledCall::CompiledCall(PartitionedCapture capture, const CompilerChoice& compilers,
+                           CompiledCallOptions options)
     : partitioned_(std::move(capture)),
-      compiled_(compile_halves(partitioned_, compiler, code)),
-      wrappers_(partitioned_.capture.wrappers) {
+      wrappers_(partitioned_.capture.wrappers),
+      graph_wrappers_(std::move(options.outside)) {
   const FunctionCapture& function = partitioned_.capture;
   wrappers_.push_back({std::make_shared<const Epilogue>(function), function.meta});
-  Call graphs = [call = make_graph_call(partitioned_, compiled_)](const Values& inputs,
-                                                                  const CallSizes& sizes) {
+  if (function.joint.subclasses)
+    graph_wrappers_.push_back(
+        std::make_shared<const Subclasses>(function.joint, function.meta, function.convention));
+  const bool inference = function.joint.tangents.empty();
+  forward_ = std::make_shared<const CompiledHalf>(
+      partitioned_.halves.forward,
+      forward_request(partitioned_, inference ? GraphRole::Inference : GraphRole::Forward),
+      inference ? compilers.inference : compilers.forward, graph_wrappers_, std::move(options.code.forward),
+      CompileBackward::AtOnce);
+  if (!inference)
+    backward_ = std::make_shared<const CompiledHalf>(
+        partitioned_.halves.backward, backward_request(partitioned_), compilers.backward, graph_wrappers_,
+        std::move(options.code.backward), options.compile_backward);
+  Call graphs = [call = c10::make_intrusive<GraphCall>(
+                     partitioned_, CompiledHalves{CompiledHalf::runnable(forward_),
+                                                  CompiledHalf::runnable(backward_), graph_wrappers_})](
+                    const Values& inputs, const CallSizes& sizes) {
     std::vector<at::Tensor> returned = call->run(tensors_among(inputs), sizes);
     return Values(std::make_move_iterator(returned.begin()), std::make_move_iterator(returned.end()));
   };
   call_ = wrap(std::move(graphs), wrappers_);
-  if (!function.symbols.empty()) dynamic_.emplace(function.symbols, function.joint.graph.table, trust_sizes);
+  if (!function.symbols.empty())
+    dynamic_.emplace(function.symbols, function.joint.graph.table, options.trust_sizes);
 }
 
-CompiledCode CompiledCall::code(const GraphCompiler& compiler) const {
-  return {compiler.artifact(*compiled_.forward),
-          compiled_.backward ? compiler.artifact(*compiled_.backward) : std::nullopt};
+CompiledCode CompiledCall::code() const {
+  return {forward_->code(), backward_ ? backward_->code() : std::nullopt};
 }
 
 std::vector<std::string> CompiledCall::wrappers() const {
   std::vector<std::string> names;
   for (const WrapperInUse& used : wrappers_) names.emplace_back(used.wrapper->name());
+  for (const auto& wrapper : graph_wrappers_) names.emplace_back(wrapper->name());
   return names;
+}
+
+std::vector<std::string> CompiledCall::wrapper_decisions() const {
+  std::vector<std::string> lines;
+  for (const WrapperInUse& used : wrappers_)
+    lines.push_back(line_of(used.wrapper->name(), used.wrapper->decision()));
+  for (const auto& wrapper : graph_wrappers_) lines.push_back(line_of(wrapper->name(), wrapper->decision()));
+  return lines;
 }
 
 }  // namespace penstock::graph

@@ -40,6 +40,22 @@ struct CompiledModuleBase::Impl {
 
 namespace {
 
+std::string flags_of(const std::vector<std::shared_ptr<torch::nn::Module>>& modules) {
+  std::string flags(modules.size(), '0');
+  for (std::size_t i = 0; i < modules.size(); ++i)
+    if (modules[i]->is_training()) flags[i] = '1';
+  return flags;
+}
+
+// "args[1]['mask']", or "input['mask']" if the argument has that name.
+std::string with_argument_name(const std::string& path, const std::vector<std::string>& names) {
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    const std::string numbered = fmt::format("args[{}]", i);
+    if (!names[i].empty() && path.starts_with(numbered)) return names[i] + path.substr(numbered.size());
+  }
+  return path;
+}
+
 Values values_of_leaves(const std::vector<Tree>& leaves) {
   Values values;
   values.reserve(leaves.size());
@@ -62,6 +78,7 @@ CompiledModuleBase::CompiledModuleBase(std::shared_ptr<torch::nn::Module> module
                                        const CompileOptions& options)
     : torch::nn::Module(module ? "Compiled" + module->name() : "Compiled"), impl_(std::make_unique<Impl>()) {
   if (!module) throw ValueError("graph: compile got no module; pass a non-empty module holder");
+  check_compilers(options);
   impl_->module = std::move(module);
   impl_->options = options;
   const torch::nn::Module& original = *impl_->module;
@@ -100,12 +117,13 @@ std::string CompiledModuleBase::graph_text() const {
   return to_text(compiled.joint(compiled.captures() - 1).graph);
 }
 
-std::string CompiledModuleBase::Impl::training_flags() const {
-  std::string flags(modules.size(), '0');
-  for (std::size_t i = 0; i < modules.size(); ++i)
-    if (modules[i]->is_training()) flags[i] = '1';
-  return flags;
+std::vector<std::string> CompiledModuleBase::wrappers() const {
+  if (!impl_->latest) return {};
+  const Compiled& compiled = impl_->latest->compiled;
+  return compiled.wrapper_decisions(compiled.captures() - 1);
 }
+
+std::string CompiledModuleBase::Impl::training_flags() const { return flags_of(modules); }
 
 CompiledModuleBase::Impl::Entry& CompiledModuleBase::Impl::entry_for(std::type_index types,
                                                                      const TreeSpec& spec,
@@ -118,7 +136,13 @@ CompiledModuleBase::Impl::Entry& CompiledModuleBase::Impl::entry_for(std::type_i
         first_difference(entries.back()->spec, spec).value_or("arguments of other types")));
   const std::size_t found = state.tensors.size();
   auto results = std::make_shared<std::vector<TreeSpec>>();
-  Function function = [forward, spec, results, found](const Values& inputs) {
+  Function function = [forward, spec, results, found, modules = modules](const Values& inputs) {
+    // A second derivative runs the module again.
+    if (flags_of(modules) != inputs[found].toStringRef())
+      throw StateError(
+          "graph: a training flag of a submodule was changed between forward and the second derivative, "
+          "which runs "
+          "the module again; call train() or eval() after it");
     const auto first = inputs.begin() + static_cast<std::ptrdiff_t>(found) + 1;
     FlatTree flat = flatten_tree(forward(unflatten_tree(leaves_of_values(first, inputs.end()), spec)));
     Values values = values_of_leaves(flat.leaves);
@@ -129,7 +153,8 @@ CompiledModuleBase::Impl::Entry& CompiledModuleBase::Impl::entry_for(std::type_i
   };
   Convention convention{found, state.names};
   convention.names.emplace_back("the training flags of the submodules");
-  for (std::string& path : spec.leaf_paths("args")) convention.names.push_back(std::move(path));
+  for (std::string& path : spec.leaf_paths("args"))
+    convention.names.push_back(with_argument_name(path, options.argument_names));
   FunctionIdentity identity{
       .text = fmt::format("{} {} {} {}", module->name(), types.name(), spec.to_string(),
                           fmt::join(state.names, " ")),

@@ -2,7 +2,10 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "penstock/graph/wrap/result_view.h"
@@ -12,6 +15,7 @@ namespace penstock::graph {
 Epilogue::Epilogue(const FunctionCapture& capture)
     : mutated_(capture.meta.mutated_at_run_time()),
       geometry_after_(capture.geometry_after),
+      memory_after_(capture.memory_after),
       constants_(capture.meta.outputs.size()) {
   const JointGraph& joint = capture.joint;
   for (std::size_t i = 0; i < constants_.size(); ++i)
@@ -19,9 +23,15 @@ Epilogue::Epilogue(const FunctionCapture& capture)
       constants_[i] = joint.graph.outputs[joint.first_output(mutated_.size() + i)];
 }
 
+std::string Epilogue::decision() const {
+  return mutated_.empty() ? std::string("writes no input")
+                          : fmt::format("writes inputs {}", fmt::join(mutated_, ", "));
+}
+
 bool Epilogue::same_but_for_sizes(const AppliedWrapper& other) const {
   const auto* theirs = dynamic_cast<const Epilogue*>(&other);
-  return theirs && mutated_ == theirs->mutated_ && constants_.size() == theirs->constants_.size();
+  return theirs && mutated_ == theirs->mutated_ && memory_after_ == theirs->memory_after_ &&
+         constants_.size() == theirs->constants_.size();
 }
 
 Call Epilogue::around(Call inner, const ViewAndMutationMeta& meta) const {
@@ -37,6 +47,12 @@ Call Epilogue::around(Call inner, const ViewAndMutationMeta& meta) const {
 
 void Epilogue::write_inputs(const Values& inputs, const Values& returned, const ViewAndMutationMeta& meta,
                             const BoundSizes* sizes) const {
+  // Before one of them is given other memory itself.
+  std::vector<c10::Storage> memories;
+  if (std::any_of(memory_after_.begin(), memory_after_.end(),
+                  [](const auto& input) { return input.has_value(); }))
+    for (const auto& input : memory_after_)
+      memories.push_back(input ? inputs[*input].toTensor().storage() : c10::Storage());
   for (std::size_t i = 0; i < mutated_.size(); ++i) {
     const InputInfo& info = meta.inputs[mutated_[i]];
     const at::Tensor& input = inputs[mutated_[i]].toTensor();
@@ -55,7 +71,17 @@ void Epilogue::write_inputs(const Values& inputs, const Values& returned, const 
       const c10::AutoGradMode mode(!unseen && c10::GradMode::is_enabled());
       place(unseen && !info.mutations_under_no_grad ? input.detach() : input).copy_(after);
     }
-    if (info.mutates_metadata) {
+    if (info.mutates_storage_metadata) {
+      const at::NoGradGuard no_grad;
+      if (memory_after_[i]) {
+        input.set_(memories[i], layout.storage_offset, layout.sizes, layout.strides);
+      } else {
+        at::Tensor memory = after;
+        if (memory.strides() != layout.strides)
+          memory = at::empty_strided(layout.sizes, layout.strides, after.options()).copy_(after);
+        input.set_(memory);
+      }
+    } else if (info.mutates_metadata) {
       const c10::AutoGradMode mode(!leaf_with_grad && c10::GradMode::is_enabled());
       input.as_strided_(layout.sizes, layout.strides, layout.storage_offset);
     }

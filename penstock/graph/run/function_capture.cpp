@@ -3,14 +3,17 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <numeric>
 #include <optional>
 #include <utility>
 
 #include "penstock/errors.h"
 #include "penstock/graph/ir/functionalize.h"
+#include "penstock/graph/partition/written_inputs.h"
 #include "penstock/graph/run/graph_call.h"
-#include "penstock/graph/run/subclass_call.h"
 #include "penstock/graph/trace/capture.h"
+#include "penstock/graph/wrap/subclasses.h"
+#include "penstock/graph/wrap/user_wrapper.h"
 
 namespace penstock::graph {
 namespace {
@@ -38,15 +41,32 @@ bool needs_wrappers(const CallGuard& guard, const Values& inputs) {
          });
 }
 
-void find_written_primals(FunctionCapture& capture, const Values& inner) {
+// In whose memory an input is after set_. An input that keeps its memory is in its own.
+void find_memory_after(FunctionCapture& capture, const Values& inner) {
+  const Graph& graph = capture.joint.graph;
   const std::vector<std::size_t> mutated = capture.meta.mutated_at_run_time();
+  capture.memory_after.resize(mutated.size());
+  if (capture.joint.subclasses) return;
+  for (std::size_t i = 0; i < mutated.size(); ++i) {
+    if (!capture.meta.inputs[mutated[i]].mutates_storage_metadata) continue;
+    const StorageId memory = graph[graph.outputs[i].value()].storage;
+    std::size_t primal = 0;
+    for (std::size_t input = 0; input < inner.size(); ++input)
+      if (is_defined_tensor(inner[input]) && graph[graph.inputs[primal++].value].storage == memory)
+        capture.memory_after[i] = input;
+  }
+}
+
+void find_written_primals(FunctionCapture& capture, const Values& inner) {
   std::vector<at::Tensor> primals;
   std::vector<char> changed;
   for (std::size_t i = 0; i < inner.size(); ++i) {
     if (!is_defined_tensor(inner[i])) continue;
+    const InputInfo& info = capture.meta.inputs[i];
     primals.push_back(inner[i].toTensor());
-    changed.push_back(std::find(mutated.begin(), mutated.end(), i) != mutated.end());
-    capture.primal_written.push_back(changed.back() && capture.meta.inputs[i].mutates_data);
+    changed.push_back(info.mutation_type() != MutationType::NotMutated);
+    capture.primal_written.push_back(info.mutation_type() == MutationType::MutatedOutOfGraph &&
+                                     info.mutates_data);
   }
   // Changing a tensor, even only its metadata, increments the version of all tensors that share its memory.
   for (std::size_t i = 0; i < primals.size(); ++i) {
@@ -88,32 +108,60 @@ std::size_t count_symbols_for_backward(const JointGraph& joint, const Partition&
 }  // namespace
 
 FunctionCapture capture_function(const Function& function, const Values& inputs, const Convention& convention,
-                                 const CallWrappers& wrappers) {
+                                 const CallWrappers& wrappers, bool keep_input_mutations) {
   CallGuard guard(inputs, convention);
-  const AnalyzeOptions options{.convention = convention};
-  AnalyzedCapture at_once;  // if one run of the function is enough
-  if (needs_wrappers(guard, inputs)) {
-    at_once.meta = analyze(function, inputs, options);
-    reject_shared_writes(inputs, at_once.meta, convention);
-  } else {
-    at_once = analyze_and_capture(function, inputs, convention);
+  const AnalyzeOptions options{.keep_input_mutations = keep_input_mutations,
+                               .keep_only_data_mutations = true,
+                               .convention = convention};
+  // What a user puts first replaces inputs before the function sees them: it may not be able to run on
+  // others.
+  Values passed = inputs;
+  std::vector<std::pair<const UserWrapper*, UserWrapper::Prepared>> users;
+  CallWrappers others;
+  for (const auto& wrapper : wrappers) {
+    const auto* user = others.empty() ? dynamic_cast<const UserWrapper*>(wrapper.get()) : nullptr;
+    if (user)
+      users.emplace_back(user, user->prepare(passed, convention));
+    else
+      others.push_back(wrapper);
   }
-  FunctionForm form(function, inputs, options, std::move(at_once.meta));
-  FunctionCapture capture{.guard = std::move(guard), .wrappers = apply(wrappers, form)};
+  AnalyzedCapture at_once;  // if one run of the function is enough
+  if (needs_wrappers(users.empty() ? guard : CallGuard(passed, convention), passed)) {
+    at_once.meta = analyze(function, passed, options);
+    reject_shared_writes(passed, at_once.meta, convention);
+  } else {
+    at_once = analyze_and_capture(function, passed, options);
+  }
+  FunctionForm form(function, passed, options, std::move(at_once.meta));
+  FunctionCapture capture{.guard = std::move(guard), .wrappers = {}};
+  for (const auto& [user, prepared] : users) {
+    user->check_writes(prepared, form.meta(), convention);
+    capture.wrappers.push_back({prepared.applied, form.meta()});
+  }
+  for (WrapperInUse& used : graph::apply(others, form)) capture.wrappers.push_back(std::move(used));
   capture.meta = form.meta();
   capture.convention = form.convention();
-  capture.joint = at_once.joint && capture.wrappers.empty()
+  capture.joint = at_once.joint && capture.wrappers.size() == users.size()
                       ? std::move(*at_once.joint)
                       : capture_joint(form.function(), form.inputs(), form.meta(), form.convention());
   JointGraph& joint = capture.joint;
+  // The function made a subclass of its own.
+  if (joint.subclasses && !joint.written_in_graph.empty())
+    return capture_function(function, inputs, convention, wrappers, /*keep_input_mutations=*/false);
+  for_each_meta(capture, [&](ViewAndMutationMeta& meta) {
+    meta.static_inputs.resize(convention.found);
+    std::iota(meta.static_inputs.begin(), meta.static_inputs.end(), std::size_t{0});
+  });
   for (std::size_t i = 0; i < capture.meta.mutated_at_run_time().size(); ++i)
     capture.geometry_after.push_back(
         joint.graph[joint.graph.outputs[joint.first_output(i)].value()].geometry);
+  find_memory_after(capture, form.inputs());
   find_written_primals(capture, form.inputs());
   for (std::size_t i = 0; i < joint.forward_outputs; ++i) {
     const ValueId value = joint.graph.outputs[i].value();
     capture.memory_of_output.push_back(value == kNoValue ? StorageId{-1} : joint.graph[value].storage);
   }
+  if (!joint.tangents.empty()) capture.run_again = std::make_shared<const RunAgain>(form, joint);
   for (const std::size_t primal : joint.written_in_backward)
     check_written_in_backward(joint, primal, tensors_among(form.inputs()));
   joint.graph = functionalize(std::move(joint.graph), joint.forward_outputs);
@@ -124,6 +172,7 @@ FunctionCapture capture_function(const Function& function, const Values& inputs,
 PartitionedCapture partition(FunctionCapture capture, Partitioner partitioner) {
   Partition halves = partitioner == Partitioner::MinCut ? partition_min_cut(capture.joint)
                                                         : partition_default(capture.joint);
+  write_inputs_in_graph(capture.joint, halves.forward);
   const std::size_t symbols = count_symbols_for_backward(capture.joint, halves);
   for_each_meta(capture, [&](ViewAndMutationMeta& meta) { meta.symbols_for_backward = symbols; });
   return {std::move(capture), std::move(halves)};

@@ -3,7 +3,7 @@
 //
 //   FunctionCapture capture = capture_function(function, inputs);
 //   PartitionedCapture halves = partition(std::move(capture), Partitioner::MinCut);
-//   CompiledCall call(std::move(halves), *graph_compiler("executor"));
+//   CompiledCall call(std::move(halves), graph_compiler("executor"));
 //   Values results = call.run(inputs);
 //
 // Every stage is a value. The graph of a capture can be read, and replaced by one with the same inputs and
@@ -11,6 +11,8 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
+#include <optional>
 #include <vector>
 
 #include "penstock/compile_options.h"
@@ -18,6 +20,7 @@
 #include "penstock/graph/partition/partition.h"
 #include "penstock/graph/run/call_guard.h"
 #include "penstock/graph/run/dynamic_call.h"
+#include "penstock/graph/run/run_again.h"
 #include "penstock/graph/wrap/call_wrapper.h"
 
 namespace penstock::graph {
@@ -30,7 +33,13 @@ struct FunctionCapture {
   JointGraph joint;                    // without writes
   // For each primal: whether its data is written; whether an input in the same memory changes.
   std::vector<char> primal_written, primal_shares_changed;
-  std::vector<Geometry> geometry_after;     // of the mutated inputs, in the order of the forward outputs
+  std::vector<Geometry> geometry_after;  // of the mutated inputs, in the order of the forward outputs
+  // Of these: the input in whose memory an input is after set_, if it is one of them.
+  std::vector<std::optional<std::size_t>> memory_after;
+  // How a backward that is differentiated is computed; null for a function without backward, and for captures
+  // that were not made in this process.
+  std::shared_ptr<const RunAgain> run_again;
+  SecondDerivatives second_derivatives = SecondDerivatives::RunAgain;
   std::vector<StorageId> memory_of_output;  // of the forward outputs, before the writes were removed
   std::vector<DynamicSymbol> symbols;       // of a capture for all sizes; its table is that of the graph
 
@@ -38,10 +47,13 @@ struct FunctionCapture {
   const ViewAndMutationMeta& user_meta() const { return wrappers.empty() ? meta : wrappers.front().outer; }
 };
 
-// Runs the function on fake tensors: nothing is computed.
+// Runs the function on fake tensors: nothing is computed. `keep_input_mutations`: the graph itself writes
+// inputs of which only the data changes and where autograd would not notice
+// (CompileOptions::keep_input_mutations).
 FunctionCapture capture_function(const Function& function, const Values& inputs,
                                  const Convention& convention = {},
-                                 const CallWrappers& wrappers = default_call_wrappers());
+                                 const CallWrappers& wrappers = default_call_wrappers(),
+                                 bool keep_input_mutations = false);
 
 // Calls `visit(meta)` for the metadata of the function as it is called, and inside each of the wrappers.
 template <class Capture, class Visit>

@@ -81,14 +81,16 @@ class StructureComparison {
       if (std::string difference = compare_nodes(i); !difference.empty()) return difference;
     if (x_.nodes.size() != y_.nodes.size())
       return fmt::format("there are {} and {} nodes", x_.nodes.size(), y_.nodes.size());
-    if (without_sizes(a_.user_meta()) != without_sizes(b_.user_meta()) ||
-        without_sizes(a_.meta) != without_sizes(b_.meta))
+    const auto same_meta = [](const ViewAndMutationMeta& a, const ViewAndMutationMeta& b) {
+      return without_sizes(a).same_in_every_field(without_sizes(b));
+    };
+    if (!same_meta(a_.user_meta(), b_.user_meta()) || !same_meta(a_.meta, b_.meta))
       return "the results alias each other or the inputs differently, or different inputs are written";
     const bool same_wrappers =
         std::equal(a_.wrappers.begin(), a_.wrappers.end(), b_.wrappers.begin(), b_.wrappers.end(),
                    [](const WrapperInUse& a, const WrapperInUse& b) {
                      return a.wrapper->same_but_for_sizes(*b.wrapper) &&
-                            without_sizes(a.outer) == without_sizes(b.outer);
+                            without_sizes(a.outer).same_in_every_field(without_sizes(b.outer));
                    });
     if (!same_wrappers || a_.primal_written != b_.primal_written ||
         a_.primal_shares_changed != b_.primal_shares_changed)

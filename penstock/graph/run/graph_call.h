@@ -9,8 +9,9 @@
 #include <optional>
 #include <vector>
 
-#include "penstock/graph/compiler/graph_compiler.h"
 #include "penstock/graph/run/function_capture.h"
+#include "penstock/graph/wrap/graph_wrapper.h"
+#include "penstock/graph_compiler.h"
 
 namespace penstock::graph {
 
@@ -19,32 +20,35 @@ std::vector<at::Tensor> tensors_among(const Values& values);
 
 struct CompiledHalves {
   std::shared_ptr<const CompiledGraph> forward, backward;
+  GraphWrappers wrappers = {};  // around both, outermost first
 };
 
-class GraphCall : public torch::CustomClassHolder {
+// Over the tensors that the compiled halves take and return: plain ones, or subclasses if these are wrapped
+// (wrap/subclasses.h).
+class GraphCall final : public torch::CustomClassHolder {
  public:
+  GraphCall(const PartitionedCapture& capture, CompiledHalves halves);
   // Takes the tensors among the inputs of the captured function. Returns one tensor for each of
   // meta.forward_returns(), undefined if there is none.
-  virtual std::vector<at::Tensor> run(const std::vector<at::Tensor>& primals, const CallSizes& sizes) = 0;
-};
-
-// For plain tensors, or for subclasses if the capture has any.
-c10::intrusive_ptr<GraphCall> make_graph_call(const PartitionedCapture& capture, CompiledHalves halves);
-
-// If all tensors are plain.
-class PlainGraphCall final : public GraphCall {
- public:
-  PlainGraphCall(const PartitionedCapture& capture, CompiledHalves halves);
-  std::vector<at::Tensor> run(const std::vector<at::Tensor>& primals, const CallSizes& sizes) override;
+  std::vector<at::Tensor> run(const std::vector<at::Tensor>& primals, const CallSizes& sizes);
 
   // ---- for the autograd node ----
 
   // A tensor that forward saves for backward.
   struct Saved {
+    // Unwatched: with a version counter of its own.
     enum class How { AsIs, Copied, Unwatched };
     How how = How::AsIs;
-    // A tensor that uses the same memory: writing it must be detected.
-    std::optional<std::size_t> watch_primal, watch_output;
+  };
+  // Tensors in the memory of saved ones: writing them before backward must be detected. Autograd counts the
+  // versions of a subclass, not those of the tensors inside.
+  struct Watched {
+    std::vector<std::size_t> primals, outputs;
+  };
+  // An input of backward; `geometry` is null if a wrapper of the graphs takes the gradient as it is
+  // (GraphWrapper::tangents).
+  struct Tangent {
+    std::optional<Geometry> geometry;
   };
   // An input that backward writes.
   struct WrittenInBackward {
@@ -54,21 +58,33 @@ class PlainGraphCall final : public GraphCall {
 
   const CompiledHalves halves;
   const std::size_t forward_outputs;  // without what is saved
-  const std::vector<TangentInfo> tangents;
+  std::vector<Tangent> tangents;
   std::vector<Saved> saved;
+  Watched watched;
   std::vector<WrittenInBackward> written_in_backward;
+  std::shared_ptr<const RunAgain> run_again;  // null: second derivatives are refused
+  bool loaded = false;            // they are refused because the capture was made in another process
+  std::vector<char> kept_inputs;  // by primal: kept alive for a second derivative
 
  private:
   // A result that is returned to autograd: its index among the forward outputs.
   struct Returned {
     std::size_t output = 0;
-    bool copied = false;  // something other than this result holds the same tensor
+    // Copied: something other than this result holds the same tensor. Unshared: a subclass holds it; the
+    // result is another tensor in the same memory, as in the function.
+    enum class How { AsIs, Copied, Unshared } how = How::AsIs;
     // An output that shares its memory, as in the function: the same tensor again.
     std::optional<std::size_t> shares;
   };
   void plan_returned(const FunctionCapture& capture);
+  Returned plan_plain(const FunctionCapture& capture, std::size_t output) const;
+  void plan_tangents(const FunctionCapture& capture);
   void plan_saved(const PartitionedCapture& capture);
 
+  // Counts the writes of the forward graph, which runs below autograd, as versions of the inputs.
+  void count_writes_in_graph(const std::vector<at::Tensor>& primals) const;
+
+  std::vector<std::size_t> written_in_graph_;  // primals that the forward graph writes
   std::vector<Returned> returned_;
   std::vector<std::size_t> differentiated_;  // outputs, one for each tangent
 };

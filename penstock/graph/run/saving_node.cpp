@@ -1,7 +1,6 @@
 #include "penstock/graph/run/saving_node.h"
 
 #include <ATen/Context.h>
-#include <c10/core/GradMode.h>
 
 #include <mutex>
 
@@ -18,27 +17,51 @@ at::Tensor copy_keeping_lazy_bits(const at::Tensor& tensor) {
   return tensor.is_neg() ? copy._neg_view() : copy;
 }
 
-SavingNode::SavingNode() : deterministic_(at::globalContext().deterministicAlgorithms()) {}
+SavingNode::SavingNode()
+    : deterministic_(at::globalContext().deterministicAlgorithms()), step_(StepContext::current()) {}
 
 void SavingNode::release_variables() {
   const std::lock_guard lock(mutex_);
   for (std::vector<SavedVariable>* list : {&saved_, &watched_})
     for (SavedVariable& variable : *list) variable.reset_data();
+  held_inputs_.release();
   released_ = true;
 }
 
-std::vector<at::Tensor> SavingNode::unpack() {
-  if (c10::GradMode::is_enabled())
+void SavingNode::hold_inputs(std::shared_ptr<const RunAgain> again, const std::vector<at::Tensor>& primals,
+                             const std::vector<char>& kept) {
+  again_ = std::move(again);
+  held_inputs_.reserve(primals.size());
+  for (std::size_t i = 0; i < primals.size(); ++i) held_inputs_.hold(primals[i], kept[i] != 0);
+}
+
+torch::autograd::variable_list SavingNode::gradients_again(const torch::autograd::variable_list& tangents) {
+  if (!again_)
     throw NotImplemented(
         "graph: the backward of a captured function cannot be differentiated; call backward without "
-        "create_graph, or the "
-        "function itself");
+        "create_graph, set second_derivatives, or call the function itself");
+  again_->check_possible();
+  std::vector<at::Tensor> inputs;
+  {
+    const std::lock_guard lock(mutex_);
+    check();
+    inputs = held_inputs_.get(*again_);
+  }
+  const StepOfForward step(*this);
+  return again_->gradients(inputs, tangents);
+}
+
+void SavingNode::check() const {
   if (at::globalContext().deterministicAlgorithms() && !deterministic_)
     throw StateError(
         "graph: deterministic algorithms are enabled in backward, but were not in forward; enable them "
         "before both");
-  const std::lock_guard lock(mutex_);
   TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
+}
+
+std::vector<at::Tensor> SavingNode::unpack() {
+  const std::lock_guard lock(mutex_);
+  check();
   std::vector<at::Tensor> tensors;
   for (const SavedVariable& variable : saved_) tensors.push_back(variable.unpack(held(*this)));
   for (const SavedVariable& variable : watched_) variable.unpack(held(*this));
@@ -49,6 +72,7 @@ void SavingNode::give_up() {
   if (!releasing_) return;
   const std::lock_guard lock(mutex_);
   for (SavedVariable& variable : saved_) variable.reset_data();
+  held_inputs_.release();
 }
 
 }  // namespace penstock::graph

@@ -2,16 +2,21 @@
 //
 // Unless the graph is retained, saved tensors are released when backward begins, so that each is freed at its
 // last use, as if every operator were its own node. A backward that is rejected before that leaves the graph
-// unchanged and can be retried.
+// unchanged and can be retried. Backward runs under the StepContext of its forward (StepOfForward), so that
+// it draws the same random numbers.
 // Private to this folder. Thread safety: that of autograd nodes; saving is complete before others see the
 // node.
 #pragma once
 
 #include <torch/csrc/autograd/saved_variable.h>
 
+#include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "penstock/graph/run/run_again.h"
+#include "penstock/step_context.h"
 #include "penstock/torch/compat/autograd_node.h"
 
 namespace penstock::graph {
@@ -29,14 +34,32 @@ class SavingNode : public torch::autograd::Node {
   void release_variables() override;
 
  protected:
+  // Makes the StepContext of forward current, if forward ran in a step.
+  class StepOfForward {
+   public:
+    explicit StepOfForward(const SavingNode& node) {
+      if (node.step_->running) guard_.emplace(node.step_);
+    }
+
+   private:
+    std::optional<StepGuard> guard_;
+  };
+
   // Called after the results have their history: a saved result must not hold its own node.
   void save(const at::Tensor& tensor) { saved_.push_back(as_saved(tensor)); }
   // Only checked in backward: throws if the tensor was written since.
   void watch(const at::Tensor& tensor) { watched_.push_back(as_saved(tensor)); }
 
+  // What gradients_again() needs, unless second derivatives are refused (`again` is null). `kept`: inputs
+  // that stay alive until backward has run; for each primal.
+  void hold_inputs(std::shared_ptr<const RunAgain> again, const std::vector<at::Tensor>& primals,
+                   const std::vector<char>& kept);
+  // The gradients of a backward that is differentiated. Throws NotImplemented where that is refused.
+  torch::autograd::variable_list gradients_again(const torch::autograd::variable_list& tangents);
+
   // Returns the saved tensors, in order. Throws for whatever the backward of a captured function rejects:
-  // NotImplemented if it is to be differentiated again, StateError for deterministic algorithms enabled after
-  // forward, c10::Error if it already ran or a saved tensor was written since.
+  // StateError for deterministic algorithms enabled after forward, c10::Error if it already ran or a saved
+  // tensor was written since.
   std::vector<at::Tensor> unpack();
   // Releases the saved tensors, once nothing can be rejected any more.
   void give_up();
@@ -46,8 +69,13 @@ class SavingNode : public torch::autograd::Node {
     return {tensor, tensor.grad_fn().get() == this};
   }
 
+  void check() const;
+
   std::vector<torch::autograd::SavedVariable> saved_, watched_;
-  bool deterministic_;  // at forward
+  std::shared_ptr<const RunAgain> again_;
+  HeldInputs held_inputs_;
+  bool deterministic_;                       // at forward
+  std::shared_ptr<const StepContext> step_;  // at forward
   bool releasing_ = false, released_ = false;
 };
 

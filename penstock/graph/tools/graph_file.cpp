@@ -89,6 +89,10 @@ GraphFile decode_graph(std::span<const std::uint8_t> bytes, const std::string& p
     decoder.fail("inconsistent number of outputs");
   for (const std::size_t primal : joint.written_in_backward)
     if (primal >= joint.primals) decoder.fail("an input that does not exist is written in backward");
+  if (joint.written_in_graph.size() > joint.forward_outputs)
+    decoder.fail("more inputs are written in the graph than it has outputs");
+  for (const std::size_t primal : joint.written_in_graph)
+    if (primal >= joint.primals) decoder.fail("an input that does not exist is written in the graph");
   for (const ValueId value : file.saved)
     if (static_cast<std::int32_t>(value) < 0 || index_of(value) >= joint.graph.values.size())
       decoder.fail("a saved value that does not exist");

@@ -93,11 +93,11 @@ class SignatureMaker {
             fmt::format("graph: only the shape of {} is changed, which a signature cannot describe; change "
                         "the shape of a view of it",
                         who));
-      if (!joint_.tangents.empty() && place < parameters())
+      if (options_.joint_checks && !joint_.tangents.empty() && info.requires_grad)
         throw ValueError(
-            fmt::format("graph: parameter {} is written in a graph with backward; write buffers only, or "
-                        "capture under no_grad",
-                        who));
+            fmt::format("graph: {} {}, which requires a gradient, is written in a graph with backward; write "
+                        "only what requires none, or switch joint_checks off",
+                        place < parameters() ? "parameter" : "input", who));
       const GraphOutput& output = outputs_[written++];
       if (place < parameters())
         signature_.parameters_to_mutate.emplace(output, Qualified(options_.state->names[place]));

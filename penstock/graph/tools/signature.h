@@ -70,12 +70,15 @@ struct SignatureOptions {
   // Among the results; if not set, the first one that requires a gradient.
   std::optional<std::size_t> loss_index;
   std::size_t hidden_outputs = 0;  // trailing results that are hidden from the user
+  // Refuses a graph with backward that writes a parameter or an input that requires a gradient, for users of
+  // signatures who rely on parameters being changed by optimizers only.
+  bool joint_checks = false;
   std::string in_spec, out_spec;
 };
 
 // Throws ValueError for graphs that a signature cannot describe: tensor subclasses, writes that stay in the
 // graph, writes in backward, inputs of which only the shape changes, results made from others at run time,
-// and, in a graph with backward, a mutated parameter.
+// and what joint_checks refuses.
 GraphSignature make_signature(const JointGraph& joint, const ViewAndMutationMeta& meta,
                               const SignatureOptions& options = {});
 

@@ -6,7 +6,10 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <limits>
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <unordered_map>
@@ -57,6 +60,25 @@ bool made_by_custom_function(const at::Tensor& view) {
   return false;
 }
 
+// A part of a memory.
+struct ByteRange {
+  std::int64_t first = std::numeric_limits<std::int64_t>::max(), end = 0;
+  void add(const ByteRange& other) {
+    first = std::min(first, other.first);
+    end = std::max(end, other.end);
+  }
+  bool operator==(const ByteRange&) const = default;
+};
+
+ByteRange range_of(const Geometry& geometry) {
+  if (geometry.numel() == 0) return {};
+  std::int64_t last = geometry.storage_offset;
+  for (std::size_t dim = 0; dim < geometry.sizes.size(); ++dim)
+    last += (geometry.sizes[dim] - 1) * geometry.strides[dim];
+  const auto item = static_cast<std::int64_t>(c10::elementSize(geometry.dtype));
+  return {geometry.storage_offset * item, (last + 1) * item};
+}
+
 OutputType type_of_output(const c10::IValue& value) {
   if (value.isTensor()) return value.toTensor().defined() ? OutputType::Tensor : OutputType::None;
   if (value.isInt()) return OutputType::Int;
@@ -80,6 +102,7 @@ class Analysis {
     meta_.grad_mode_after = trace_.grad_mode_after;
     meta_.keep_input_mutations = options_.keep_input_mutations;
     describe_inputs();
+    check_common_memory();
     describe_outputs();
     describe_tangents();
     return std::move(meta_);
@@ -91,7 +114,14 @@ class Analysis {
   void describe_inputs() {
     // What was written, by storage.
     struct Written {
-      bool touched = false, data = false, with_grad = false, replaced = false;
+      bool touched = false, data = false, with_grad = false;
+      ByteRange place;  // what was written is within it
+      void add(const Written& other) {
+        touched |= other.touched;
+        data |= other.data;
+        with_grad |= other.with_grad;
+        place.add(other.place);
+      }
     };
     std::vector<Written> written(static_cast<std::size_t>(tracer_.graph.storages));
     // The inputs themselves, as opposed to views of them: changing a shape affects one tensor, not its
@@ -103,7 +133,6 @@ class Analysis {
         for (const ValueId value : node.arguments[argument].values) {
           if (value == kNoValue) continue;
           Written& storage = written[index_of(tracer_.graph[value].storage)];
-          if (node.op.operator_name().name == "aten::set_") storage.replaced = true;
           if (writes_metadata_only(node)) {
             if (!is_input.contains(value)) continue;
             storage.touched = true;
@@ -111,6 +140,7 @@ class Analysis {
             continue;
           }
           storage.touched = storage.data = true;
+          storage.place.add(range_of(tracer_.graph[value].geometry));
           storage.with_grad |= node.grad_enabled;
         }
     for (std::size_t i = 0; i < inputs_.size(); ++i) {
@@ -124,24 +154,64 @@ class Analysis {
       }
       const at::Tensor& fake = inputs_[i].toTensor();
       Written storage;
-      for (const at::Tensor& part : trace_.parts[i]) {
-        const Written& one = written[index_of(tracer_.storage_of(part))];
-        storage = {storage.touched || one.touched, storage.data || one.data,
-                   storage.with_grad || one.with_grad, storage.replaced || one.replaced};
-      }
-      if (is_subclass(fake)) check_subclass_input(i, fake, storage.replaced);
+      for (const StorageId memory : trace_.memory_before[i]) storage.add(written[index_of(memory)]);
+      const bool replaced = has_other_memory(i);
+      if (is_subclass(fake)) check_subclass_input(i, fake, replaced);
+      if (replaced && storage.data)
+        throw NotImplemented(fmt::format(
+            "graph: {} is written and also given other memory (set_), so that nothing refers to what "
+            "was written; write a copy, or do not call set_",
+            options_.convention.name_of(i)));
+      if (storage.data && !is_subclass(fake)) check_covered_write(i, fake, storage.place);
       info.is_leaf = trace_.is_leaf[i] != 0;
-      info.is_touched = storage.touched;
-      info.mutates_data = storage.data && !storage.replaced;
-      info.mutates_metadata = storage.replaced || !has_geometry(fake, trace_.before[i]);
+      info.is_touched = storage.touched || replaced;
+      info.mutates_data = storage.data;
+      info.mutates_metadata = replaced || !has_geometry(fake, trace_.before[i]);
       info.mutations_hidden_from_autograd = !storage.data;
       info.mutations_under_no_grad = storage.data && !storage.with_grad;
-      info.mutates_storage_metadata = storage.replaced;
+      info.mutates_storage_metadata = replaced;
       info.requires_grad = fake.requires_grad();
+      if (options_.keep_only_data_mutations && (info.mutates_metadata || any_subclass()))
+        info.keep_input_mutations = false;
       info.validate(i);
       if (!is_subclass(fake)) check_overlapping_write(i, info);
       meta_.inputs.push_back(info);
     }
+  }
+
+  // Later writes to one of them would have to be seen in the other.
+  void check_common_memory() const {
+    std::map<StorageId, std::size_t> given;
+    for (std::size_t i = 0; i < inputs_.size(); ++i) {
+      if (!is_tensor(inputs_[i]) || !has_other_memory(i)) continue;
+      const auto [entry, is_new] = given.try_emplace(tracer_.storage_of(inputs_[i].toTensor()), i);
+      if (!is_new && !inputs_[i].toTensor().is_same(inputs_[entry->second].toTensor()))
+        throw NotImplemented(
+            fmt::format("graph: {} and {} are given the same memory (set_); give it to one of them",
+                        options_.convention.name_of(entry->second), options_.convention.name_of(i)));
+    }
+  }
+
+  // By set_.
+  bool has_other_memory(std::size_t input) const {
+    for (std::size_t part = 0; part < trace_.parts[input].size(); ++part)
+      if (tracer_.storage_of(trace_.parts[input][part]) != trace_.memory_before[input][part]) return true;
+    return false;
+  }
+
+  // An input that has fewer elements afterwards (resize_, as_strided_) is written back as it is then: what
+  // was written elsewhere in its memory would be lost.
+  void check_covered_write(std::size_t input, const at::Tensor& after, const ByteRange& written) const {
+    const Geometry &was = trace_.before[input], now = geometry_of(after);
+    const bool dense = after.is_non_overlapping_and_dense();
+    const ByteRange range = range_of(now);
+    const bool covered = dense && range.first <= written.first && written.end <= range.end;
+    if (has_geometry(after, was) || (dense && now.numel() >= was.numel()) || covered) return;
+    if (now.numel() == was.numel() && !overlaps_itself(now) && range == range_of(was)) return;
+    throw NotImplemented(fmt::format(
+        "graph: {} is written, and has fewer elements or others of its memory afterwards (resize_, "
+        "as_strided_); change the shape of a view of it",
+        options_.convention.name_of(input)));
   }
 
   // If several elements share an address, it is undefined which written value remains, and the gradient of
@@ -154,6 +224,12 @@ class Analysis {
                       "a contiguous copy",
                       options_.convention.name_of(input),
                       info.mutates_data ? "writes it" : "changes its shape in place"));
+  }
+
+  bool any_subclass() const {
+    return std::any_of(inputs_.begin(), inputs_.end(), [](const c10::IValue& input) {
+      return is_tensor(input) && is_subclass(input.toTensor());
+    });
   }
 
   // A subclass is written back as a whole: its kind and geometry must not change.
@@ -176,14 +252,19 @@ class Analysis {
   };
 
   void describe_outputs() {
+    // An input that has the memory of another one afterwards (set_) is not the one that results are views of.
+    for (const bool with_other_memory : {true, false})
+      for (std::size_t i = 0; i < inputs_.size(); ++i)
+        if (is_tensor(inputs_[i]) && has_other_memory(i) == with_other_memory)
+          for (const at::Tensor& part : trace_.parts[i]) {
+            if (is_subclass(inputs_[i].toTensor()))
+              subclass_storages_.insert(tracer_.storage_of(part));
+            else
+              input_of_storage_[tracer_.storage_of(part)] = i;
+          }
     for (std::size_t i = 0; i < inputs_.size(); ++i)
-      if (is_tensor(inputs_[i]))
-        for (const at::Tensor& part : trace_.parts[i]) {
-          if (is_subclass(inputs_[i].toTensor()))
-            subclass_storages_.insert(tracer_.storage_of(part));
-          else
-            input_of_storage_[tracer_.storage_of(part)] = i;
-        }
+      if (is_tensor(inputs_[i]) && has_other_memory(i))
+        left_memory_.insert(trace_.memory_before[i].begin(), trace_.memory_before[i].end());
     for (std::size_t i = 0; i < outputs_.size(); ++i)
       if (is_tensor(outputs_[i])) {
         for (const at::Tensor& part : plain_parts(outputs_[i].toTensor()))
@@ -279,23 +360,32 @@ class Analysis {
         info->kind = OutputKind::CustomFunctionView;
         return;
       }
-      info->base_index = input->second;
+      info->base_index = an_input(output).value_or(input->second);
       // Only views that autograd does not allow to be written: their aliasing may be hidden from it.
       if (output.grad_fn() && aliases.others() == 0)
         info->kind = OutputKind::NonAlias;
       else
-        info->kind = is_an_input(output) ? OutputKind::IsInput : OutputKind::AliasOfInput;
+        info->kind = an_input(output) ? OutputKind::IsInput : OutputKind::AliasOfInput;
+      if (info->kind == OutputKind::AliasOfInput && has_other_memory(*info->base_index))
+        throw NotImplemented(
+            fmt::format("graph: a result shares the memory that {} is given by set_; return a clone of it, "
+                        "or the input itself",
+                        options_.convention.name_of(*info->base_index)));
       // x.detach().copy_(y): the memory of x with the gradient of y. A view of x made at run time would have
       // the gradient of x.
       if (info->kind == OutputKind::AliasOfInput && output.requires_grad() &&
           !(output.is_view() && output._base().is_same(inputs_[input->second].toTensor())))
-        throw NotImplemented(
-            fmt::format("graph: a result uses the memory of input {}, but autograd does not know it as a "
-                        "view, and it requires a "
-                        "gradient; return a clone of it",
-                        input->second));
+        throw NotImplemented(fmt::format(
+            "graph: a result uses the memory of {}, but autograd does not know it as a view, and it "
+            "requires a gradient; return a clone of it",
+            options_.convention.name_of(input->second)));
       return;
     }
+    if (left_memory_.contains(storage))
+      throw NotImplemented(
+          "graph: a result is a view of an input that is given other memory afterwards (set_); return a "
+          "clone of "
+          "it");
     if (output.is_view() && aliases.outputs > 1 && made_by_custom_function(output))
       info->kind = OutputKind::CustomFunctionView;
     else if (output.is_view() && output.requires_grad() && output._base().requires_grad())
@@ -335,10 +425,11 @@ class Analysis {
     }
   }
 
-  bool is_an_input(const at::Tensor& output) const {
-    return std::any_of(inputs_.begin(), inputs_.end(), [&](const c10::IValue& input) {
-      return is_tensor(input) && input.toTensor().is_same(output);
-    });
+  // The last one that is this tensor.
+  std::optional<std::size_t> an_input(const at::Tensor& output) const {
+    for (std::size_t i = inputs_.size(); i-- > 0;)
+      if (is_tensor(inputs_[i]) && inputs_[i].toTensor().is_same(output)) return i;
+    return std::nullopt;
   }
 
   void describe_tangents() {
@@ -369,6 +460,8 @@ class Analysis {
   std::map<StorageId, std::size_t> input_of_storage_;
   // Of inputs that are subclasses.
   std::set<StorageId> subclass_storages_;
+  // Of inputs that have other memory afterwards, before that.
+  std::set<StorageId> left_memory_;
   std::unordered_map<const c10::TensorImpl*, std::size_t> output_of_tensor_;  // the last one
   std::map<StorageId, Aliases> aliases_;
   std::unordered_map<const c10::TensorImpl*, std::size_t> base_of_tensor_;

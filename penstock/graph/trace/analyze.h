@@ -15,10 +15,12 @@
 
 #include <cstddef>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "penstock/graph/ir/metadata.h"
+#include "penstock/graph/trace/decompositions.h"
 
 namespace penstock::graph {
 
@@ -37,14 +39,19 @@ struct Convention {
   // leaves.
   std::size_t found = 0;
   std::vector<std::string> names;  // of the inputs, for graphs and messages; if empty, inputs are numbered
+  std::shared_ptr<const DecompositionTable> decompositions = nullptr;  // null: none
 
   std::string name_of(std::size_t input) const {
     return input < names.size() ? names[input] : "input " + std::to_string(input);
   }
 };
 
+// Which inputs the graph may write itself.
 struct AnalyzeOptions {
   bool keep_input_mutations = false;
+  // Only those whose data alone changes, in calls without tensor subclasses: what a captured graph can write.
+  // The others are written after the graph has run.
+  bool keep_only_data_mutations = false;
   Convention convention = {};
 };
 

@@ -159,8 +159,18 @@ class JointCapture {
       records.push_back(
           return_result(is_fresh(meta_.outputs[i].kind) ? outputs_[i] : c10::IValue(at::Tensor())));
     for (const at::Tensor& base : bases_) records.push_back(return_value(base));
+    for (const std::size_t i : meta_.mutated_in_graph()) {
+      result_.written_in_graph.push_back(primal_of(i));
+      records.push_back(return_value(inputs_[i]));
+    }
     result_.forward_outputs = tracer_.graph.outputs.size();
     layout_.in_mutated_input.resize(result_.forward_outputs);
+  }
+
+  // The position of an input among those that are tensors.
+  std::size_t primal_of(std::size_t input) const {
+    return static_cast<std::size_t>(
+        std::count_if(inputs_.begin(), inputs_.begin() + static_cast<std::ptrdiff_t>(input), holds_tensor));
   }
 
   // Adds graph inputs that represent the gradient of a result.
@@ -364,10 +374,10 @@ JointGraph capture_joint(const Function& function, const Values& inputs, const V
 }
 
 AnalyzedCapture analyze_and_capture(const Function& function, const Values& inputs,
-                                    const Convention& convention) {
+                                    const AnalyzeOptions& options) {
   AnalyzedCapture result;
-  FunctionTrace trace(function, inputs, convention, FunctionTrace::Leaves::AsTheyAre);
-  result.meta = analyze(trace, {.convention = convention});
+  FunctionTrace trace(function, inputs, options.convention, FunctionTrace::Leaves::AsTheyAre);
+  result.meta = analyze(trace, options);
   bool writes_leaf = false;
   for (const InputInfo& input : result.meta.inputs)
     writes_leaf |= input.is_touched && input.is_leaf && input.requires_grad;

@@ -13,6 +13,7 @@
 //   the function's results; those that are made from something else at run time (aliases) are omitted as
 //     kNoValue;
 //   the intermediate bases;
+//   the new values of inputs that the graph is to write itself (meta.mutated_in_graph());
 //   one gradient for each tensor among the inputs, kNoValue for those that have none;
 //   the inputs that backward writes (in a user-defined autograd function), with their new values.
 // Inputs are separate values here, whatever memory they share; wrap/synthetic_bases.h handles inputs that are
@@ -50,6 +51,6 @@ struct AnalyzedCapture {
   std::optional<JointGraph> joint;
 };
 AnalyzedCapture analyze_and_capture(const Function& function, const Values& inputs,
-                                    const Convention& convention = {});
+                                    const AnalyzeOptions& options = {});
 
 }  // namespace penstock::graph

@@ -33,6 +33,11 @@ FunctionTrace::FunctionTrace(const Function& function, const Values& real_inputs
                              const Convention& convention, Leaves leaves)
     : before(geometries_of(real_inputs)), found(found_among(real_inputs, convention)) {
   make_inputs(real_inputs, convention, leaves);
+  tracer.decompositions = convention.decompositions;
+  for (const std::vector<at::Tensor>& tensors : parts) {
+    memory_before.emplace_back();
+    for (const at::Tensor& part : tensors) memory_before.back().push_back(tracer.storage_of(part));
+  }
   const bool grad_mode = c10::GradMode::is_enabled();
   const c10::AutoGradMode restore(grad_mode);
   const ModeGuard below(fake_mode);
@@ -62,6 +67,7 @@ void FunctionTrace::make_inputs(const Values& real_inputs, const Convention& con
     const std::vector<at::Tensor> added = plain_parts(primals.back());
     for (std::size_t part = 0; part < added.size(); ++part)
       tracer.add_input(added[part], name + suffixes[part]);
+    if (finds) tracer.found = tracer.graph.inputs.size();
     // A tensor passed twice is one value inside, but each position gets its own gradient: autograd adds them
     // up as usual.
     at::Tensor& first = made[real.unsafeGetTensorImpl()];

@@ -34,9 +34,10 @@ class FunctionTrace {
   Values inputs, outputs;  // of the function, fake
   // One for each tensor among the inputs; gradients are taken with respect to these.
   std::vector<at::Tensor> primals;
-  std::vector<FlattenRecord> records;          // of the primals: which inputs of the graph they are
-  std::vector<std::vector<at::Tensor>> parts;  // for each input, its plain tensors before the call
-  std::vector<char> is_leaf;                   // of the inputs, in the real call
+  std::vector<FlattenRecord> records;                 // of the primals: which inputs of the graph they are
+  std::vector<std::vector<at::Tensor>> parts;         // for each input, its plain tensors before the call
+  std::vector<std::vector<StorageId>> memory_before;  // of these; set_ gives a tensor other memory
+  std::vector<char> is_leaf;                          // of the inputs, in the real call
   // Of the inputs, in the real call, before it: a write may give one a gradient.
   std::vector<char> is_leaf_with_grad;
   std::optional<bool> grad_mode_after;  // the grad mode after the function, if it changed it

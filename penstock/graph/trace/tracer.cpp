@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <typeinfo>
 #include <utility>
 
@@ -213,6 +214,12 @@ void Tracer::dispatch(const c10::OperatorHandle& op, Stack* stack) {
     const ModeGuard again(*this);
     return keep->dispatch(op, stack);
   }
+  if (traits.mutates && rebind(op, stack, base)) return;
+  if (decompositions && any_wrapper_in(arguments)) [[unlikely]]
+    if (const Decomposition* decomposition = decompositions->find(op);
+        decomposition &&
+        std::find(expanding_.begin(), expanding_.end(), op.operator_name()) == expanding_.end())
+      return expand(op, *decomposition, stack, base);
   if (traits.mutates || any_wrapper_in(arguments)) [[likely]] {
     read_arguments(arguments);
     // Keeps the arguments alive while the operator runs, so that no result reuses an argument's address.
@@ -223,7 +230,11 @@ void Tracer::dispatch(const c10::OperatorHandle& op, Stack* stack) {
       else if (argument.isList())
         for_each_tensor(argument, [&](const at::Tensor& tensor) { kept.push_back(tensor); });
     }
-    run_below(op, stack);
+    try {
+      run_below(op, stack);
+    } catch (const DataDependentError& error) {
+      throw DataDependentError(fmt::format("graph: {}; {}", error.what(), origin_of_values(node)));
+    }
   } else {
     // A factory, or an operator on constants; only the result shows which.
     const std::vector<c10::IValue> kept = arguments.vec();

@@ -18,17 +18,27 @@
 //
 // A tensor subclass is flattened: its handler runs, and the operators it calls are recorded.
 //
+// Operators that give a tensor other memory or another size of it (set_, resize_) are recorded as views:
+// afterwards the tensor is a view of the memory of its source, or of its own, without a write. set_ takes a
+// tensor without a gradient; resize_ must not need more memory than the tensor occupies.
+//
+// An operator whose result depends on values throws DataDependentError, which says from which inputs the
+// values come and which parameter was used last.
+//
 // Tensors are identified by the note they carry, not by handle: the copies that autograd saves are the same
 // value.
 // Thread safety: operators must come from one thread at a time, as they do when backward runs for one device.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
 #include "penstock/graph/ir/graph.h"
+#include "penstock/graph/trace/decompositions.h"
 #include "penstock/mode.h"
 #include "penstock/operator_traits.h"
 #include "penstock/tensor_subclass.h"
@@ -52,6 +62,10 @@ class Tracer final : public Mode {
   void dispatch(const c10::OperatorHandle& op, Stack* stack) override;
   bool records() const override { return true; }
 
+  // The first `found` inputs are parameters and buffers, for messages.
+  std::size_t found = 0;
+  std::shared_ptr<const DecompositionTable> decompositions;  // null: none
+
   Graph graph;
   Phase phase = Phase::Forward;  // the phase of nodes recorded from now on
 
@@ -66,6 +80,15 @@ class Tracer final : public Mode {
   StorageId storage_of_result(const at::Tensor& tensor, const Node& node);
   Payload* subclass_in(c10::ArrayRef<c10::IValue> arguments) const;
   void run_below(const c10::OperatorHandle& op, Stack* stack);
+  // Records set_ and resize_. Returns false for any other operator.
+  bool rebind(const c10::OperatorHandle& op, Stack* stack, std::size_t base);
+  void set_memory(const at::Tensor& tensor, const at::Tensor& source);
+  void record_view(const c10::OperatorHandle& op, const at::Tensor& of, const at::Tensor& like,
+                   Operand result);
+  // Records what a decomposition calls.
+  void expand(const c10::OperatorHandle& op, const Decomposition& decomposition, Stack* stack,
+              std::size_t base);
+  std::string origin_of_values(const Node& node) const;
 
   // A fake tensor carries a note with its value, so that the tracer keeps nothing alive that the function
   // releases. Other tensors are held, so that no address is reused during the recording.
@@ -75,6 +98,7 @@ class Tracer final : public Mode {
   std::vector<PayloadPtr> held_payloads_;
   std::vector<at::Tensor> held_tensors_;
   std::vector<c10::Storage> held_storages_;
+  std::vector<c10::OperatorName> expanding_;              // operators whose decomposition is running
   std::size_t first_result_ = 0;                          // of the node being recorded
   std::vector<const c10::StorageImpl*> storage_address_;  // by StorageId; the storage may no longer exist
 };

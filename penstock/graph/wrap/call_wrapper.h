@@ -11,6 +11,7 @@
 // other in memory, and are no lazy conjugates. A wrapper that has nothing to do for a call is not in use and
 // costs nothing.
 //
+// Wrappers inside autograd, which act on forward and backward separately: graph_wrapper.h.
 // Your own: derive from CallWrapper and AppliedWrapper, and insert it into the list. A wrapper in use is kept
 // between runs as its name and what it has decided (save, load), and is applied again: it is not stored
 // itself.
@@ -19,6 +20,7 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -39,6 +41,8 @@ class AppliedWrapper {
  public:
   virtual ~AppliedWrapper() = default;
   virtual std::string_view name() const = 0;
+  // What was decided, on one line: "input 1 is input 0". Inputs are those that the wrapper was applied to.
+  virtual std::string decision() const { return {}; }
   // Turns a call of the function that the wrapper made into a call of the function that it was applied to,
   // which `outer` describes.
   virtual Call around(Call inner, const ViewAndMutationMeta& outer) const = 0;

@@ -1,11 +1,13 @@
 #include "penstock/graph/wrap/duplicate_inputs.h"
 
-#include "penstock/graph/codec/graph_decoder.h"
-#include "penstock/graph/codec/graph_encoder.h"
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <unordered_map>
 #include <utility>
+
+#include "penstock/graph/codec/graph_decoder.h"
+#include "penstock/graph/codec/graph_encoder.h"
 
 namespace penstock::graph {
 
@@ -30,6 +32,13 @@ std::shared_ptr<const AppliedWrapper> DuplicateInputsWrapper::load(GraphDecoder&
   for (std::size_t i = 0; i < first.size(); ++i)
     if (first[i] > i || first[first[i]] != first[i]) decoder.fail("a duplicate of an input that is none");
   return std::make_shared<const DuplicateInputs>(std::move(first));
+}
+
+std::string DuplicateInputs::decision() const {
+  std::string text;
+  for (std::size_t i = 0; i < first_.size(); ++i)
+    if (first_[i] != i) text += fmt::format("{}input {} is input {}", text.empty() ? "" : ", ", i, first_[i]);
+  return text;
 }
 
 Values DuplicateInputs::inner_inputs(const Values& inputs) const {
@@ -80,7 +89,8 @@ std::shared_ptr<const AppliedWrapper> DuplicateInputsWrapper::apply(FunctionForm
   }
   if (!written_twice) return nullptr;
   auto applied = std::make_shared<const DuplicateInputs>(std::move(first));
-  Convention convention{form.convention().found, {}};
+  Convention convention = form.convention();
+  convention.names.clear();
   if (!form.convention().names.empty())
     for (const std::size_t i : applied->kept()) convention.names.push_back(form.convention().name_of(i));
   form.replace(applied->inner_function(form.function()), applied->inner_inputs(inputs), std::move(convention),

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -19,6 +20,7 @@ class DuplicateInputs final : public InputsWrapper {
   explicit DuplicateInputs(std::vector<std::size_t> first);
 
   std::string_view name() const override { return "duplicate inputs"; }
+  std::string decision() const override;
   bool same_but_for_sizes(const AppliedWrapper& other) const override;
   void save(GraphEncoder& encoder) const override;
   Values inner_inputs(const Values& inputs) const override;

@@ -1,14 +1,15 @@
 #include "penstock/graph/wrap/lazy_inputs.h"
 
-#include "penstock/graph/codec/graph_decoder.h"
-#include "penstock/graph/codec/graph_encoder.h"
-
 #include <ATen/ATen.h>
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <cstddef>
 #include <numeric>
 #include <utility>
+
+#include "penstock/graph/codec/graph_decoder.h"
+#include "penstock/graph/codec/graph_encoder.h"
 
 namespace penstock::graph {
 namespace {
@@ -40,6 +41,16 @@ std::shared_ptr<const AppliedWrapper> LazyInputsWrapper::load(GraphDecoder& deco
   decoder(bits);
   if (bits.size() != inputs) decoder.fail("lazy bits of another number of inputs");
   return std::make_shared<const LazyInputs>(std::move(bits));
+}
+
+std::string LazyInputs::decision() const {
+  std::string text;
+  for (std::size_t i = 0; i < bits_.size(); ++i)
+    if (bits_[i].any())
+      text += fmt::format("{}input {} is {}{}", text.empty() ? "" : ", ", i,
+                          bits_[i].conjugated ? "a conjugate" : "",
+                          bits_[i].negated ? (bits_[i].conjugated ? ", negated" : "negated") : "");
+  return text;
 }
 
 Values LazyInputs::inner_inputs(const Values& inputs) const {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -20,6 +21,7 @@ class LazyInputs final : public InputsWrapper {
   explicit LazyInputs(std::vector<Bits> bits) : bits_(std::move(bits)) {}  // one for each input
 
   std::string_view name() const override { return "lazy inputs"; }
+  std::string decision() const override;
   bool same_but_for_sizes(const AppliedWrapper& other) const override;
   void save(GraphEncoder& encoder) const override;
   Values inner_inputs(const Values& inputs) const override;

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -178,6 +179,14 @@ std::shared_ptr<const AppliedWrapper> SyntheticBasesWrapper::load(GraphDecoder& 
       new SyntheticBases(found, std::move(bases), std::move(others), std::move(sources)));
 }
 
+std::string SyntheticBases::decision() const {
+  std::string text;
+  for (const Base& base : bases_)
+    text += fmt::format("{}inputs {} are views of {}", text.empty() ? "" : "; ",
+                        fmt::join(base.members, ", "), base.whole_memory ? "their memory" : "one tensor");
+  return text;
+}
+
 Values SyntheticBases::inner_inputs(const Values& inputs) const {
   Values inner;
   inner.reserve(bases_.size() + others_.size());
@@ -203,7 +212,8 @@ Function SyntheticBases::inner_function(Function function) const {
 }
 
 Convention SyntheticBases::inner_convention(const Convention& outer) const {
-  Convention inner{found_, {}};
+  Convention inner = outer;
+  inner.names.clear();
   if (outer.names.empty()) return inner;
   for (std::size_t i = 0; i < found_; ++i) inner.names.push_back(outer.names[i]);
   for (const Base& base : bases_) {

@@ -35,6 +35,7 @@ class SyntheticBases final : public InputsWrapper {
   SyntheticBases(std::vector<Base> bases, const Values& inputs, std::size_t found);
 
   std::string_view name() const override { return "synthetic bases"; }
+  std::string decision() const override;
   bool same_but_for_sizes(const AppliedWrapper& other) const override;
   void save(GraphEncoder& encoder) const override;
   Values inner_inputs(const Values& inputs) const override;

@@ -35,7 +35,7 @@
 #include "penstock/models/language/loss_totals.h"
 #include "penstock/models/plan/hybrid_parts.h"
 #include "penstock/random.h"
-#include "penstock/step_context.h"
+#include "penstock/torch/random/running_step.h"
 
 namespace penstock::models {
 namespace {
@@ -405,7 +405,7 @@ at::Tensor HybridStageImpl::Impl::with_losses(const at::Tensor& hidden,
   }
   if (!stage.is_training() || !at::GradMode::is_enabled()) return hidden;
   totals.add(auxiliary);
-  return inject_loss(hidden, total, auxiliary_scale * StepContext::current()->loss_scale);
+  return inject_loss(hidden, total, scale_of_running_step(total, auxiliary_scale));
 }
 
 HybridStageImpl::HybridStageImpl(const HybridOptions& options)
@@ -508,6 +508,22 @@ std::vector<Experts> HybridStageImpl::Impl::balanced_experts() const {
       if (!block->experts().is_empty() && block->experts()->router_bias.defined())
         found.push_back(block->experts());
   return found;
+}
+
+// A list of (name, value, weight).
+Tree HybridStageImpl::values_left_by_forward() {
+  std::vector<Tree> losses;
+  for (const AuxiliaryLoss& loss : impl_->auxiliary)
+    losses.push_back(Tree::tuple({Tree(loss.name), Tree(loss.value), Tree(loss.weight)}));
+  return Tree::list(std::move(losses));
+}
+
+void HybridStageImpl::set_values_left_by_forward(const Tree& values) {
+  impl_->auxiliary.clear();
+  for (const Tree& loss : values.entries())
+    impl_->auxiliary.push_back({loss[0].text(), loss[1].tensor(), loss[2].number()});
+  if (!values.entries().empty() && is_training() && at::GradMode::is_enabled())
+    impl_->totals.add(impl_->auxiliary);
 }
 
 std::vector<StateBuffer> HybridStageImpl::state_buffers() const {

@@ -36,6 +36,8 @@ void ModelStage::set_recompute(const RecomputePlan& plan) {
         "ModelStage::set_recompute()");
 }
 
+void ModelStage::set_values_left_by_forward(const Tree&) {}
+
 void ModelStage::after_step(const FinishedStep&) {}
 void ModelStage::set_replicas(const comm::Group&) {}
 

@@ -20,6 +20,8 @@ class ShardedModules {
   explicit ShardedModules(const StageModule& module);
 
   bool any() const { return !roots_.empty(); }
+  // The outermost sharded modules.
+  const std::vector<ShardState*>& roots() const { return roots_; }
   void begin_step();
   void unshard();
   void reshard();

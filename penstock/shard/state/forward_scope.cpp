@@ -11,6 +11,7 @@
 #include "penstock/errors.h"
 #include "penstock/shard/state/shard_context.h"
 #include "penstock/shard/state/shard_state.h"
+#include "penstock/step_context.h"
 #include "penstock/torch/dispatch/gradient_sink.h"
 
 namespace penstock {
@@ -25,12 +26,14 @@ at::Tensor cast(const at::Tensor& tensor, const std::optional<at::ScalarType>& d
 struct ForwardScope::Impl {
   std::shared_ptr<ShardState> state;
   std::vector<AccumulatorPtr> accumulators;  // until the autograd graph holds them
+  bool captured = false;
 };
 
 ForwardScope::ForwardScope(const torch::nn::Module& module) {
   std::shared_ptr<ShardState> state = find_shard_state(module);
   if (!state || !first_group(*state)) return;
-  impl_ = std::make_unique<Impl>(Impl{std::move(state), {}});
+  impl_ = std::make_unique<Impl>(Impl{std::move(state), {}, StepContext::current()->captured});
+  if (impl_->captured) return;  // whoever captures has gathered everything (whole_forward_scope.h)
   for (ShardGroup* group : own_groups(*impl_->state)) {
     if (group->in_trial()) continue;
     group->context().before_use(*group);
@@ -48,7 +51,7 @@ ForwardScope::ForwardScope(const torch::nn::Module& module) {
 }
 
 ForwardScope::~ForwardScope() {
-  if (!impl_) return;
+  if (!impl_ || impl_->captured) return;
   for (ShardGroup* group : own_groups(*impl_->state))
     if (!group->in_trial()) group->context().after_forward(*group);
 }

@@ -144,6 +144,7 @@ class ShardGroup final : public GradientSink {
 
   // While held, the group is not freed by forward: the holder decides when (the schedule of a pipeline).
   void set_held(bool held) { held_ = held; }
+  bool held() const { return held_; }
   // Discards gradients that are not reduced yet, and the record of which forwards used the group.
   void discard_gradients();
 

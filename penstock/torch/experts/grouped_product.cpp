@@ -1,6 +1,7 @@
 #include "penstock/torch/experts/grouped_product.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -69,8 +70,10 @@ std::int64_t for_each_expert(const at::Tensor& ends, std::int64_t rows, const Pr
   return first;
 }
 
-// LibTorch's products of 16-bit matrices on the CPU may add up in 16 bits.
+// LibTorch's products of 16-bit matrices on the CPU may add up in 16 bits. Autocast, which would round the
+// float32 factors again, is on in a forward, and off in a backward and when a captured graph runs.
 void multiply_into(at::Tensor result, const at::Tensor& a, const at::Tensor& b) {
+  const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
   const auto dtype = result.scalar_type();
   if (dtype == at::kBFloat16 || dtype == at::kHalf)
     result.copy_(at::mm(a.to(at::kFloat), b.to(at::kFloat)));

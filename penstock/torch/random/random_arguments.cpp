@@ -3,12 +3,14 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <array>
 #include <cstdint>
 #include <limits>
 #include <vector>
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
+#include "penstock/torch/random/running_step.h"
 
 namespace penstock::random {
 
@@ -35,7 +37,8 @@ Element element_of(at::ScalarType dtype) {
   return Element::Bool;
 }
 
-philox::Stream stream_of(at::IntArrayRef key) {
+philox::Stream stream_of(at::IntArrayRef given) {
+  const std::array<std::int64_t, 5> key = completed(given);
   const auto part = [&](std::size_t i) { return static_cast<u64>(key[i]); };
   return philox::derive(part(0), part(1), part(2), part(3), part(4));
 }

@@ -7,6 +7,7 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
+#include "penstock/torch/random/running_step.h"
 #include "penstock/torch/random/step_info.h"
 
 namespace penstock {
@@ -15,7 +16,7 @@ namespace {
 
 void check(const StepContext& context) {
   // Outside of any step there is no context to make current, except to say that a forward is recomputed.
-  if (!context.running && !context.recompute)
+  if (!context.running && !context.recompute && !context.captured)
     throw ValueError(
         "step context: got a context outside of any step; set `running` or create a new StepContext");
   if (context.microbatches < 1)
@@ -76,6 +77,7 @@ RandomKey StepContext::key(std::int64_t layer, std::int64_t purpose) const {
         "random numbers of a step",
         "requested while the step is recorded, so that every replay would draw the same",
         "a step that runs on the host each time", "disable PipelineOptions::device_graph or keyed dropout"));
+  if (captured) return key_of_running_step(layer, purpose);
   return {
       .seed = seed, .step = step, .microbatch = microbatch.value_or(-1), .layer = layer, .purpose = purpose};
 }

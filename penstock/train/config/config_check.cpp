@@ -20,6 +20,7 @@
 #include "penstock/generators.h"
 #include "penstock/schedule.h"
 #include "penstock/train/config/config_fields.h"
+#include "penstock/train/config/configured_schedule.h"
 #include "penstock/train/data/cpp_lexer.h"
 #include "penstock/train/data/cpp_structure.h"
 #include "penstock/validate.h"
@@ -42,6 +43,7 @@ class Completion {
     sequence_parallel();
     batch();
     training();
+    compile();
     data();
     structure();
     without_effect();
@@ -215,7 +217,8 @@ class Completion {
       shape.stages_per_rank = 2;
       shape.microbatches = static_cast<int>(layout.microbatches);
       check_shape(kBest, shape);
-      if (fits) return kBest;
+      // Graphs have one backward.
+      if (fits && config_.training.compile == "off") return kBest;
     } catch (const ValueError&) {
       // Too few microbatches.
     }
@@ -393,6 +396,40 @@ class Completion {
     if (config_.layout.transport == "nccl" && config_.layout.device == "cpu")
       problem(fmt::format("{} supports CUDA tensors only, but {}; set layout.transport to \"auto\"",
                           setting_text("layout.transport"), setting_text("layout.device")));
+  }
+
+  void compile() {
+    const TrainingConfig& training = config_.training;
+    if (training.compile == "off" || !problems_.empty()) return;
+    const std::string setting = setting_text("training.compile");
+    if (has_weight_backwards(configured_schedule(config_.layout)))
+      problem(fmt::format(
+          "{} runs the backward of a stage as one graph, but {} computes gradients of inputs and of weights "
+          "separately; set layout.schedule to {}, or training.compile to \"off\"",
+          setting, setting_text("layout.schedule"), fmt::join(whole_backward_kinds(), ", ")));
+    if (training.recompute != "none")
+      problem(
+          fmt::format("{} captures the activations that backward uses, and {} would have no effect; set "
+                      "training.recompute to \"none\", or training.compile to \"off\"",
+                      setting, setting_text("training.recompute")));
+    if (config_.layout.ep > 1)
+      problem(fmt::format(
+          "{} needs sizes that do not depend on data, but with {} ranks exchange as many rows as the "
+          "router chooses; set layout.ep to 1, or training.compile to \"off\"",
+          setting, setting_text("layout.ep")));
+  }
+
+  // The names of the kinds that do not split the backward.
+  static std::vector<std::string> whole_backward_kinds() {
+    std::vector<std::string> names;
+    for (const schedule::ScheduleKind kind : schedule::all_schedule_kinds()) {
+      schedule::PipelineShape shape;
+      shape.ranks = 2;
+      shape.stages_per_rank = required_stages_per_rank(kind).value_or(1);
+      shape.microbatches = 4;
+      if (!has_weight_backwards(generate(kind, shape))) names.emplace_back(to_text(kind));
+    }
+    return names;
   }
 
   void data() {

@@ -336,6 +336,16 @@ std::vector<ConfigField> make_fields() {
       {"training", "recompute_microbatches",
        "Recompute for these microbatches of a run of the schedule only, counted from 0; empty: for all",
        at(&T::training, &R::recompute_microbatches), 0, 1 << 20},
+      {"training",
+       "compile",
+       "How stages run forward and backward: off (operator by operator) or graph (captured once, then "
+       "replayed with "
+       "the same bits; needs a schedule that does not split the backward)",
+       at(&T::training, &R::compile),
+       0,
+       0,
+       false,
+       {"off", "graph"}},
       {"training", "seed", "Seed for initial parameters, dropout and data order", at(&T::training, &R::seed),
        0, kMany},
       {"training", "validate_every", "Steps between validations; 0: no validation",

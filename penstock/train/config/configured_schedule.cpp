@@ -41,6 +41,14 @@ schedule::Schedule schedule_from_file(const LayoutConfig& config) {
 
 }  // namespace
 
+bool has_weight_backwards(const schedule::Schedule& schedule) {
+  for (const schedule::Row& row : schedule.rows())
+    for (const schedule::Slot slot : row)
+      for (const schedule::Action& action : slot)
+        if (action.kind() == schedule::ActionKind::BackwardWeight) return true;
+  return false;
+}
+
 schedule::Schedule configured_schedule(const LayoutConfig& config) {
   if (is_file(config.schedule)) return schedule_from_file(config);
   return schedule::generate(schedule::schedule_kind(config.schedule),

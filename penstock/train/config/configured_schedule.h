@@ -12,4 +12,7 @@ namespace penstock::train {
 // file that cannot be read or does not match pp, virtual_stages and microbatches.
 schedule::Schedule configured_schedule(const LayoutConfig& config);
 
+// Whether a schedule computes the gradients of weights separately (W).
+bool has_weight_backwards(const schedule::Schedule& schedule);
+
 }  // namespace penstock::train

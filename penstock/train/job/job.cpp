@@ -325,12 +325,19 @@ struct TrainingJob::Impl {
     std::vector<double> numbers{sums.loss * loss_divisor(), counted};
     numbers.insert(numbers.end(), sums.auxiliary.begin(), sums.auxiliary.end());
     const std::size_t summed = numbers.size();
-    numbers.insert(numbers.end(), {stop ? 1.0 : 0.0, squared_error, squared_values});
+    outcome.compiled = model.take_compiled();
+    const auto again =
+        static_cast<double>(std::count_if(outcome.compiled.begin(), outcome.compiled.end(),
+                                          [](const CompiledForward& forward) { return forward.graph > 1; }));
+    numbers.insert(numbers.end(), {stop ? 1.0 : 0.0, squared_error, squared_values,
+                                   static_cast<double>(outcome.compiled.size()) - again, again});
     const std::vector<double> all = sum_over_world(std::move(numbers), summed);
     outcome.loss = all[1] > 0 ? all[0] / all[1] : 0;
     outcome.auxiliary = auxiliary_means(std::span(all).subspan(2, sums.auxiliary.size()));
     outcome.stop = all[summed] > 0;
     outcome.border_error = all[summed + 2] > 0 ? std::sqrt(all[summed + 1] / all[summed + 2]) : 0;
+    outcome.first_captures = std::lround(all[summed + 3]);
+    outcome.recaptures = std::lround(all[summed + 4]);
     outcome.times.sync += seconds_since(now);
     now = Clock::now();
     update(outcome, clipped);

@@ -8,7 +8,9 @@
 #include <utility>
 
 #include "penstock/base/describe.h"
+#include "penstock/base/log.h"
 #include "penstock/base/quote.h"
+#include "penstock/compiled_stage.h"
 #include "penstock/dtensor.h"
 #include "penstock/errors.h"
 #include "penstock/fully_shard.h"
@@ -39,6 +41,25 @@ StageModule stage_module(const std::shared_ptr<models::ModelStage>& stage, int i
         return stage->forward_with(x, more);
       },
       {stage});
+}
+
+// The same as a graph. `compiled` gets a record of each capture.
+StageModule graph_of_stage(StageModule module, const std::shared_ptr<models::ModelStage>& stage, int index,
+                           const std::shared_ptr<std::vector<CompiledForward>>& compiled) {
+  CompiledStageOptions options;
+  options.captured = [index, compiled](const StageCapture& capture) {
+    compiled->push_back({.stage = index,
+                         .graph = static_cast<std::int64_t>(capture.graph),
+                         .nodes = static_cast<std::int64_t>(capture.nodes),
+                         .seconds = capture.seconds,
+                         .reason = capture.reason});
+    if (capture.graph > 1)
+      log().warn("train: stage {} was captured again, as graph {} of one kind of call, in {:.2f} s: {}",
+                 index, capture.graph, capture.seconds, capture.reason);
+  };
+  options.values_left = [stage] { return stage->values_left_by_forward(); };
+  options.set_values_left = [stage](const Tree& values) { stage->set_values_left_by_forward(values); };
+  return compiled_stage(std::move(module), std::move(options));
 }
 
 // The first dim that no axis splits: experts may be divided into single ones, and their columns over
@@ -110,9 +131,11 @@ ModelStages::ModelStages(const RankLayout& layout, const TrainConfig& config,
   shared_.emplace(ties, uses,
                   SharedParameterOptions{.world = layout.world(), .ranks = layout.pipeline_ranks()});
   for (std::size_t i = 0; i < modules_.size(); ++i) {
-    stages_.emplace_back(
-        stage_module(modules_[i], indices_[i], device, autocast_dtype(config.training.precision)),
-        indices_[i], map.stages(), device);
+    StageModule forward =
+        stage_module(modules_[i], indices_[i], device, autocast_dtype(config.training.precision));
+    if (config.training.compile == "graph")
+      forward = graph_of_stage(std::move(forward), modules_[i], indices_[i], compiled_);
+    stages_.emplace_back(std::move(forward), indices_[i], map.stages(), device);
     for (const auto& entry : modules_[i]->named_parameters()) {
       if (shared_->is_further_use(entry.value())) continue;
       parameters_.push_back({entry.key(), entry.value()});
@@ -218,6 +241,8 @@ at::Tensor ModelStages::loss(const at::Tensor& output, const at::Tensor& targets
     if (module->part().has_head()) return module->loss(output, targets, tokens);
   throw StateError("the loss is computed at the last stage, which is not on this rank");
 }
+
+std::vector<CompiledForward> ModelStages::take_compiled() { return std::exchange(*compiled_, {}); }
 
 void ModelStages::set_training(bool training) {
   for (const auto& module : modules_) module->train(training);

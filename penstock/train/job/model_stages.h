@@ -17,6 +17,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "penstock/observer.h"
 #include "penstock/optimizer.h"
 #include "penstock/schedule.h"
 #include "penstock/shared_parameters.h"
@@ -73,6 +74,9 @@ class ModelStages {
   // Returns the loss of a microbatch, divided by `tokens`. On the rank of the last stage.
   at::Tensor loss(const at::Tensor& output, const at::Tensor& targets, double tokens) const;
 
+  // Returns what was compiled on this rank since the last call (training.compile).
+  std::vector<CompiledForward> take_compiled();
+
   // Switches between training and evaluation mode (dropout).
   void set_training(bool training);
 
@@ -85,6 +89,7 @@ class ModelStages {
   std::vector<models::StagePart> parts_;
   std::vector<int> indices_;                                  // of the stages of this rank
   std::vector<std::shared_ptr<models::ModelStage>> modules_;  // of the same stages
+  std::shared_ptr<std::vector<CompiledForward>> compiled_ = std::make_shared<std::vector<CompiledForward>>();
   std::vector<PipelineStage> stages_;
   std::vector<optim::NamedParameter> parameters_;
   std::optional<SharedParameters> shared_;

@@ -218,6 +218,8 @@ TrainConfig one_process(const TrainConfig& config) {
   one.layout.schedule = "1F1B";
   one.layout.microbatch_size = config.layout.microbatch_size * config.layout.dp;
   std::erase(one.model.pattern, '|');
+  // Graphs must not change anything: what they are compared with runs operator by operator.
+  one.training.compile = "off";
   // Recomputation must not change anything: what it is compared with keeps all activations.
   one.training.recompute = "none";
   one.training.recompute_stages.clear();

@@ -295,7 +295,9 @@ struct Trainer::Impl {
       const StepOutcome outcome = job.train_step(stop_requested() || out_of_time || gives_up);
       announce();
       const StepExtras extras = extras_of(outcome);
-      if (is_due(outcome.step, config.output.metrics_every) || outcome.step == config.training.steps)
+      const bool compiled = outcome.first_captures + outcome.recaptures > 0;
+      if (compiled || is_due(outcome.step, config.output.metrics_every) ||
+          outcome.step == config.training.steps)
         tell([&](Observer& each) { each.on_step(outcome, extras); });
       for (const std::int64_t step : config.output.trace_steps)
         if (step == outcome.step) trace();

@@ -18,6 +18,7 @@
 #include "penstock/comm/transport/ucx_transport.h"
 #include "penstock/draw.h"
 #include "penstock/errors.h"
+#include "penstock/train/config/configured_schedule.h"
 #include "penstock/train/config/expert_overlap.h"
 #include "penstock/train/config/layout_text.h"
 #include "penstock/train/job/configured_model.h"
@@ -48,14 +49,6 @@ double slowdown(const DryRun& run) {
 // On one host.
 bool uses_ucx(const LayoutConfig& layout) {
   return layout.transport == "ucx" || (layout.transport == "auto" && comm::ucx_available());
-}
-
-bool has_weight_backwards(const schedule::Schedule& schedule) {
-  for (const schedule::Row& row : schedule.rows())
-    for (const schedule::Slot slot : row)
-      for (const schedule::Action& action : slot)
-        if (action.kind() == schedule::ActionKind::BackwardWeight) return true;
-  return false;
 }
 
 // What a stage takes and keeps for a microbatch whose activations are recomputed, or kept.

@@ -146,6 +146,23 @@ std::vector<LossTerm> auxiliary_of(const Line& line) {
   return terms;
 }
 
+void read_compiled(const Line& line, StepOutcome& outcome) {
+  const Json& all = line.at("compiled");
+  if (!all.is_object() || !all.contains("here") || !all["here"].is_array())
+    line.fail("\"compiled\"", "an object with first, again and a list here");
+  outcome.first_captures = std::llround(line.number(all, "first"));
+  outcome.recaptures = std::llround(line.number(all, "again"));
+  for (const Json& each : all["here"]) {
+    if (!each.is_object() || !each.contains("reason") || !each["reason"].is_string())
+      line.fail("\"compiled\"", "graphs with a reason");
+    outcome.compiled.push_back({.stage = static_cast<int>(line.number(each, "stage")),
+                                .graph = std::llround(line.number(each, "graph")),
+                                .nodes = std::llround(line.number(each, "nodes")),
+                                .seconds = line.number(each, "seconds"),
+                                .reason = each["reason"].get<std::string>()});
+  }
+}
+
 StepMetrics step_of(const Line& line) {
   StepMetrics step;
   step.time = line.number("time");
@@ -166,6 +183,7 @@ StepMetrics step_of(const Line& line) {
   step.resident_bytes = line.count("resident_bytes");
   step.device_bytes = line.count("device_bytes");
   if (line.has("auxiliary")) step.outcome.auxiliary = auxiliary_of(line);
+  if (line.has("compiled")) read_compiled(line, step.outcome);
   if (line.has("border_error")) step.outcome.border_error = line.number("border_error");
   return step;
 }
@@ -302,6 +320,16 @@ std::string step_line(const StepOutcome& outcome, const StepExtras& extras, doub
             {"resident_bytes", extras.resident_bytes},
             {"device_bytes", extras.device_bytes}};
   if (outcome.border_error > 0) line["border_error"] = outcome.border_error;
+  if (outcome.first_captures + outcome.recaptures > 0) {
+    Json here = Json::array();
+    for (const CompiledForward& forward : outcome.compiled)
+      here.push_back({{"stage", forward.stage},
+                      {"graph", forward.graph},
+                      {"nodes", forward.nodes},
+                      {"seconds", forward.seconds},
+                      {"reason", forward.reason}});
+    line["compiled"] = {{"first", outcome.first_captures}, {"again", outcome.recaptures}, {"here", here}};
+  }
   for (const LossTerm& term : outcome.auxiliary)
     line["auxiliary"][term.name] = {{"value", term.value}, {"weight", term.weight}};
   line["time"] = time;

@@ -236,6 +236,16 @@ void Progress::on_step(const StepOutcome& outcome, const StepExtras& extras) {
   state_.seconds_left = extras.seconds_left;
   tokens_ += outcome.tokens;
   seconds_ += outcome.times.total;
+  for (const CompiledForward& forward : outcome.compiled)
+    event(fmt::format("step {}: stage {} {}: {} operators in {:.2f} s{}", outcome.step, forward.stage,
+                      forward.graph > 1 ? fmt::format("captured again as graph {}", forward.graph)
+                                        : std::string("captured as a graph"),
+                      forward.nodes, forward.seconds,
+                      forward.reason.empty() ? "" : ", because " + forward.reason));
+  const auto here = static_cast<std::int64_t>(outcome.compiled.size());
+  if (const std::int64_t elsewhere = outcome.first_captures + outcome.recaptures - here; elsewhere > 0)
+    event(fmt::format("step {}: {} graph{} captured on other ranks", outcome.step, elsewhere,
+                      elsewhere == 1 ? "" : "s"));
   show(first || outcome.step == state_.steps);
 }
 

@@ -99,6 +99,7 @@ class PageWriter {
     auxiliary_losses();
     rates();
     speed();
+    for (const RunReport& run : runs_) compilation(run);
     for (const RunReport& run : runs_) pipeline_step(run);
     memory();
     for (const RunReport& run : runs_) partition(run);
@@ -388,6 +389,36 @@ class PageWriter {
           },
           name, true);
     out_ += "</div></section>\n";
+  }
+
+  // Of rank 0; the numbers of other ranks are in the first line.
+  void compilation(const RunReport& run) {
+    std::int64_t first = 0, again = 0;
+    double seconds = 0;
+    for (const StepMetrics& step : run.metrics.steps) {
+      first += step.outcome.first_captures;
+      again += step.outcome.recaptures;
+      for (const CompiledForward& forward : step.outcome.compiled) seconds += forward.seconds;
+    }
+    if (first + again == 0) return;
+    print(
+        "<section><h2>Graphs{}</h2>\n<p class=\"sub\">{} captured on all ranks, {} of them again; {:.2f} s "
+        "on rank "
+        "0, in these steps.</p>",
+        one_ ? "" : " of " + escape_xml(name_of(run)), first + again, again, seconds);
+    out_ +=
+        "<div class=\"wide\"><table><thead><tr><th class=\"n\">step</th><th class=\"n\">stage</th>"
+        "<th class=\"n\">graph</th><th class=\"n\">operators</th><th class=\"n\">seconds</th><th>why "
+        "again</th>"
+        "</tr></thead><tbody>";
+    for (const StepMetrics& step : run.metrics.steps)
+      for (const CompiledForward& forward : step.outcome.compiled)
+        print(
+            "<tr><td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td>"
+            "<td class=\"n\">{:.2f}</td><td>{}</td></tr>",
+            step.outcome.step, forward.stage, forward.graph, forward.nodes, forward.seconds,
+            escape_xml(forward.reason));
+    out_ += "</tbody></table></div></section>\n";
   }
 
   void rates() {

@@ -4,6 +4,7 @@ Prints "capture_us N nodes N eager_ms E step_ms S loss L norm G". Run by graph_b
 import argparse
 import os
 import statistics
+import sys
 import time
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch._functorch.aot_autograd import aot_module, make_boxed_func
 from torch._functorch.partitioners import default_partition
 
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
 from peer_block import SEQUENCE, Block
 
 parser = argparse.ArgumentParser(description=__doc__)

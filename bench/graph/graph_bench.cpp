@@ -3,16 +3,18 @@
 // with dynamic dims; optionally Python's AOT autograd.
 //
 //   graph_bench                                                  width 32
-//   graph_bench --peer "python3 bench/graph_peer.py"             compared with the peer: capture, replay,
-//   loss and gradient norm graph_bench --width 256 --layers 12 --repeats 20 graph_bench --device cuda --width
-//   768 --layers 12
+//   graph_bench --peer "python3 bench/graph/graph_peer.py"             compared with the peer: capture,
+//   replay, loss and gradient norm graph_bench --width 256 --layers 12 --repeats 20 graph_bench --device cuda
+//   --width 768 --layers 12
 //
 // "In shape" is forward and backward over fake tensors without recording; the additional cost of a capture is
 // the recording. Capture figures are the minimum of several runs for Penstock and the median for the peer;
-// steps are medians, alternating with the eager step. "peak" is the peak tensor memory of a replayed step
+// steps are medians, alternating with the eager step; on a busy machine, the ratio of CPU time is the one to
+// read. "peak" is the peak tensor memory of a replayed step
 // relative to an eager one. Export OMP_NUM_THREADS=1.
 #include <fmt/format.h>
 #include <malloc.h>
+#include <time.h>
 #include <torch/torch.h>
 #include <CLI/CLI.hpp>
 
@@ -28,6 +30,7 @@
 #include "bench/figures.h"
 #include "penstock/compile.h"
 #include "penstock/fake.h"
+#include "penstock/graph/compiler/execute.h"
 #include "penstock/graph/ir/functionalize.h"
 #include "penstock/graph/run/compiled.h"
 #include "penstock/graph/run/module_state.h"
@@ -121,6 +124,7 @@ class Measured {
     Partition halves;
     const double split = least_us(
         config_.repeats, [&] { halves = partition_default(joint); }, [&] { halves = {}; });
+    compare_executors(halves.forward, inputs);
     const double all = captured_us + functional + split;
     fmt::print(
         "{:3} layers, {:5} nodes, us/node: in shape {:5.2f}, recording {:5.2f}; analysis and capture "
@@ -141,16 +145,18 @@ class Measured {
         {.dynamic = {
              .dims = {{"args[0]", 0, "B"}, {"args[0]", 1, "T"}, {"args[1]", 0, "B"}, {"args[1]", 1, "T"}}}});
     const auto replayed_dynamic = [&] { return dynamic->forward(x_, target_); };
-    const double all_sizes_ms = step(replayed_dynamic).first;
+    const double all_sizes_ms = step(replayed_dynamic).ms;
     for (int i = 0; i < 3; ++i) step(eager), step(replayed), step(replayed_dynamic);
-    std::vector<double> eager_ms, replayed_ms, dynamic_ms;
+    std::vector<double> eager_ms, replayed_ms, dynamic_ms, eager_cpu_ms, replayed_cpu_ms;
     Figure figure;
     for (int i = 0; i < config_.steps; ++i) {
-      eager_ms.push_back(step(eager).first);
-      const auto [ms, loss] = step(replayed);
-      replayed_ms.push_back(ms);
-      figure["loss"] = loss;
-      dynamic_ms.push_back(step(replayed_dynamic).first);
+      const Step plain = step(eager), fixed = step(replayed);
+      eager_ms.push_back(plain.ms);
+      eager_cpu_ms.push_back(plain.cpu_ms);
+      replayed_ms.push_back(fixed.ms);
+      replayed_cpu_ms.push_back(fixed.cpu_ms);
+      figure["loss"] = fixed.loss;
+      dynamic_ms.push_back(step(replayed_dynamic).ms);
     }
     double norm = 0;
     for (const at::Tensor& parameter : model_->parameters())
@@ -159,10 +165,13 @@ class Measured {
     figure["eager_ms"] = median(eager_ms);
     figure["step_ms"] = median(replayed_ms);
     figure["peak"] = peak_of(replayed) / peak_of(eager);
-    fmt::print("    step, width {}: eager {:.2f} ms, replayed {:.2f} ms, ratio {:.3f}, peak {:.3f}\n",
-               config_.width, figure["eager_ms"], figure["step_ms"], figure["step_ms"] / figure["eager_ms"],
-               figure["peak"]);
     const auto least = [](const std::vector<double>& ms) { return *std::min_element(ms.begin(), ms.end()); };
+    fmt::print(
+        "    step, width {}: eager {:.2f} ms, replayed {:.2f} ms, ratio {:.3f}, peak {:.3f}; of CPU time "
+        "{:.3f}, of its least {:.3f}\n",
+        config_.width, figure["eager_ms"], figure["step_ms"], figure["step_ms"] / figure["eager_ms"],
+        figure["peak"], median(replayed_cpu_ms) / median(eager_cpu_ms),
+        least(replayed_cpu_ms) / least(eager_cpu_ms));
     fmt::print(
         "    dynamic batch and length: replayed {:.2f} ms, ratio to fixed sizes {:.3f}, of the least {:.3f}; "
         "captured in {:.0f} ms, {} capture\n",
@@ -172,13 +181,43 @@ class Measured {
   }
 
  private:
-  std::pair<double, double> step(const std::function<at::Tensor()>& call) {
+  // Forward alone, below autograd: all calls boxed, and as it is done.
+  void compare_executors(const Graph& forward, const Values& inputs) {
+    const Executor boxed(forward, {.unboxed = false, .direct_views = false, .reuse_memory = false}),
+        fast(forward);
+    std::vector<at::Tensor> tensors;
+    for (const c10::IValue& input : inputs) tensors.push_back(input.toTensor());
+    std::vector<double> boxed_ms, fast_ms;
+    for (int i = 0; i < 3 + 3 * config_.steps; ++i)
+      for (const bool is_fast : {false, true}) {
+        const double begin = cpu_ms();
+        (is_fast ? fast : boxed)(tensors);
+        if (i >= 3) (is_fast ? fast_ms : boxed_ms).push_back(cpu_ms() - begin);
+      }
+    fmt::print(
+        "{:3} layers, forward alone, CPU time of {} operators: {:.3f} of that with boxed calls; {} unboxed, "
+        "{} "
+        "of them views, {} may overwrite an argument\n",
+        layers_, forward.nodes.size(), median(fast_ms) / median(boxed_ms), fast.counts().unboxed,
+        fast.counts().views, fast.counts().reuses);
+  }
+  struct Step {
+    double ms = 0, cpu_ms = 0, loss = 0;
+  };
+  // CPU time of the process: less disturbed than time by other processes.
+  static double cpu_ms() {
+    timespec now{};
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &now);
+    return 1e3 * static_cast<double>(now.tv_sec) + 1e-6 * static_cast<double>(now.tv_nsec);
+  }
+  Step step(const std::function<at::Tensor()>& call) {
     for (const at::Tensor& parameter : model_->parameters()) parameter.mutable_grad() = at::Tensor();
     const auto begin = Clock::now();
+    const double cpu_begin = cpu_ms();
     const at::Tensor loss = call();
     loss.backward();
     const double value = loss.item<double>();  // waits for the device
-    return {ms_since(begin), value};
+    return {ms_since(begin), cpu_ms() - cpu_begin, value};
   }
 
   // Peak bytes of tensors that a step allocated, excluding those that existed before.
@@ -212,7 +251,7 @@ int main(int argc, char** argv) {
   app.add_option("--repeats", config.repeats, "runs of each step of a capture")->check(CLI::PositiveNumber);
   app.add_option("--steps", config.steps, "training steps of each kind")->check(CLI::PositiveNumber);
   app.add_option("--device", config.device, "cpu or cuda");
-  app.add_option("--peer", config.peer, "command that runs the peer: \"python3 bench/graph_peer.py\"");
+  app.add_option("--peer", config.peer, "command that runs the peer: \"python3 bench/graph/graph_peer.py\"");
   CLI11_PARSE(app, argc, argv);
   at::set_num_threads(1);
   pin(0);

@@ -1,0 +1,71 @@
+// Stages of a pipeline that run as captured graphs: forward and backward of a stage are captured on the first
+// call and replayed after that, with the same bits.
+//
+//   torch::nn::Sequential block(torch::nn::Linear(16, 16), torch::nn::Tanh());
+//   StageModule plain([block](at::Tensor x) mutable { return block->forward(x); }, {block.ptr()});
+//   StageModule fast = compiled_stage(plain, {.captured = [](const StageCapture& capture) {
+//     std::printf("%zu operators in %.2f s\n", capture.nodes, capture.seconds);
+//   }});
+//   // PipelineStage(fast, 0, 2, at::kCPU) trains block
+//
+// What a graph depends on is described in compile.h and docs/capture.md. Besides:
+//
+//   Values of the running step (StepContext). Keys of random numbers and the loss scale are those of each
+//   replay. A forward that computes with others (step, microbatch, seed) is refused with a StateError that
+//   shows the operator: each capture is repeated in another step, and both graphs must be equal. A forward
+//   must not choose between operators by these values. Rows and the number of microbatches belong to what a
+//   capture is valid for.
+//   Sharded modules (fully_shard.h): all parameters of the stage are gathered for its forward, and freed
+//   after it unless the schedule holds them. Not with MixedPrecision::param_dtype and cast_forward_inputs.
+//   Schedules that split the backward (ZBVZeroBubble, DualPipeV): not supported, because a graph has one
+//   backward.
+//   Blocks of a chain become one graph.
+//   Trial runs and recomputations call the original module.
+//
+// Thread safety: that of the module.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <string>
+
+#include "penstock/compile_options.h"
+#include "penstock/pytree.h"
+#include "penstock/stage_module.h"
+
+namespace penstock {
+
+// A capture of a stage.
+struct StageCapture {
+  std::size_t graph = 1;   // which graph of this kind of call it is, from 1; larger: it was captured again
+  std::size_t graphs = 1;  // of the stage, all kinds together
+  std::size_t nodes = 0;   // operators, forward and backward
+  double seconds = 0;      // for capturing, compiling and checking, with the first run
+  // Why the graph before it was not valid: "args[0] has sizes [1, 8], in the capture [2, 8]"; empty for the
+  // first one.
+  std::string reason = {};
+};
+
+// How a stage is compiled.
+struct CompiledStageOptions {
+  // Arguments are named by position ("args[0]") and by keyword ("kwargs['mask']").
+  graph::CompileOptions compile = {};
+  // Most graphs for one kind of call (structure of the arguments, training flags, grad mode). A call that
+  // would need one more is a StateError that names what differs: captures that never repeat are slower than
+  // none.
+  std::size_t max_graphs = 16;
+  // Called after each capture. May be empty.
+  std::function<void(const StageCapture& capture)> captured = {};
+  // What forward leaves outside of its result and of buffers: tensors in members of a module, which would
+  // otherwise belong to the capture. values_left() is called after each captured forward, in its scope;
+  // set_values_left() after each run of the graph, with the values of this run. Both or neither.
+  std::function<Tree()> values_left = {};
+  std::function<void(const Tree& values)> set_values_left = {};  // see values_left
+};
+
+// Returns a module that runs as a graph. It has the modules, parameters and buffers of the original one.
+// Nothing is captured yet. Forward throws what a compiled module throws (compile.h), and DataDependentError
+// for control flow that depends on values. Throws ValueError for only one of values_left and set_values_left.
+StageModule compiled_stage(StageModule module, CompiledStageOptions options = {});
+
+}  // namespace penstock

@@ -1,0 +1,17 @@
+#include "penstock/graph/wrap/graph_wrapper.h"
+
+#include <utility>
+
+namespace penstock::graph {
+
+std::shared_ptr<const CompiledGraph> compile_wrapped(Graph graph, CompileRequest request,
+                                                     const GraphCompiler& compiler,
+                                                     const GraphWrappers& wrappers) {
+  for (const auto& wrapper : wrappers) wrapper->before_compile(graph, request);
+  std::shared_ptr<const CompiledGraph> compiled = compiler.compile(graph, request);
+  for (auto it = wrappers.rbegin(); it != wrappers.rend(); ++it)
+    compiled = (*it)->around(std::move(compiled), request.role);
+  return compiled;
+}
+
+}  // namespace penstock::graph

@@ -1,0 +1,252 @@
+#include "penstock/compiled_stage.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "penstock/errors.h"
+#include "penstock/graph/run/call_guard.h"
+#include "penstock/graph/run/compiled.h"
+#include "penstock/pipeline/compiled/step_independence.h"
+#include "penstock/pipeline/stage/sharded_modules.h"
+#include "penstock/pytree_convert.h"
+#include "penstock/shard/state/whole_forward_scope.h"
+#include "penstock/step_context.h"
+#include "penstock/torch/dispatch/any_operator_hook.h"
+#include "penstock/torch/fake/fake_watch.h"
+
+namespace penstock {
+namespace {
+
+using graph::Values;
+using Clock = std::chrono::steady_clock;
+
+Values values_of(const std::vector<Tree>& leaves) {
+  Values values;
+  values.reserve(leaves.size());
+  for (const Tree& leaf : leaves)
+    values.push_back(leaf.is_tensor() ? c10::IValue(leaf.tensor()) : tree_to_ivalue(leaf));
+  return values;
+}
+
+template <class Iterator>
+std::vector<Tree> leaves_of(Iterator begin, Iterator end) {
+  std::vector<Tree> leaves;
+  for (; begin != end; ++begin)
+    leaves.push_back(begin->isTensor() ? Tree(begin->toTensor()) : tree_from_ivalue(*begin));
+  return leaves;
+}
+
+// The part of the step that a capture is valid for.
+std::string text_of(const StepContext& step) {
+  std::string text = fmt::format("{} microbatches", step.microbatches);
+  if (step.rows)
+    text += fmt::format(", rows {} from {} of {}", step.rows->count, step.rows->first, step.rows->global);
+  if (!step.running) text += ", outside of a step";
+  if (!step.microbatch) text += ", of the whole step";
+  if (step.recorded) text += ", recorded";
+  return text;
+}
+
+// Microbatches are views of one batch at different offsets, and several arguments may be views of the same
+// tensor, which a graph would tell apart. Without gradients they are small: tokens, masks.
+class OwnMemory {
+ public:
+  void place(Tree& leaf) {
+    if (!leaf.is_tensor()) return;
+    const at::Tensor& tensor = leaf.tensor();
+    if (tensor.requires_grad() || is_wrapper(tensor) || !tensor.has_storage()) return;
+    const bool is_first = known_.insert(tensor.storage().unsafeGetStorageImpl()).second;
+    if (is_first && tensor.storage_offset() == 0) return;
+    leaf = Tree(tensor.clone());
+    copied = true;
+  }
+  bool copied = false;
+
+ private:
+  std::unordered_set<const c10::StorageImpl*> known_;
+};
+
+class CompiledStage {
+ public:
+  CompiledStage(StageModule module, CompiledStageOptions options)
+      : module_(std::move(module)), options_(std::move(options)) {}
+
+  Tree forward(const Tree& args, const Tree& kwargs) {
+    const auto step = StepContext::current();
+    if (step->trial || step->recompute || step->captured) return module_.forward(args, kwargs);
+    if (!ready_) prepare();
+    const WholeForwardScope gathered(sharded_->roots());
+    FlatTree flat = flatten_tree(Tree::tuple({args, kwargs}));
+    OwnMemory own;
+    std::vector<char> copied;
+    for (Tree& leaf : flat.leaves) {
+      own.copied = false;
+      own.place(leaf);
+      copied.push_back(own.copied);
+    }
+    Entry& entry = entry_for(flat.spec);
+    Values inputs(state_.begin(), state_.end());
+    inputs.emplace_back(text_of(*step));
+    for (c10::IValue& leaf : values_of(flat.leaves)) inputs.push_back(std::move(leaf));
+    const Values values = run(entry, inputs, copied, *step);
+    const auto spec = static_cast<std::size_t>(values.back().toInt());
+    const Tree both = unflatten_tree(leaves_of(values.begin(), values.end() - 1), entry.results->at(spec));
+    if (options_.set_values_left) options_.set_values_left(both[1]);
+    return both[0];
+  }
+
+ private:
+  // One kind of call.
+  struct Entry {
+    TreeSpec spec;
+    std::string flags;  // training flags of all submodules
+    bool grad = true;
+    std::shared_ptr<std::vector<TreeSpec>> results;  // the structures that forward has returned so far
+    graph::Function function;
+    graph::Convention convention;
+    std::unique_ptr<graph::Compiled> compiled;
+    std::optional<graph::CallGuard> latest;  // of the latest capture
+  };
+
+  void prepare() {
+    std::unordered_set<const c10::TensorImpl*> known;
+    const bool several = module_.modules().size() > 1;
+    for (const bool parameters : {true, false})
+      for (std::size_t i = 0; i < module_.modules().size(); ++i) {
+        const torch::nn::Module& module = *module_.modules()[i];
+        for (const auto& item : parameters ? module.named_parameters() : module.named_buffers()) {
+          if (!item.value().defined() || !known.insert(item.value().unsafeGetTensorImpl()).second) continue;
+          names_.push_back(several ? fmt::format("modules[{}].{}", i, item.key()) : item.key());
+          state_.push_back(item.value());
+        }
+      }
+    for (const auto& module : module_.modules())
+      for (const auto& each : module->modules()) all_modules_.push_back(each);
+    sharded_.emplace(module_);
+    ready_ = true;
+  }
+
+  std::string training_flags() const {
+    std::string flags;
+    for (const auto& module : all_modules_) flags += module->is_training() ? '1' : '0';
+    return flags;
+  }
+
+  Entry& entry_for(const TreeSpec& spec) {
+    const std::string flags = training_flags();
+    const bool grad = c10::GradMode::is_enabled();
+    for (const auto& entry : entries_)
+      if (entry->grad == grad && entry->flags == flags && entry->spec == spec) return *entry;
+    auto entry = std::make_unique<Entry>();
+    entry->spec = spec;
+    entry->flags = flags;
+    entry->grad = grad;
+    entry->results = std::make_shared<std::vector<TreeSpec>>();
+    const auto first = static_cast<std::ptrdiff_t>(state_.size()) + 1;
+    entry->function = [this, spec, first, results = entry->results](const Values& inputs) {
+      const Tree given = unflatten_tree(leaves_of(inputs.begin() + first, inputs.end()), spec);
+      StepContext step = *StepContext::current();
+      step.captured = true;
+      const StepGuard guard(std::move(step));
+      const Tree result = module_.forward(given[0], given[1]);
+      FlatTree flat =
+          flatten_tree(Tree::tuple({result, options_.values_left ? options_.values_left() : Tree()}));
+      Values values = values_of(flat.leaves);
+      const auto known = std::find(results->begin(), results->end(), flat.spec);
+      values.emplace_back(static_cast<std::int64_t>(known - results->begin()));
+      if (known == results->end()) results->push_back(std::move(flat.spec));
+      return values;
+    };
+    entry->convention = {state_.size(), names_};
+    entry->convention.names.emplace_back("the step");
+    for (std::string& path : spec.leaf_paths("")) entry->convention.names.push_back(argument_name(path));
+    entry->compiled = std::make_unique<graph::Compiled>(entry->function, options_.compile, entry->convention);
+    entries_.push_back(std::move(entry));
+    return *entries_.back();
+  }
+
+  // "[0][1]" -> "args[1]", "[1]['mask']" -> "kwargs['mask']"
+  static std::string argument_name(const std::string& path) {
+    return (path.starts_with("[0]") ? "args" : "kwargs") + path.substr(3);
+  }
+
+  Values run(Entry& entry, const Values& inputs, const std::vector<char>& copied, const StepContext& step) {
+    const std::size_t before = entry.compiled->captures();
+    const auto begin = Clock::now();
+    // Tensors that the module made while it was captured, and keeps, have no values.
+    FakeWatch watch;
+    Values values;
+    {
+      const FakeWatch::Guard watching(watch);
+      // Everything is gathered and gradients have their way: operators on sharded parameters need nothing
+      // more, and a capture replaces their data for a while.
+      const NoAnyHookGuard no_hook;
+      values = (*entry.compiled)(inputs);
+      if (entry.compiled->captures() != before) check_capture(entry, inputs, copied, step, begin);
+    }
+    for (const at::Tensor& kept : watch.survivors())
+      mark_leftover(kept,
+                    "a module kept it from the capture of its stage as a graph, which computes nothing; "
+                    "return it (values_left of compiled_stage, values_left_by_forward of ModelStage)");
+    return values;
+  }
+
+  void check_capture(Entry& entry, const Values& inputs, const std::vector<char>& copied,
+                     const StepContext& step, Clock::time_point begin) {
+    const graph::Compiled& compiled = *entry.compiled;
+    const std::size_t latest = compiled.captures() - 1;
+    const graph::ViewAndMutationMeta& meta = compiled.meta(latest);
+    for (std::size_t i = 0; i < copied.size(); ++i)
+      if (const std::size_t input = state_.size() + 1 + i; copied[i] != 0 && meta.inputs[input].mutates_data)
+        throw NotImplemented(fmt::format(
+            "compiled_stage: forward writes {}, which is a view of a larger tensor; write a copy of it",
+            entry.convention.name_of(input)));
+    if (step.running) check_independence_of_step(entry.function, inputs, entry.convention, step);
+    StageCapture capture{
+        .graph = compiled.captures(), .graphs = 0, .nodes = compiled.joint(latest).graph.nodes.size()};
+    for (const auto& each : entries_) capture.graphs += each->compiled->captures();
+    if (entry.latest) capture.reason = entry.latest->difference(inputs);
+    entry.latest.emplace(inputs, entry.convention);
+    capture.seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+    if (options_.captured) options_.captured(capture);
+    if (capture.graph > options_.max_graphs)
+      throw StateError(
+          fmt::format("compiled_stage: captured {} times for one kind of call, at most {} are allowed: {}; "
+                      "make this equal in all "
+                      "calls, mark the dim as dynamic (CompileOptions::dynamic), or raise max_graphs",
+                      capture.graph, options_.max_graphs, capture.reason));
+  }
+
+  StageModule module_;
+  CompiledStageOptions options_;
+  bool ready_ = false;
+  std::vector<std::shared_ptr<torch::nn::Module>> all_modules_;
+  std::vector<std::string> names_;
+  std::vector<at::Tensor> state_;  // parameters, then buffers
+  std::optional<ShardedModules> sharded_;
+  std::vector<std::unique_ptr<Entry>> entries_;
+};
+
+}  // namespace
+
+StageModule compiled_stage(StageModule module, CompiledStageOptions options) {
+  if (static_cast<bool>(options.values_left) != static_cast<bool>(options.set_values_left))
+    throw ValueError(
+        "compiled_stage: only one of values_left and set_values_left is given; give both or neither");
+  StageModule::Modules modules = module.modules();
+  auto compiled = std::make_shared<CompiledStage>(std::move(module), std::move(options));
+  return StageModule(
+      [compiled](const Tree& args, const Tree& kwargs) { return compiled->forward(args, kwargs); },
+      std::move(modules));
+}
+
+}  // namespace penstock

@@ -1,0 +1,266 @@
+// Stages that run as captured graphs: values of the running step, what is refused, and what is captured
+// again.
+#include "penstock/compiled_stage.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "penstock/errors.h"
+#include "penstock/fake.h"
+#include "penstock/random.h"
+#include "penstock/step_context.h"
+#include "penstock/torch/random/running_step.h"
+#include "tests/has_text.h"
+#include "tests/throws.h"
+
+namespace penstock {
+namespace compiled_stage_test {
+
+using namespace test;
+
+StepContext step_of(std::int64_t step, std::int64_t microbatch, double loss_scale = 1) {
+  StepContext context;
+  context.seed = 7;
+  context.step = step;
+  context.microbatch = microbatch;
+  context.microbatches = 4;
+  context.loss_scale = loss_scale;
+  return context;
+}
+
+struct Counted {
+  std::vector<StageCapture> captures;
+  CompiledStageOptions options() {
+    CompiledStageOptions options;
+    options.captured = [this](const StageCapture& capture) { captures.push_back(capture); };
+    return options;
+  }
+};
+
+Tree args_of(const at::Tensor& x) { return Tree::tuple({x}); }
+
+// Output and gradients of one microbatch.
+std::vector<at::Tensor> run(const StageModule& stage, const StepContext& step, const at::Tensor& input,
+                            bool backward_elsewhere = false) {
+  for (at::Tensor parameter : stage.parameters()) parameter.mutable_grad() = at::Tensor();
+  const at::Tensor x = input.detach().clone().requires_grad_();
+  at::Tensor out;
+  {
+    const StepGuard guard(step);
+    out = stage.forward(args_of(x), Tree()).tensor();
+    if (!backward_elsewhere) out.pow(2).sum().backward();
+  }
+  if (backward_elsewhere) {
+    const StepGuard other(step_of(99, 0));
+    out.pow(2).sum().backward();
+  }
+  std::vector<at::Tensor> all{out.detach(), x.grad()};
+  for (const at::Tensor& parameter : stage.parameters()) all.push_back(parameter.grad().clone());
+  return all;
+}
+
+void expect_equal(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  ASSERT_EQ(a.size(), b.size());
+  for (std::size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(at::equal(a[i], b[i])) << i;
+}
+
+template <class Function>
+StageModule linear_with(Function function) {
+  torch::manual_seed(3);
+  torch::nn::Linear linear(8, 8);
+  return StageModule([linear, function](at::Tensor x) mutable { return function(linear->forward(x)); },
+                     {linear.ptr()});
+}
+
+at::Tensor dropped(const at::Tensor& x) {
+  const auto step = StepContext::current();
+  return keyed_dropout(x, 0.5, step->key(4, purpose::kDropout), step->box_of(x.sizes()));
+}
+
+TEST(CompiledStage, DrawsTheRandomNumbersOfEachStepAndMicrobatch) {
+  const StageModule plain = linear_with(dropped);
+  Counted counted;
+  const StageModule fast = compiled_stage(linear_with(dropped), counted.options());
+  const at::Tensor x = torch::randn({6, 8});
+  at::Tensor first;
+  for (std::int64_t step = 0; step < 3; ++step)
+    for (std::int64_t microbatch = 0; microbatch < 4; ++microbatch) {
+      const auto expected = run(plain, step_of(step, microbatch), x);
+      expect_equal(run(fast, step_of(step, microbatch), x), expected);
+      if (first.defined()) {
+        EXPECT_FALSE(at::equal(expected[0], first));
+      }
+      first = expected[0];
+    }
+  EXPECT_EQ(counted.captures.size(), 1u);
+}
+
+// Backward draws the mask again: of its own forward, whatever step is running.
+TEST(CompiledStage, RunsBackwardInTheStepOfItsForward) {
+  const StageModule plain = linear_with(dropped), fast = compiled_stage(linear_with(dropped));
+  const at::Tensor x = torch::randn({6, 8});
+  for (const std::int64_t step : {1, 2})
+    expect_equal(run(fast, step_of(step, 1), x, true), run(plain, step_of(step, 1), x, true));
+}
+
+TEST(CompiledStage, HasTheLossScaleOfEachStep) {
+  const auto scaled = [](const at::Tensor& x) { return x * scale_of_running_step(x, 0.5); };
+  const StageModule plain = linear_with(scaled), fast = compiled_stage(linear_with(scaled));
+  const at::Tensor x = torch::randn({6, 8});
+  for (const double scale : {1.0, 1024.0, 512.0})
+    expect_equal(run(fast, step_of(1, 0, scale), x), run(plain, step_of(1, 0, scale), x));
+}
+
+TEST(CompiledStage, RefusesNumbersOfTheStep) {
+  struct Forbidden {
+    const char* name;
+    at::Tensor (*use)(const at::Tensor& x);
+  };
+  const std::vector<Forbidden> all{
+      {"step", [](const at::Tensor& x) { return x * static_cast<double>(StepContext::current()->step); }},
+      {"microbatch",
+       [](const at::Tensor& x) { return x + static_cast<double>(*StepContext::current()->microbatch); }},
+      {"seed", [](const at::Tensor& x) { return x + static_cast<double>(StepContext::current()->seed); }},
+      {"loss scale", [](const at::Tensor& x) { return x * StepContext::current()->loss_scale; }},
+      {"parity", [](const at::Tensor& x) { return StepContext::current()->step % 2 == 0 ? x.tanh() : x; }},
+      {"warm-up", [](const at::Tensor& x) { return StepContext::current()->step < 1000 ? x.tanh() : x; }},
+      {"values",
+       [](const at::Tensor& x) { return x + torch::full({8}, double(StepContext::current()->step)); }}};
+  for (const Forbidden& each : all) {
+    SCOPED_TRACE(each.name);
+    const StageModule fast = compiled_stage(linear_with(each.use));
+    const std::string text = message_of<StateError>([&] { run(fast, step_of(4, 1), torch::randn({6, 8})); });
+    EXPECT_TRUE(has_text(text, "a value of the running step"));
+    EXPECT_TRUE(has_text(text, "aten::"));
+    EXPECT_TRUE(has_text(text, "StepContext::key()"));
+  }
+}
+
+TEST(CompiledStage, NamesControlFlowThatDependsOnValues) {
+  const StageModule fast = compiled_stage(
+      linear_with([](const at::Tensor& x) { return x.sum().item<float>() > 0 ? x.relu() : x.tanh(); }));
+  const std::string text = message_of<DataDependentError>([&] {
+    run(fast, step_of(4, 1), torch::randn({6, 8}));
+  });
+  EXPECT_TRUE(has_text(text, "aten::_local_scalar_dense"));
+}
+
+TEST(CompiledStage, SaysWhyItCapturesAgainAndHowOftenItMay) {
+  Counted counted;
+  CompiledStageOptions options = counted.options();
+  options.max_graphs = 2;
+  const StageModule fast = compiled_stage(linear_with(dropped), options);
+  run(fast, step_of(1, 0), torch::randn({6, 8}));
+  run(fast, step_of(1, 1), torch::randn({5, 8}));
+  run(fast, step_of(1, 2), torch::randn({6, 8}));
+  ASSERT_EQ(counted.captures.size(), 2u);
+  EXPECT_EQ(counted.captures[0].reason, "");
+  EXPECT_EQ(counted.captures[0].graph, 1u);
+  EXPECT_EQ(counted.captures[1].graph, 2u);
+  EXPECT_TRUE(has_text(counted.captures[1].reason, "args[0] has sizes [5, 8], in the capture [6, 8]"));
+  const std::string text = message_of<StateError>([&] { run(fast, step_of(1, 3), torch::randn({4, 8})); });
+  EXPECT_TRUE(has_text(text, "captured 3 times"));
+  EXPECT_TRUE(has_text(text, "args[0] has sizes [4, 8]"));
+}
+
+TEST(CompiledStage, TakesDynamicDimsByTheNamesOfArguments) {
+  const StageModule plain = linear_with(dropped);
+  Counted counted;
+  CompiledStageOptions options = counted.options();
+  options.compile.dynamic.dims = {{"args[0]", 0, "B"}};
+  const StageModule fast = compiled_stage(linear_with(dropped), options);
+  for (const std::int64_t rows : {6, 3, 9}) {
+    const at::Tensor x = torch::randn({rows, 8});
+    expect_equal(run(fast, step_of(rows, 1), x), run(plain, step_of(rows, 1), x));
+  }
+  EXPECT_EQ(counted.captures.size(), 1u);
+}
+
+// Rows of data-parallel ranks are part of the keys' boxes, which a graph holds.
+TEST(CompiledStage, CapturesAgainForOtherRows) {
+  const StageModule plain = linear_with(dropped);
+  Counted counted;
+  const StageModule fast = compiled_stage(linear_with(dropped), counted.options());
+  const at::Tensor x = torch::randn({4, 8});
+  for (const std::int64_t first : {0, 4, 0}) {
+    StepContext step = step_of(2, 1);
+    step.rows = BatchRows{.global = 8, .first = first, .count = 4};
+    expect_equal(run(fast, step, x), run(plain, step, x));
+  }
+  ASSERT_EQ(counted.captures.size(), 2u);
+  EXPECT_TRUE(has_text(counted.captures[1].reason, "rows 4 from 4 of 8"));
+}
+
+// Microbatches are views of a batch at different offsets.
+TEST(CompiledStage, CapturesOnceForMicrobatchesOfABatch) {
+  torch::manual_seed(3);
+  torch::nn::Embedding embed(10, 8);
+  Counted counted;
+  const StageModule fast = compiled_stage(
+      StageModule([embed](at::Tensor tokens) mutable { return embed->forward(tokens); }, {embed.ptr()}),
+      counted.options());
+  const at::Tensor batch = torch::randint(10, {8, 3});
+  for (std::int64_t microbatch = 0; microbatch < 4; ++microbatch) {
+    const StepGuard guard(step_of(0, microbatch));
+    const at::Tensor tokens = batch.narrow(0, 2 * microbatch, 2);
+    EXPECT_TRUE(at::equal(fast.forward(args_of(tokens), Tree()).tensor(), embed->forward(tokens)));
+  }
+  EXPECT_EQ(counted.captures.size(), 1u);
+}
+
+// A tensor in a member is made fake by the capture, unless it is declared.
+struct KeepsSumImpl : torch::nn::Module {
+  KeepsSumImpl() { linear = register_module("linear", torch::nn::Linear(8, 8)); }
+  at::Tensor forward(at::Tensor x) {
+    x = linear->forward(x);
+    sum = x.detach().sum();
+    return x;
+  }
+  torch::nn::Linear linear{nullptr};
+  at::Tensor sum;
+};
+
+TEST(CompiledStage, DeliversTheValuesThatForwardLeaves) {
+  const auto module = std::make_shared<KeepsSumImpl>();
+  CompiledStageOptions options;
+  options.values_left = [&] { return Tree(module->sum); };
+  options.set_values_left = [&](const Tree& values) { module->sum = values.tensor(); };
+  const StageModule fast = compiled_stage(StageModule(module), options);
+  for (int step = 0; step < 3; ++step) {
+    const at::Tensor x = torch::randn({6, 8});
+    run(fast, step_of(step, 0), x);
+    EXPECT_TRUE(at::equal(module->sum, module->linear->forward(x).sum()));
+  }
+}
+
+TEST(CompiledStage, AnUndeclaredValueHasNoNumbersAndSaysWhy) {
+  const auto module = std::make_shared<KeepsSumImpl>();
+  const StageModule fast = compiled_stage(StageModule(module));
+  run(fast, step_of(1, 0), torch::randn({6, 8}));
+  const std::string text = message_of<StateError>([&] { (module->sum + 1).item<float>(); });
+  EXPECT_TRUE(has_text(text, "kept it from the capture of its stage as a graph"));
+}
+
+TEST(CompiledStage, RefusesWritesIntoAViewOfABatch) {
+  const StageModule fast =
+      compiled_stage(StageModule([](at::Tensor x) { return x.add_(1) * 2; }, StageModule::Modules{}));
+  const at::Tensor batch = torch::zeros({4, 2});
+  const StepGuard guard(step_of(0, 1));
+  EXPECT_TRUE(
+      has_text(message_of<NotImplemented>([&] { fast.forward(args_of(batch.narrow(0, 2, 2)), Tree()); }),
+               "writes args[0]"));
+}
+
+TEST(CompiledStage, NeedsBothCallbacksForValues) {
+  CompiledStageOptions options;
+  options.values_left = [] { return Tree(); };
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] { compiled_stage(linear_with(dropped), options); }),
+                       "give both or neither"));
+}
+
+}  // namespace compiled_stage_test
+}  // namespace penstock

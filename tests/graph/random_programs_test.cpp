@@ -9,9 +9,9 @@
 
 #include "penstock/base/warnings.h"
 #include "penstock/errors.h"
-#include "penstock/graph/compiler/graph_compiler.h"
 #include "penstock/graph/run/compiled.h"
 #include "penstock/graph/run/compiled_call.h"
+#include "penstock/graph_compiler.h"
 #include "tests/graph/call_trace.h"
 #include "tests/graph/program_paths.h"
 #include "tests/graph/random_program.h"

@@ -110,7 +110,8 @@ class Measured {
     });
     JointGraph joint;
     const double captured_us = least_us(
-        config_.repeats, [&] { joint = *analyze_and_capture(function, inputs, convention).joint; },
+        config_.repeats,
+        [&] { joint = *analyze_and_capture(function, inputs, {.convention = convention}).joint; },
         [&] { joint = {}; });
     const auto nodes = static_cast<double>(joint.graph.nodes.size());
     const JointGraph captured = joint;

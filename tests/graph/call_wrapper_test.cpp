@@ -166,13 +166,14 @@ TEST(GraphCompilers, AreFoundByName) {
 
   const Function function = [](const Values& in) -> Values { return {in[0].toTensor().square().sum()}; };
   const at::Tensor x = torch::randn({3}).set_requires_grad(true);
-  const CompiledCall training(partition(capture_function(function, {x}), Partitioner::Default), counting);
+  const CompiledCall training(partition(capture_function(function, {x}), Partitioner::Default),
+                              CompilerChoice(counting));
   EXPECT_EQ(counting->asked, (Names{"forward", "backward"}));
   training.run({x})[0].toTensor().backward();
   EXPECT_TRUE(at::equal(x.grad(), 2 * x.detach()));
   counting->asked.clear();
   const CompiledCall inference(partition(capture_function(function, {x.detach()}), Partitioner::Default),
-                               counting);
+                               CompilerChoice(counting));
   EXPECT_EQ(counting->asked, Names{"inference"});
 }
 

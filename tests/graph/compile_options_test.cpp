@@ -125,8 +125,8 @@ TEST(CompileOptions, BackwardIsCompiledAtOnceOrAtItsFirstUse) {
     const bool later = when == CompileBackward::FirstUse;
     const auto compiler = std::make_shared<Counting>();
     const at::Tensor x = leaf({3});
-    const CompiledCall call(partition(capture_function(function, {x}), Partitioner::Default), compiler,
-                            {.compile_backward = when});
+    const CompiledCall call(partition(capture_function(function, {x}), Partitioner::Default),
+                            CompilerChoice(compiler), {.compile_backward = when});
     EXPECT_EQ(compiler->forward, 1);
     EXPECT_EQ(compiler->backward, later ? 0 : 1);
     for (int run = 0; run < 2; ++run) {

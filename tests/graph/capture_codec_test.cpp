@@ -221,7 +221,7 @@ TEST(CaptureFields, OfWholeCaptures) {
 
 TEST(CaptureCodec, GraphsThatWriteTheirInputs) {
   const Function function = [](const Values& in) -> Values {
-    const at::Tensor before = in[0].toTensor() * in[1].toTensor();
+    const at::Tensor before = in[0].toTensor() + in[1].toTensor();
     in[0].toTensor().add_(2);
     return {before, in[0].toTensor() * in[1].toTensor()};
   };

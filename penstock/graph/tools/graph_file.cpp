@@ -208,6 +208,7 @@ class GraphWriter {
     });
     out_.count(meta.intermediate_bases);
     out_.flag(meta.keep_input_mutations);
+    list(meta.static_inputs, [&](std::size_t input) { out_.count(input); });
     list(meta.tangents, [&](const TangentInfo& each) { tangent(each); });
     out_.number(static_cast<std::uint8_t>(meta.grad_mode_after ? (*meta.grad_mode_after ? 2 : 1) : 0));
   }
@@ -546,6 +547,7 @@ class GraphReader {
     });
     meta->intermediate_bases = bounded(meta->outputs.size());
     meta->keep_input_mutations = in_.flag();
+    list(8, [&] { meta->static_inputs.push_back(bounded(meta->inputs.size())); });
     list(10, [&] { meta->tangents.push_back(tangent()); });
     const auto grad_mode = in_.number<std::uint8_t>();
     if (grad_mode > 2) in_.fail("invalid grad mode");

@@ -12,6 +12,7 @@
 #include "penstock/base/warnings.h"
 #include "penstock/errors.h"
 #include "penstock/pipeline.h"
+#include "penstock/pipeline/program/program.h"
 #include "penstock/pipeline/runtime/pipe_info.h"
 #include "penstock/pipeline/stage/gradient_sync.h"
 #include "penstock/step_context.h"

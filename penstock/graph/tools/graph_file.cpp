@@ -98,6 +98,8 @@ GraphFile decode_graph(std::span<const std::uint8_t> bytes, const std::string& p
       decoder.fail("a saved value that does not exist");
   if (file.meta.intermediate_bases > file.meta.outputs.size())
     decoder.fail("more intermediate bases than outputs");
+  for (const std::size_t input : file.meta.static_inputs)
+    if (input >= file.meta.inputs.size()) decoder.fail("a parameter that does not exist");
   return file;
 }
 

@@ -41,7 +41,7 @@ struct ArtifactField {
 
 // What the calls of an artifact are compiled for.
 struct ArtifactTarget {
-  std::string device = "cpu";         // "cpu", "cuda:0"; its model is found by Penstock
+  std::string device = "cpu";  // where the calls run, with an index for GPUs; its model is found by Penstock
   std::string compiler = "executor";  // the name of the graph compiler
 };
 

@@ -30,7 +30,7 @@
 namespace penstock::graph {
 
 struct Frame;
-struct RunPlan;
+struct ExecutionPlan;
 
 // How to run.
 struct ExecutorOptions {
@@ -89,7 +89,7 @@ class Executor final : public CompiledGraph {
   void call_steps(Frame& frame) const;
   std::vector<c10::IValue> take_results(Frame& frame) const;
 
-  std::unique_ptr<RunPlan> plan_;
+  std::unique_ptr<ExecutionPlan> plan_;
   std::vector<Input> inputs_;
   std::vector<Constant> constants_;
   std::vector<Output> outputs_;

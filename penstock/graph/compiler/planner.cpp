@@ -53,7 +53,7 @@ class Planner {
     keep_memory_of_other_operators();
   }
 
-  RunPlan run() {
+  ExecutionPlan run() {
     plan_.steps.reserve(graph_.nodes.size());
     for (position_ = 0; position_ < graph_.nodes.size(); ++position_) plan(graph_.nodes[position_]);
     return std::move(plan_);
@@ -216,7 +216,7 @@ class Planner {
   Executor::Counts& counts_;
   std::vector<char> may_overwrite_;  // by value; what is not known at run time
   std::size_t position_ = 0;
-  RunPlan plan_;
+  ExecutionPlan plan_;
 };
 
 }  // namespace
@@ -228,8 +228,8 @@ LastUses::LastUses(const Graph& graph) : last_(graph.values.size(), kNever) {
   for (const ConstantTensor& constant : graph.constants) last_[index_of(constant.value)] = kAtTheEnd;
 }
 
-RunPlan plan_run(const Graph& graph, const LastUses& last_uses, const ExecutorOptions& options,
-                 Executor::Counts& counts) {
+ExecutionPlan plan_run(const Graph& graph, const LastUses& last_uses, const ExecutorOptions& options,
+                       Executor::Counts& counts) {
   return Planner(graph, last_uses, options, counts).run();
 }
 

@@ -27,7 +27,7 @@ class LastUses {
   std::vector<std::size_t> last_;
 };
 
-RunPlan plan_run(const Graph& graph, const LastUses& last_uses, const ExecutorOptions& options,
-                 Executor::Counts& counts);
+ExecutionPlan plan_run(const Graph& graph, const LastUses& last_uses, const ExecutorOptions& options,
+                       Executor::Counts& counts);
 
 }  // namespace penstock::graph

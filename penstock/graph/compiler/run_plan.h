@@ -24,7 +24,7 @@ struct Argument {
   Kind kind = Kind::Constant;
   // Of a tensor that is not used afterwards and occurs once: a boxed call may take it from its slot.
   bool last_use = false;
-  // Tensor: its slot. Lists: the index in RunPlan::lists. Symbolic: the index in BoundSizes::constants.
+  // Tensor: its slot. Lists: the index in ExecutionPlan::lists. Symbolic: the index in BoundSizes::constants.
   std::uint32_t slot = 0;
   // Constant: the value as the call wants it: an IValue, or what an unboxed call reads (unboxed_call.cpp).
   const void* constant = nullptr;
@@ -34,7 +34,7 @@ struct Argument {
 struct Result {
   enum class Kind : std::uint8_t { Drop, Tensor, List };
   Kind kind = Kind::Drop;
-  std::uint32_t slot = 0;  // of a list: the index in RunPlan::lists; kNoSlot there: not kept
+  std::uint32_t slot = 0;  // of a list: the index in ExecutionPlan::lists; kNoSlot there: not kept
 };
 
 struct Frame;
@@ -52,7 +52,7 @@ struct Step {
   std::vector<Slot> frees;
   bool grad_enabled = true;
   // Of a step that may be done in another way than by its operator: the operator's own call, and the index in
-  // RunPlan::views or ::reuses.
+  // ExecutionPlan::views or ::reuses.
   StepCall otherwise = nullptr;
   std::uint32_t special = 0;
 };
@@ -70,7 +70,7 @@ struct MemoryReuse {
   Step writing;       // the operator that writes it
 };
 
-struct RunPlan {
+struct ExecutionPlan {
   std::vector<Step> steps;
   std::vector<std::vector<Slot>> lists;
   std::vector<DirectView> views;
@@ -90,20 +90,20 @@ struct ViewsMade {
 
 // The tensors of one run. Kept between runs, so that a run allocates nothing but what its operators do.
 struct Frame {
-  explicit Frame(const RunPlan& of)
+  explicit Frame(const ExecutionPlan& of)
       : plan(&of),
         slots(of.slots),
         views(of.views.size()),
         made_directly(of.views.empty() ? 0 : of.slots),
         idle_views(made_directly.size()) {}
 
-  const RunPlan* plan;
+  const ExecutionPlan* plan;
   const BoundSizes* sizes = nullptr;
   SymbolValues size_values;  // of the symbols in the latest run
   // No mode sees the operators of this run, so that some may be left out or replaced.
   bool unobserved = false;
   std::vector<at::Tensor> slots;
-  std::vector<ViewsMade> views;  // one for each step in RunPlan::views
+  std::vector<ViewsMade> views;  // one for each step in ExecutionPlan::views
   // Views that no operator made: whether a slot holds one; tensor objects that are not in use, without
   // memory, one for each slot.
   std::vector<char> made_directly;

@@ -290,7 +290,7 @@ struct Caller<Returned(Parameters...)> {
   }
 
   // Throws c10::Error for an operator that is implemented with other types, or called with others.
-  static void prepare(Step& step, RunPlan& plan) {
+  static void prepare(Step& step, ExecutionPlan& plan) {
     std::vector<std::shared_ptr<const void>> constants;
     const Argument* argument = step.arguments.data();
     (constants.push_back(Reader<Parameters>::prepare(*argument++)), ...);
@@ -345,7 +345,7 @@ struct Caller<Returned(Parameters...)> {
 
 // ---- the table ----
 
-using Prepare = void (*)(Step&, RunPlan&);
+using Prepare = void (*)(Step&, ExecutionPlan&);
 using Table = std::map<std::string, Prepare, std::less<>>;
 
 // The signature with whole numbers where it has sizes: operators take the one or the other, depending on the
@@ -531,7 +531,7 @@ std::string letters_of(const c10::OperatorHandle& op) {
 
 }  // namespace
 
-bool make_unboxed(Step& step, RunPlan& plan) {
+bool make_unboxed(Step& step, ExecutionPlan& plan) {
   // Operators of others may be implemented with any types that their schema allows.
   const std::string& name = step.op.operator_name().name;
   if (!name.starts_with("aten::") && !name.starts_with("penstock::")) return false;

@@ -9,6 +9,6 @@ namespace penstock::graph {
 
 // Makes `step` an unboxed call if its operator has a known signature: sets `call` and `handle`, and replaces
 // the constants, which are IValues, by converted ones that `plan` owns. Returns whether it has.
-bool make_unboxed(Step& step, RunPlan& plan);
+bool make_unboxed(Step& step, ExecutionPlan& plan);
 
 }  // namespace penstock::graph

@@ -181,10 +181,10 @@ struct TrainingConfig {
   // How stages run their forward and backward: off (operator by operator) or graph (captured once, then
   // replayed, with the same bits). graph needs a schedule that does not split the backward.
   std::string compile = "off";
-  std::int64_t seed = 1;                             // seed for initial parameters, dropout and data order
-  std::int64_t validate_every = 40;                  // steps between validations; 0: no validation
-  std::int64_t validate_batches = 4;                 // global batches per validation
-  double time_limit_s = 0;  // seconds after which the run saves a checkpoint and ends; 0: no limit
+  std::int64_t seed = 1;              // seed for initial parameters, dropout and data order
+  std::int64_t validate_every = 40;   // steps between validations; 0: no validation
+  std::int64_t validate_batches = 4;  // global batches per validation
+  double time_limit_s = 0;            // seconds after which the run saves a checkpoint and ends; 0: no limit
   // Compares all members.
   friend bool operator==(const TrainingConfig&, const TrainingConfig&) = default;
 };

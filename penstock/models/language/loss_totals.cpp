@@ -31,8 +31,7 @@ void add_term(std::vector<SumOfLosses>& sums, const AuxiliaryLoss& loss) {
 
 void LossTotals::add(const std::vector<AuxiliaryLoss>& losses) {
   const auto context = StepContext::current();
-  if (!context->running || context->trial || context->recompute || context->recorded ||
-      context->captured)
+  if (!context->running || context->trial || context->recompute || context->recorded || context->captured)
     return;
   pending_[{context->step, context->microbatch.value_or(0)}] = losses;
   if (pending_.size() >= kMostForwards) fold();

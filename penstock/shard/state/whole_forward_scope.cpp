@@ -14,7 +14,8 @@ WholeForwardScope::WholeForwardScope(const std::vector<ShardState*>& states) {
       const MixedPrecision& precision = group->options().mixed_precision;
       if (precision.param_dtype && precision.cast_forward_inputs)
         throw NotImplemented(fmt::format(
-            "fully_shard: '{}' has MixedPrecision::param_dtype with cast_forward_inputs, which a captured forward "
+            "fully_shard: '{}' has MixedPrecision::param_dtype with cast_forward_inputs, which a captured "
+            "forward "
             "does not support; set cast_forward_inputs to false and cast inputs in forward, or use autocast",
             group->name()));
     }

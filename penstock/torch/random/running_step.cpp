@@ -20,7 +20,8 @@ constexpr const char* kScaleName = "penstock::scale_of_running_step";
 at::Tensor scale_like(const at::Tensor& like, double factor) {
   const auto step = StepContext::current();
   if (step->captured)
-    throw StateError("step context: the loss scale was requested while a graph is captured; replays have others");
+    throw StateError(
+        "step context: the loss scale was requested while a graph is captured; replays have others");
   return at::full({}, factor * step->loss_scale, like.options());
 }
 
@@ -42,7 +43,8 @@ std::array<std::int64_t, 5> completed(at::IntArrayRef key) {
   if (numbers[1] != kRunningStep) return numbers;
   const auto step = StepContext::current();
   if (step->captured)
-    throw StateError("step context: random numbers were drawn while a graph is captured; replays draw others");
+    throw StateError(
+        "step context: random numbers were drawn while a graph is captured; replays draw others");
   const RandomKey now = step->key(numbers[3], numbers[4]);
   return {static_cast<std::int64_t>(now.seed), now.step, now.microbatch, now.layer, now.purpose};
 }

@@ -2,7 +2,8 @@
 // in many steps, so that what differs between them must not be a constant in it.
 //
 //   RandomKey key = key_of_running_step(layer, purpose);      // the same numbers in every capture
-//   completed(key.to_ints())                                  // with seed, step and microbatch of this thread
+//   completed(key.to_ints())                                  // with seed, step and microbatch of this
+//   thread
 //
 // Random operators complete their keys when they run. Forward and backward of a graph run under the same
 // StepContext (graph/run/saving_node.h).

@@ -15,8 +15,8 @@ WholeForwardScope::WholeForwardScope(const std::vector<ShardState*>& states) {
       if (precision.param_dtype && precision.cast_forward_inputs)
         throw NotImplemented(fmt::format(
             "fully_shard: '{}' has MixedPrecision::param_dtype with cast_forward_inputs, which a captured "
-            "forward "
-            "does not support; set cast_forward_inputs to false and cast inputs in forward, or use autocast",
+            "forward does not support; set cast_forward_inputs to false and cast inputs in forward, or use "
+            "autocast",
             group->name()));
     }
   try {

@@ -3,12 +3,10 @@
 //   using namespace penstock::graph;
 //   torch::nn::Linear net(4, 8);
 //   const std::vector<ArtifactField> configuration{{"model.width", "4"}, {"layout.stages", "1"}};
-//
 //   // beforehand: every call of a module with this option is captured, compiled and written
 //   auto written = Artifact::create("compiled", configuration, {.device = "cpu"});
 //   compile(net, {.cache = {.name = "stage 0", .artifact = written}})->forward(torch::randn({2, 4}));
 //   written->finish();
-//
 //   // later, in another run of the same program: nothing is captured
 //   auto loaded = Artifact::open("compiled", configuration, {.device = "cpu"});
 //   compile(net, {.cache = {.name = "stage 0", .artifact = loaded}})->forward(torch::randn({2, 4}));

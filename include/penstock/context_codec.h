@@ -3,10 +3,8 @@
 //
 //   register_context_codec("Logged", {
 //       .encode = [](const Payload&) { return std::vector<std::uint8_t>(); },    // no context
-//       .decode = [](const std::vector<std::uint8_t>&, const FlatWrapper& flat, const
-//       std::vector<at::Tensor>&) {
-//         return unflatten_wrapper(flat);
-//       }});
+//       .decode = [](const std::vector<std::uint8_t>&, const FlatWrapper& flat,
+//                    const std::vector<at::Tensor>&) { return unflatten_wrapper(flat); }});
 //
 // Thread safety: any thread.
 #pragma once

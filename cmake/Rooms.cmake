@@ -1,9 +1,10 @@
-# penstock_room(<room> [COLD] SOURCES <files of that folder> [LINKS <targets>] [PRIVATE <targets>])
+# penstock_room(<room> [HOT] SOURCES <files of that folder> [LINKS <targets>] [PRIVATE <targets>])
 #
 # One target per room, a folder of penstock/ with sources: comm/group is penstock_comm_group. What a room may use of other rooms is said in
 # penstock/arrows.txt, which is read here: links follow the arrows. Rooms below its line "LibTorch" link LibTorch and share one precompiled
 # header; in a unity build those of a folder are compiled together, as one library.
-#   COLD      runs a few times in a run or a step at most: compiled with -O1, which takes a quarter less time
+#   HOT       has loops over elements, or runs for each operator: compiled with -O2. Others are compiled with -O1, which takes a
+#             quarter less time
 #   LINKS     other libraries that its headers need
 #   PRIVATE   other libraries that its sources need
 
@@ -53,7 +54,7 @@ function(penstock_library_of room variable)
 endfunction()
 
 function(penstock_room room)
-  cmake_parse_arguments(arg "COLD" "" "SOURCES;LINKS;PRIVATE" ${ARGN})
+  cmake_parse_arguments(arg "HOT" "" "SOURCES;LINKS;PRIVATE" ${ARGN})
   if(NOT room IN_LIST PENSTOCK_KNOWN_ROOMS)
     message(FATAL_ERROR "penstock_room(${room}): penstock/arrows.txt has no line for it; add one that says what it may include")
   endif()
@@ -64,14 +65,14 @@ function(penstock_room room)
   if(PENSTOCK_UNITY AND room IN_LIST PENSTOCK_TORCH_ROOMS)
     # Every unit instantiates the templates that LibTorch's headers leave pending, 4 s of a compiler's time: few large units.
     set(library penstock_${folder}_with_torch)
-    if(arg_COLD)
-      string(APPEND library _cold)
+    if(arg_HOT)
+      string(APPEND library _hot)
     endif()
     add_library(${target} INTERFACE)
     target_link_libraries(${target} INTERFACE ${library})
   endif()
   if(NOT TARGET ${library})
-    penstock_make_library(${library} ${room} "${arg_COLD}")
+    penstock_make_library(${library} ${room} "${arg_HOT}")
   endif()
   set_target_properties(${target} PROPERTIES PENSTOCK_LIBRARY ${library})
   list(TRANSFORM arg_SOURCES PREPEND ${PROJECT_SOURCE_DIR}/penstock/${room}/ REGEX "^[^/]")
@@ -89,7 +90,7 @@ function(penstock_room room)
       continue()
     endif()
     target_link_libraries(${library} PUBLIC ${needed})
-    # The hot and the cold rooms of a folder use each other.
+    # The rooms of a folder that are hot and those that are not use each other.
     if(needed MATCHES "^penstock_${folder}_with_torch")
       target_link_libraries(${needed} PUBLIC ${library})
     endif()
@@ -104,7 +105,7 @@ function(penstock_room room)
   endif()
 endfunction()
 
-function(penstock_make_library library room cold)
+function(penstock_make_library library room hot)
   add_library(${library} STATIC)
   target_include_directories(${library} PUBLIC ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR} ${PROJECT_BINARY_DIR}/generated)
   target_compile_features(${library} PUBLIC cxx_std_20)
@@ -118,7 +119,7 @@ function(penstock_make_library library room cold)
     set_target_properties(${library} PROPERTIES UNITY_BUILD_BATCH_SIZE 32)
   endif()
   # Newer g++ refuse a precompiled header that was made with other optimizations.
-  if(cold AND CMAKE_BUILD_TYPE STREQUAL "Release"
+  if(NOT hot AND CMAKE_BUILD_TYPE STREQUAL "Release"
      AND NOT (with_torch AND CMAKE_CXX_COMPILER_VERSION VERSION_GREATER_EQUAL 13))
     target_compile_options(${library} PRIVATE -O1)
   endif()

@@ -130,7 +130,7 @@ Sharding extreme(const ShardingCall& call, PartialOp kind) {
   return sharding;
 }
 
-Sharding product(const ShardingCall& call) {
+Sharding product_of_elements(const ShardingCall& call) {
   std::vector<AxisStrategy> strategies;
   const Reduction reduction(call);
   add_outer_dims(call, reduction, strategies);
@@ -225,7 +225,7 @@ void add_reduction_rules(RuleTable& table) {
   table.add({"amax", "max"}, [](const ShardingCall& call) { return extreme(call, PartialOp::Max); });
   table.add({"amin", "min"}, [](const ShardingCall& call) { return extreme(call, PartialOp::Min); });
   table.add({"max.dim_max", "min.dim_min"}, whole_rows);
-  table.add({"prod"}, product);
+  table.add({"prod"}, product_of_elements);
   table.add({"any"}, [](const ShardingCall& call) { return truth(call, true); });
   table.add({"all"}, [](const ShardingCall& call) { return truth(call, false); });
   table.add({"var.correction", "std.correction", "var_mean.correction", "std_mean.correction"},

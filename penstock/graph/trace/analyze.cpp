@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 #include <map>
 #include <optional>
 #include <set>
@@ -16,6 +15,7 @@
 
 #include "penstock/errors.h"
 #include "penstock/fake.h"
+#include "penstock/graph/ir/byte_range.h"
 #include "penstock/graph/trace/function_trace.h"
 
 namespace penstock::graph {
@@ -58,25 +58,6 @@ bool made_by_custom_function(const at::Tensor& view) {
        node = node->num_outputs() == 1 ? node->next_edge(0).function.get() : nullptr)
     if (is_custom_function(*node)) return true;
   return false;
-}
-
-// A part of a memory.
-struct ByteRange {
-  std::int64_t first = std::numeric_limits<std::int64_t>::max(), end = 0;
-  void add(const ByteRange& other) {
-    first = std::min(first, other.first);
-    end = std::max(end, other.end);
-  }
-  bool operator==(const ByteRange&) const = default;
-};
-
-ByteRange range_of(const Geometry& geometry) {
-  if (geometry.numel() == 0) return {};
-  std::int64_t last = geometry.storage_offset;
-  for (std::size_t dim = 0; dim < geometry.sizes.size(); ++dim)
-    last += (geometry.sizes[dim] - 1) * geometry.strides[dim];
-  const auto item = static_cast<std::int64_t>(c10::elementSize(geometry.dtype));
-  return {geometry.storage_offset * item, (last + 1) * item};
 }
 
 OutputType type_of_output(const c10::IValue& value) {
@@ -140,7 +121,7 @@ class Analysis {
             continue;
           }
           storage.touched = storage.data = true;
-          storage.place.add(range_of(tracer_.graph[value].geometry));
+          storage.place.add(byte_range(tracer_.graph[value].geometry));
           storage.with_grad |= node.grad_enabled;
         }
     for (std::size_t i = 0; i < inputs_.size(); ++i) {
@@ -204,10 +185,10 @@ class Analysis {
   void check_covered_write(std::size_t input, const at::Tensor& after, const ByteRange& written) const {
     const Geometry &was = trace_.before[input], now = geometry_of(after);
     const bool dense = after.is_non_overlapping_and_dense();
-    const ByteRange range = range_of(now);
+    const ByteRange range = byte_range(now);
     const bool covered = dense && range.first <= written.first && written.end <= range.end;
     if (has_geometry(after, was) || (dense && now.numel() >= was.numel()) || covered) return;
-    if (now.numel() == was.numel() && !overlaps_itself(now) && range == range_of(was)) return;
+    if (now.numel() == was.numel() && !overlaps_itself(now) && range == byte_range(was)) return;
     throw NotImplemented(fmt::format(
         "graph: {} is written, and has fewer elements or others of its memory afterwards (resize_, "
         "as_strided_); change the shape of a view of it",

@@ -12,24 +12,13 @@
 #include "penstock/errors.h"
 #include "penstock/graph/codec/graph_decoder.h"
 #include "penstock/graph/codec/graph_encoder.h"
+#include "penstock/graph/ir/byte_range.h"
 
 namespace penstock::graph {
 namespace {
 
 const c10::StorageImpl* memory_of_input(const at::Tensor& tensor) {
   return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
-}
-
-// In bytes from the beginning of the memory.
-struct ByteRange {
-  std::int64_t first = 0, end = 0;
-};
-
-ByteRange byte_range(const at::Tensor& tensor) {
-  const auto item = static_cast<std::int64_t>(tensor.itemsize());
-  std::int64_t last = tensor.storage_offset();
-  for (std::int64_t dim = 0; dim < tensor.dim(); ++dim) last += (tensor.size(dim) - 1) * tensor.stride(dim);
-  return {tensor.storage_offset() * item, (last + 1) * item};
 }
 
 // Marks every byte of a tensor; `mark` returns true to stop.

@@ -1,11 +1,13 @@
 // Training as in `penstock train`, in several layouts on one machine, run alternately: tokens per second and
 // the overhead of the trainer.
 //
-//   train_bench  hybrid-tiny, the model of ./run, CPU: one process on one core, one process with two threads,
-//   a pipeline of two train_bench --schedule 1F1B,ZBVZeroBubble --steps 30 a pipeline for each schedule;
-//   further flags are those of penstock train train_bench --neighbours 1  the same next to processes that
-//   keep a core busy; nothing is pinned then train_bench --device cuda --preset gpt2-124m --microbatches 1
-//   --microbatch_size 32
+//   train_bench
+//       hybrid-tiny on the CPU: one process on one core, one with two threads, and a pipeline of two
+//   train_bench --schedule 1F1B,ZBVZeroBubble --steps 30
+//       a pipeline for each schedule; further flags are those of penstock train
+//   train_bench --neighbours 1
+//       the same next to processes that keep a core busy; nothing is pinned then
+//   train_bench --device cuda --preset gpt2-124m --microbatches 1 --microbatch_size 32
 //
 //   train_bench --training.compile off,graph   each layout without and with captured graphs; "graph/off" is
 //   the ratio of their steps

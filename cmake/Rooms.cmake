@@ -121,7 +121,7 @@ function(penstock_make_library library room hot)
   # Newer g++ refuse a precompiled header that was made with other optimizations.
   if(NOT hot AND CMAKE_BUILD_TYPE STREQUAL "Release"
      AND NOT (with_torch AND CMAKE_CXX_COMPILER_VERSION VERSION_GREATER_EQUAL 13))
-    target_compile_options(${library} PRIVATE -O1)
+    target_compile_options(${library} PRIVATE -O1 -Wno-maybe-uninitialized)  # at -O1 g++ 12 takes checked optionals for uninitialized ones
   endif()
   set(PENSTOCK_ROOMS ${PENSTOCK_ROOMS} ${library} CACHE INTERNAL "")
 endfunction()

@@ -7,7 +7,9 @@
 #pragma once
 
 #include <concepts>
+#include <memory>
 #include <type_traits>
+#include <utility>
 
 #include "penstock/graph/ir/joint_graph.h"
 #include "penstock/graph/ir/metadata.h"
@@ -26,6 +28,22 @@ constexpr OutputType last_of(OutputType) { return OutputType::Other; }
 constexpr TangentInfo::Kind last_of(TangentInfo::Kind) { return TangentInfo::Kind::IntermediateBase; }
 constexpr NumberExpression::Form last_of(NumberExpression::Form) {
   return NumberExpression::Form::QuotientOfRoot;
+}
+
+// Something that may be absent.
+template <class Archive, class T>
+void archive_shared(Archive& archive, std::shared_ptr<const T>& shared) {
+  bool any = shared != nullptr;
+  archive(any);
+  if (!any) return;
+  T value;
+  archive(value);
+  shared = std::make_shared<const T>(std::move(value));
+}
+template <class Archive, class T>
+void archive_shared(Archive& archive, const std::shared_ptr<const T>& shared) {
+  archive(shared != nullptr);
+  if (shared) archive(*shared);
 }
 
 template <class Archive, Is<InputInfo> T>
@@ -78,17 +96,9 @@ template <class Archive, Is<JointGraph> T>
 void fields(Archive& archive, T& joint) {
   auto& [graph, primals, forward_outputs, tangents, written_in_backward, written_in_graph, subclasses] =
       joint;
+  // First: text in the graph may refer to the contexts of subclasses.
+  archive_shared(archive, subclasses);
   archive(graph, primals, forward_outputs, tangents, written_in_backward, written_in_graph);
-  bool any = subclasses != nullptr;
-  archive(any);
-  if (!any) return;
-  if constexpr (Archive::kReads) {
-    SubclassLayout layout;
-    archive(layout);
-    subclasses = std::make_shared<const SubclassLayout>(std::move(layout));
-  } else {
-    archive(*subclasses);
-  }
 }
 
 template <class Archive, Is<SizeExpression::Term> T>

@@ -127,10 +127,22 @@ const DTensorPayload& dtensor_in(const Payload& payload) {
   return dynamic_cast<const DTensorPayload&>(payload);
 }
 
+// Loading must find the same mesh again, also if the function uses several.
+void write_mesh(MessageWriter& writer, const MeshGroups& mesh) {
+  const StoredMesh stored = StoredMesh::of(mesh);
+  for (const MeshGroups& other : MeshGroups::all())
+    if (other.world().is(mesh.world()) && !(other == mesh) && StoredMesh::of(other) == stored)
+      throw NotImplemented(
+          fmt::format("a distributed tensor on {} cannot be stored, because another mesh has the same axes: "
+                      "{}; give their axes different names",
+                      mesh.mesh().to_string(), other.mesh().to_string()));
+  stored.write(writer);
+}
+
 CodecBytes encode_context(const Payload& payload) {
   const DTensorPayload& dtensor = dtensor_in(payload);
   MessageWriter writer(kContextMessage, kCodecVersion);
-  StoredMesh::of(dtensor.mesh).write(writer);
+  write_mesh(writer, dtensor.mesh);
   writer.write(to_string(dtensor.spec->placements())).write(dtensor.copied_view);
   writer.write(dtensor.boundary != nullptr);
   if (const ModuleBoundary* boundary = dtensor.boundary.get())
@@ -191,7 +203,7 @@ std::optional<CodecBytes> encode_group(const Payload& payload, const std::string
   for (int axis = 0; axis < mesh.mesh().ndim(); ++axis) {
     if (mesh.group(axis).name() != name) continue;
     MessageWriter writer(kAxisGroupMessage, kCodecVersion);
-    StoredMesh::of(mesh).write(writer);
+    write_mesh(writer, mesh);
     writer.write(static_cast<std::int32_t>(axis));
     return writer.finish();
   }

@@ -411,7 +411,10 @@ CallStore::Halves CallStore::halves_of(FunctionCapture capture, Partitioner part
       return halves;
     } catch (const ValueError& error) {
       cache_->discard(halves.key, error.what());
+      // It may have been moved already.
       if (!halves.capture.capture.joint.graph.values.empty()) capture = std::move(halves.capture.capture);
+    } catch (const StateError& error) {
+      refuse(error.what());
     }
   }
   halves.code = {};

@@ -329,8 +329,7 @@ TEST(CallCache, SubclassesOfTheUserInEntriesAndArtifacts) {
     result.sum().backward();
     EXPECT_EQ(compiled.cache_counts().refused.size(), 0U) << compiled.cache_counts().text();
     for (const auto& [tensor, expected] :
-         {std::pair(result.detach(), x.sin() * y.detach()),
-          std::pair(named.grad(), x.cos() * y.detach())}) {
+         {std::pair(result.detach(), x.sin() * y.detach()), std::pair(named.grad(), x.cos() * y.detach())}) {
       const Named* payload = payload_as<Named>(tensor);
       if (!payload) {
         ADD_FAILURE() << "it is not of this kind";

@@ -47,9 +47,7 @@ struct Counting {
   std::shared_ptr<int> runs = std::make_shared<int>(0);
 };
 
-std::string rank_of(const comm::MeshGroups& mesh) {
-  return "rank " + std::to_string(mesh.world().rank());
-}
+std::string rank_of(const comm::MeshGroups& mesh) { return "rank " + std::to_string(mesh.world().rank()); }
 
 // All-reduce in forward, and collectives in backward.
 Values sum_of_products(const Values& in) {
@@ -136,7 +134,7 @@ TEST(DTensorCache, ReplicasShareWhatOneHasStored) {
   EXPECT_EQ(entries, 4u);  // for each coordinate along tp, the call and its halves
 }
 
-// The mesh is none of an input.
+// The mesh is none of an input, so that the identity must name the rank.
 TEST(DTensorCache, TensorsThatTheFunctionPlaces) {
   const CacheFolder folder;
   for (const bool warm : {false, true})
@@ -145,7 +143,7 @@ TEST(DTensorCache, TensorsThatTheFunctionPlaces) {
         const at::Tensor x = from_local(in[0].toTensor(), mesh, {Shard{0}});
         return {x.sin(), redistribute(x, {Replicate{}}) * 2};
       });
-      Compiled compiled(function.counted(), folder.options());
+      Compiled compiled(function.counted(), folder.options(rank_of(mesh)));
       compare_call(rank_of(mesh), function.plain, compiled, [&] {
         return std::vector<at::Tensor>{numbers({2, 3}, 1).requires_grad_()};
       });
@@ -293,8 +291,8 @@ PartitionedCapture sample_capture(const comm::MeshGroups& mesh) {
   const std::vector<at::Tensor> inputs = halves_of(mesh);
   return partition(capture_function(
                        [](const Values& in) -> Values {
-                         const at::Tensor y = redistribute(in[0].toTensor(), {Shard{1}})
-                                                  .matmul(in[1].toTensor());
+                         const at::Tensor y =
+                             redistribute(in[0].toTensor(), {Shard{1}}).matmul(in[1].toTensor());
                          return {redistribute(y, {Replicate{}}), y.sum()};
                        },
                        {inputs[0], inputs[1]}),
@@ -414,7 +412,7 @@ TEST(DTensorCache, SecondDerivativesOfLoadedCalls) {
             torch::autograd::grad({call({in[0], in[1]})[0].toTensor()}, {in[0]}, {seed}, true, true)[0];
         return torch::autograd::grad({slope}, {in[0], in[1]}, {seed});
       };
-      const auto actual = second([&](const Values& in) { return compiled(in); }), expected = second(function);
+      const auto actual = second([&](const Values&in) { return compiled(in); }), expected = second(function);
       for (std::size_t i = 0; i < expected.size(); ++i)
         EXPECT_TRUE(same_tensor(actual[i].detach(), expected[i].detach())) << rank_of(mesh) << ", " << i;
       EXPECT_EQ(compiled.loaded(), loaded) << compiled.cache_counts().text();

@@ -11,8 +11,8 @@
 
 namespace penstock::graph {
 
-// Over two square tensors: operators, views, writes to intermediate tensors and, if `writes`, to an input, and
-// redistributions.
+// Over two square tensors: operators, views, writes to intermediate tensors and, if `writes`, to an input,
+// and redistributions.
 inline Function random_dtensor_function(std::uint32_t seed, std::int64_t width, bool writes) {
   return [=](const Values& in) -> Values {
     std::mt19937 random(seed);

@@ -186,9 +186,8 @@ TEST(RandomPrograms, ThroughEveryCompiler) {
 // Each call is made by an object of its own: the first one stores it, the second one must load it.
 TEST(RandomPrograms, ThroughTheCacheAndEveryCompiler) {
   for (const std::string& name : graph_compiler_names())
-    EXPECT_GE(
-        compare_random_programs(path_of_cache(name), {.first = 200000, .programs = programs()}) * 4,
-        programs())
+    EXPECT_GE(compare_random_programs(path_of_cache(name), {.first = 200000, .programs = programs()}) * 4,
+              programs())
         << name;
 }
 

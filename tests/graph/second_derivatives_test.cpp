@@ -253,7 +253,7 @@ TEST(SecondDerivatives, OfLoadedCallsForAllSizes) {
       const Tensors leaves{wide({size, 2}), wide({2, 2})};
       const auto expected = derivatives(function, leaves),
                  actual = derivatives(
-                     [&](const Tensors& in) { return Tensors{compiled(values_of(in))[0].toTensor()}; },
+                     [&](const Tensors&in) { return Tensors{compiled(values_of(in))[0].toTensor()}; },
                      leaves);
       for (std::size_t order = 0; order < expected.size(); ++order)
         for (std::size_t i = 0; i < leaves.size(); ++i)

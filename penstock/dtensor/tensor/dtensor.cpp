@@ -335,8 +335,8 @@ at::Tensor DTensorPayload::rebuild_gradient(const std::vector<at::Tensor>& inner
 bool DTensorPayload::same_context(const Payload& other) const {
   if (typeid(other) != typeid(DTensorPayload)) return false;
   const auto& theirs = static_cast<const DTensorPayload&>(other);
-  const bool same_boundary = boundary == theirs.boundary ||
-                             (boundary && theirs.boundary && *boundary == *theirs.boundary);
+  const bool same_boundary =
+      boundary == theirs.boundary || (boundary && theirs.boundary && *boundary == *theirs.boundary);
   return spec == theirs.spec && same_boundary && copied_view == theirs.copied_view && mesh == theirs.mesh;
 }
 

@@ -18,7 +18,7 @@ enum class ConstantKind : std::uint8_t {
   BoolList,
   List,  // of anything
   StringList,
-  Tensor,  // undefined, or a number wrapped in a tensor
+  Tensor,      // undefined, or a number wrapped in a tensor
   ContextText  // text that differs between processes (ContextCodec::encode_text)
 };
 constexpr ConstantKind last_of(ConstantKind) { return ConstantKind::ContextText; }

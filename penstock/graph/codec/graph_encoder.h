@@ -130,8 +130,8 @@ class GraphEncoder {
   std::unordered_map<std::size_t, Index> operator_of_;  // by operator_index()
   std::unordered_map<const void*, Index> memory_of_, table_of_;
   std::vector<std::shared_ptr<const SymbolicTable>> tables_;
-  std::vector<at::Tensor> held_;  // so that no memory is used again under the same address
-  std::vector<PayloadPtr> contexts_;                                      // those with text of their own
+  std::vector<at::Tensor> held_;      // so that no memory is used again under the same address
+  std::vector<PayloadPtr> contexts_;  // those with text of their own
   std::map<std::pair<std::string, std::string>, Bytes> context_texts_;  // by argument and text
 };
 

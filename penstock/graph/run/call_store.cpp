@@ -78,7 +78,8 @@ bool may_wait_in_capture(const at::Tensor& tensor) {
   const ContextCodec* codec = find_context_codec(std::string(payload->kind()));
   if (codec && codec->capture_waits) return true;
   const auto inner = payload->inner_tensors();
-  return std::any_of(inner.begin(), inner.end(), [](const auto& each) { return may_wait_in_capture(each.second); });
+  return std::any_of(inner.begin(), inner.end(),
+                     [](const auto& each) { return may_wait_in_capture(each.second); });
 }
 bool may_wait_in_capture(const Values& inputs) {
   const std::vector<at::Tensor> tensors = tensors_among(inputs);
@@ -253,10 +254,9 @@ CallStore::Place CallStore::find(const CallGuard& guard, Sizes sizes, const Valu
     }
     ++artifact_hits_;
   } else {
-    CacheLookup lookup =
-        cache_->find_or_reserve(place.key, name_or("a call"),
-                                may_wait_in_capture(inputs) ? DirectoryCache::Busy::GoOn
-                                                            : DirectoryCache::Busy::Wait);
+    CacheLookup lookup = cache_->find_or_reserve(
+        place.key, name_or("a call"),
+        may_wait_in_capture(inputs) ? DirectoryCache::Busy::GoOn : DirectoryCache::Busy::Wait);
     bytes = std::move(lookup.entry);
     place.reservation = std::move(lookup.reservation);
     place.keeps = static_cast<bool>(place.reservation);
@@ -359,8 +359,7 @@ void CallStore::keep(Place& place, const CompiledCall& call) {
 
 void CallStore::refuse(const std::string& why) const {
   cache_->refuse(why);
-  warn_once("cache",
-            fmt::format("compile cache: {} is compiled in every run: {}", name_or("a call"), why));
+  warn_once("cache", fmt::format("compile cache: {} is compiled in every run: {}", name_or("a call"), why));
 }
 
 void CallStore::keep_again(const CacheKey& key, const CompiledCall& call) {

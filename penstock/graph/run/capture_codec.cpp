@@ -172,12 +172,11 @@ class CaptureCheck {
   }
   void check_run_again() const {
     const JointGraph& joint = capture_.joint;
-    require(
-        !capture_.run_again ||
-            capture_.run_again->fits(capture_.meta.inputs.size(), capture_.primal_written.size(),
-                                     joint.subclasses ? joint.subclasses->tangents.size()
-                                                      : joint.tangents.size()),
-        "a function that runs again with other inputs or results");
+    require(!capture_.run_again ||
+                capture_.run_again->fits(
+                    capture_.meta.inputs.size(), capture_.primal_written.size(),
+                    joint.subclasses ? joint.subclasses->tangents.size() : joint.tangents.size()),
+            "a function that runs again with other inputs or results");
   }
   void check_halves() const {
     const auto& [forward, backward, saved] = partitioned_.halves;

@@ -194,19 +194,23 @@ at::Tensor decode_context(const CodecBytes& context, const FlatWrapper& flat,
 
 std::optional<CodecBytes> encode_group(const Payload& payload, const std::string& argument,
                                        const std::string& name) {
-  const MeshGroups& mesh = dtensor_in(payload).mesh;
-  if (argument != "group_name" || mesh.coordinate().empty()) return std::nullopt;
+  if (argument != "group_name") return std::nullopt;
+  // The function itself may use groups of other meshes.
+  std::vector<MeshGroups> meshes{dtensor_in(payload).mesh};
+  for (const MeshGroups& other : MeshGroups::all())
+    if (other.world().is(meshes[0].world())) meshes.push_back(other);
   // A trial run makes no groups, which would wait for other processes.
   StepContext trial;
   trial.trial = true;
   const StepGuard guard(trial);
-  for (int axis = 0; axis < mesh.mesh().ndim(); ++axis) {
-    if (mesh.group(axis).name() != name) continue;
-    MessageWriter writer(kAxisGroupMessage, kCodecVersion);
-    write_mesh(writer, mesh);
-    writer.write(static_cast<std::int32_t>(axis));
-    return writer.finish();
-  }
+  for (const MeshGroups& mesh : meshes)
+    for (int axis = 0; axis < mesh.mesh().ndim() && !mesh.coordinate().empty(); ++axis) {
+      if (mesh.group(axis).name() != name) continue;
+      MessageWriter writer(kAxisGroupMessage, kCodecVersion);
+      write_mesh(writer, mesh);
+      writer.write(static_cast<std::int32_t>(axis));
+      return writer.finish();
+    }
   return std::nullopt;
 }
 

@@ -256,20 +256,20 @@ TEST(CaptureFields, OfCapturesForAllSizes) {
                          [](const SymbolicConstant& constant) { return constant.example.isInt(); });
   };
   expect_every_change(
-      plain, {{"symbol's name", [](Capture& c) { c.capture.symbols.at(0).name = "C"; }},
-              {"symbol's input", [](Capture& c) { c.capture.symbols.at(0).places.at(0).input = 1; }},
-              {"symbol's dim", [](Capture& c) { c.capture.symbols.at(0).places.at(0).dim = 1; }},
-              {"min", [](Capture& c) { c.capture.symbols.at(0).min = 2; }},
-              {"max", [](Capture& c) { c.capture.symbols.at(0).max = 99; }},
-              {"multiple_of", [](Capture& c) { c.capture.symbols.at(0).multiple_of = 2; }},
-              {"symbols for backward", [](Capture& c) { c.capture.meta.symbols_for_backward ^= 1; }},
-              {"used_by_calls", table([](SymbolicTable& t) { t.geometries.at(0).used_by_calls ^= true; })},
-              {"size", table([](SymbolicTable& t) { t.geometries.at(0).sizes.at(0).reset(); })},
-              {"offset", table([](SymbolicTable& t) {
-                 t.geometries.at(0).storage_offset = t.geometries.at(0).sizes.at(0);
-               })},
-              {"example", table([&](SymbolicTable& t) { number(t).example = c10::IValue(77); })},
-              {"number", table([&](SymbolicTable& t) { number(t).numbers.at(0) = SizeExpression::constant(3); })}});
+      plain,
+      {{"symbol's name", [](Capture& c) { c.capture.symbols.at(0).name = "C"; }},
+       {"symbol's input", [](Capture& c) { c.capture.symbols.at(0).places.at(0).input = 1; }},
+       {"symbol's dim", [](Capture& c) { c.capture.symbols.at(0).places.at(0).dim = 1; }},
+       {"min", [](Capture& c) { c.capture.symbols.at(0).min = 2; }},
+       {"max", [](Capture& c) { c.capture.symbols.at(0).max = 99; }},
+       {"multiple_of", [](Capture& c) { c.capture.symbols.at(0).multiple_of = 2; }},
+       {"symbols for backward", [](Capture& c) { c.capture.meta.symbols_for_backward ^= 1; }},
+       {"used_by_calls", table([](SymbolicTable& t) { t.geometries.at(0).used_by_calls ^= true; })},
+       {"size", table([](SymbolicTable& t) { t.geometries.at(0).sizes.at(0).reset(); })},
+       {"offset",
+        table([](SymbolicTable& t) { t.geometries.at(0).storage_offset = t.geometries.at(0).sizes.at(0); })},
+       {"example", table([&](SymbolicTable& t) { number(t).example = c10::IValue(77); })},
+       {"number", table([&](SymbolicTable& t) { number(t).numbers.at(0) = SizeExpression::constant(3); })}});
 }
 
 TEST(CaptureFields, OfSubclasses) {

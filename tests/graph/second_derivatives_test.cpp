@@ -238,7 +238,7 @@ TEST(SecondDerivatives, UnderTheAutocastOfForward) {
   }
 }
 
-// A capture for all sizes, whose views and lazy inputs are made again.
+// A capture for all sizes.
 TEST(SecondDerivatives, OfLoadedCallsForAllSizes) {
   torch::manual_seed(6);
   const OverTensors function = [](const Tensors& in) {

@@ -108,7 +108,9 @@ inline void write(std::size_t which, const at::Tensor& x, const at::Tensor& othe
         x.set_(other.neg().resolve_neg());
       break;
     default:
-      if (x.scalar_type() == at::kFloat && !other.requires_grad() && other.scalar_type() == at::kFloat)
+      // Writing one place twice is undefined, in backward as well.
+      if (x.scalar_type() == at::kFloat && !other.requires_grad() && other.scalar_type() == at::kFloat &&
+          may_be_written(other))
         pool.push_back(Counted::apply(x, other));
       break;
   }

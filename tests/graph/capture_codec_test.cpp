@@ -165,6 +165,13 @@ TEST(CaptureFields, OfMetadata) {
                                 {"grad mode on", [](Meta& meta) { meta.grad_mode_after = true; }},
                                 {"grad mode off", [](Meta& meta) { meta.grad_mode_after = false; }},
                                 {"symbols", [](Meta& meta) { meta.symbols_for_backward = 2; }},
+                                {"tokens", [](Meta& meta) { meta.tokens = {"ordered"}; }},
+                                {"backward tokens", [](Meta& meta) { meta.backward_tokens = 1; }},
+                                {"explicit random states",
+                                 [](Meta& meta) { meta.explicit_random_states = true; }},
+                                {"random states", [](Meta& meta) { meta.random_states = {"cpu"}; }},
+                                {"backward random states",
+                                 [](Meta& meta) { meta.backward_random_states = 3; }},
                                 {"static inputs", [](Meta& meta) {
                                    meta.static_inputs = {3, 5};
                                  }}});

@@ -12,7 +12,6 @@
 #include "penstock/base/describe.h"
 #include "penstock/compile_options.h"
 #include "penstock/errors.h"
-#include "penstock/graph/ir/joint_graph.h"
 #include "penstock/graph/ir/state_operator.h"
 #include "penstock/graph/ir/symbolic_table.h"
 #include "penstock/operator_traits.h"
@@ -340,23 +339,6 @@ std::size_t remove_dead_nodes(Graph& graph) {
   const std::size_t removed = graph.nodes.size() - kept;
   graph.nodes.erase(graph.nodes.begin() + static_cast<std::ptrdiff_t>(kept), graph.nodes.end());
   return removed;
-}
-
-std::string StateChain::input_name() const {
-  return fmt::format("{}{}[{}]", phase == Phase::Backward ? "backward_" : "",
-                     kind == StateKind::Token ? "token" : "random_state", name);
-}
-
-std::size_t JointGraph::states_of(Phase phase) const {
-  return static_cast<std::size_t>(std::count_if(
-      states.begin(), states.end(), [&](const StateChain& state) { return state.phase == phase; }));
-}
-
-std::size_t JointGraph::states_of(Phase phase, StateKind kind) const {
-  return static_cast<std::size_t>(
-      std::count_if(states.begin(), states.end(), [&](const StateChain& state) {
-        return state.phase == phase && state.kind == kind;
-      }));
 }
 
 }  // namespace penstock::graph

@@ -1,6 +1,7 @@
 #include "penstock/graph/ir/state_operator.h"
 
 #include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
 #include <fmt/format.h>
 #include <torch/library.h>
 
@@ -155,9 +156,10 @@ c10::optional<c10::OperatorHandle> find_operator(const std::string& name, const 
     if (!name.starts_with(prefix)) continue;
     const std::string bare = name.substr(prefix.size());
     // Namespaces and names may have underscores themselves.
-    for (std::size_t at = bare.find(kSeparator); at != std::string::npos; at = bare.find(kSeparator, at + 1))
+    for (std::size_t end = bare.find(kSeparator); end != std::string::npos;
+         end = bare.find(kSeparator, end + 1))
       if (const auto op = dispatcher.findSchema(
-              {fmt::format("{}::{}", bare.substr(0, at), bare.substr(at + kSeparator.size())), overload}))
+              {fmt::format("{}::{}", bare.substr(0, end), bare.substr(end + kSeparator.size())), overload}))
         return operator_with_state(*op, kind);
   }
   return c10::nullopt;
@@ -180,8 +182,8 @@ Geometry geometry_of_generator(at::Device device) {
 }
 
 at::Tensor make_token() {
-  // Nobody writes it.
-  static const at::Tensor& token = *new at::Tensor(at::empty({0}, at::dtype(at::kFloat).device(at::kCPU)));
+  // Nobody writes it. Made below the dispatcher: a mode may be active.
+  static const at::Tensor& token = *new at::Tensor(at::detail::empty_cpu({0}, at::kFloat));
   return token;
 }
 

@@ -42,7 +42,7 @@ void StateChains::add(const Chain& chain) {
   Graph& graph = joint_.graph;
   graph.inputs.insert(
       graph.inputs.begin() + static_cast<std::ptrdiff_t>(joint_.first_state_input()) + which,
-      {chain.input, chain.state.input_name()});
+      Placeholder{chain.input, chain.state.input_name()});
   graph.outputs.insert(
       graph.outputs.begin() + static_cast<std::ptrdiff_t>(joint_.first_state_output()) + which,
       Operand::of(chain.now));

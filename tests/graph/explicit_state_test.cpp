@@ -1,5 +1,6 @@
 // States outside of a graph as its inputs and outputs: of random generators, and tokens of side effects. Bit
-// for bit against the plain function, which draws from the same generators, calls and draws of others between.
+// for bit against the plain function, which draws from the same generators, calls and draws of others
+// between.
 #include <gtest/gtest.h>
 #include <torch/library.h>
 #include <torch/torch.h>
@@ -209,10 +210,12 @@ Tensors outcome(const std::function<Values(const Values&)>& call, unsigned seed,
     leaves.insert(leaves.end(), {a, b});
   }
   for (const std::size_t which : {1U, 0U, 2U}) {
-    if (results[which].requires_grad()) results[which].backward(torch::linspace(-1, 1, rows * 3).view({rows, 3}));
+    if (results[which].requires_grad())
+      results[which].backward(torch::linspace(-1, 1, rows * 3).view({rows, 3}));
     all.push_back(torch::randn({2}));
   }
-  for (const at::Tensor& leaf : leaves) all.push_back(leaf.grad().defined() ? leaf.grad() : torch::zeros({0}));
+  for (const at::Tensor& leaf : leaves)
+    all.push_back(leaf.grad().defined() ? leaf.grad() : torch::zeros({0}));
   all.push_back(state_now());
   return all;
 }
@@ -232,11 +235,10 @@ std::size_t count_random(const Graph& graph) {
   return static_cast<std::size_t>(std::count_if(graph.nodes.begin(), graph.nodes.end(), is_random));
 }
 std::size_t count_explicit(const Graph& graph) {
-  return static_cast<std::size_t>(
-      std::count_if(graph.nodes.begin(), graph.nodes.end(), [](const Node& node) {
-        const auto inside = operator_inside(node.op);
-        return inside && inside->kind == StateKind::Generator;
-      }));
+  return static_cast<std::size_t>(std::count_if(graph.nodes.begin(), graph.nodes.end(), [](const Node& node) {
+    const auto inside = operator_inside(node.op);
+    return inside && inside->kind == StateKind::Generator;
+  }));
 }
 
 unsigned programs() {
@@ -275,7 +277,8 @@ TEST(StateOperators, AreFunctionsOfTheirArguments) {
   EXPECT_EQ(operator_inside(op)->op.operator_name(), bernoulli.operator_name());
   EXPECT_FALSE(operator_inside(bernoulli));
   torch::manual_seed(8);
-  const at::Tensor state = state_now(), expected = at::bernoulli(torch::zeros({20}), 0.4), after = state_now();
+  const at::Tensor state = state_now(), expected = at::bernoulli(torch::zeros({20}), 0.4),
+                   after = state_now();
   torch::manual_seed(9);
   const at::Tensor others = state_now();
   for (int round = 0; round < 2; ++round) {
@@ -294,8 +297,9 @@ TEST(StateOperators, AreFunctionsOfTheirArguments) {
   EXPECT_FALSE(find_operator("penstock_random::aten", ""));
   EXPECT_TRUE(find_operator("aten::mm", ""));
   const auto in_place = c10::Dispatcher::singleton().findSchemaOrThrow("aten::bernoulli_", "float");
-  EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { operator_with_state(in_place, StateKind::Generator); }),
-                       "aten::bernoulli_.float writes its arguments"));
+  EXPECT_TRUE(
+      has_text(message_of<NotImplemented>([&] { operator_with_state(in_place, StateKind::Generator); }),
+               "aten::bernoulli_.float writes its arguments"));
 }
 
 struct Way {
@@ -306,8 +310,7 @@ std::vector<Way> ways() {
   return {{"not explicit", {}},
           {"explicit", {.explicit_random_states = true}},
           {"with tokens", {.explicit_random_states = true, .effect_tokens = true}},
-          {"backward later",
-           {.compile_backward = CompileBackward::FirstUse, .explicit_random_states = true}},
+          {"backward later", {.compile_backward = CompileBackward::FirstUse, .explicit_random_states = true}},
           {"minimum cut", {.partitioner = Partitioner::MinCut, .explicit_random_states = true}},
           {"minimum cut, not explicit", {.partitioner = Partitioner::MinCut}},
           {"writes in the graph", {.keep_input_mutations = true, .explicit_random_states = true}}};
@@ -370,7 +373,8 @@ TEST(RandomDraws, SurviveTheRoundTripThroughBytes) {
   }
 }
 
-// What a graph computes depends on its inputs alone, and it leaves the generators of the process as they were.
+// What a graph computes depends on its inputs alone, and it leaves the generators of the process as they
+// were.
 TEST(ExplicitRandomStates, AGraphIsAFunctionOfItsInputs) {
   const Function function = [](const Values& in) -> Values {
     const at::Tensor x = in[0].toTensor();
@@ -391,7 +395,9 @@ TEST(ExplicitRandomStates, AGraphIsAFunctionOfItsInputs) {
 
   torch::manual_seed(22);
   const at::Tensor others = state_now();
-  const auto run_forward = [&](const at::Tensor& state) { return Executor(halves.forward)({x.detach(), state}); };
+  const auto run_forward = [&](const at::Tensor& state) {
+    return Executor(halves.forward)({x.detach(), state});
+  };
   const auto run_backward = [&](const std::vector<c10::IValue>& outputs, const at::Tensor& state) {
     Tensors inputs;
     for (std::size_t i = halves.first_saved_output(); i < outputs.size(); ++i)
@@ -450,8 +456,7 @@ TEST(ExplicitRandomStates, NamesInTheSignatures) {
 
   const HalfSignature forward = forward_signature(joint, compiled.partition(0)),
                       backward = backward_signature(joint, compiled.partition(0));
-  EXPECT_EQ(forward.inputs,
-            (std::vector{GraphInput("w"), GraphInput("x"), GraphInput("random_state[cpu]")}));
+  EXPECT_EQ(forward.inputs, (std::vector{GraphInput("w"), GraphInput("x"), GraphInput("random_state[cpu]")}));
   ASSERT_EQ(forward.outputs.size(), 2 + forward.saved.size());
   EXPECT_EQ(forward.states.output_random_states, std::vector{forward.outputs[1]});
   EXPECT_EQ(backward.inputs.back(), GraphInput("backward_random_state[cpu]"));
@@ -520,8 +525,8 @@ TEST(ExplicitRandomStates, AMinimumCutMayDrawAgain) {
 TEST(ExplicitRandomStates, RecomputedPartsDrawTheSame) {
   const Function function = [](const Values& in) -> Values {
     const at::Tensor before = torch::dropout(in[0].toTensor(), 0.2, true);
-    const at::Tensor part = recompute(
-        [](const Tensors& in) { return torch::dropout(in[0].exp(), 0.5, true).sin(); }, {before});
+    const at::Tensor part =
+        recompute([](const Tensors& in) { return torch::dropout(in[0].exp(), 0.5, true).sin(); }, {before});
     return {Noisy::apply(torch::dropout(part, 0.2, true))};
   };
   const auto steps = [&](const std::function<Values(const Values&)>& call) {
@@ -557,7 +562,8 @@ TEST(ExplicitRandomStates, OneCaptureForAllSizes) {
                                .effect_tokens = true});
   for (const std::int64_t rows : {6, 3, 11, 6, 1}) {
     SCOPED_TRACE(rows);
-    expect_equal(outcome([&](const Values& in) { return compiled(in); }, 2, rows), outcome(function, 2, rows));
+    expect_equal(outcome([&](const Values& in) { return compiled(in); }, 2, rows),
+                 outcome(function, 2, rows));
   }
   EXPECT_TRUE(compiled.is_dynamic(0));
   EXPECT_EQ(compiled.meta(0).random_states, Names{"cpu"});
@@ -569,7 +575,8 @@ TEST(ExplicitRandomStates, AnotherKindOfCallIsCapturedAgain) {
   const Function function = program(3);
   Compiled compiled(function, {.explicit_random_states = true});
   for (const std::int64_t rows : {4, 2, 4, 5})
-    expect_equal(outcome([&](const Values& in) { return compiled(in); }, 3, rows), outcome(function, 3, rows));
+    expect_equal(outcome([&](const Values& in) { return compiled(in); }, 3, rows),
+                 outcome(function, 3, rows));
   EXPECT_EQ(compiled.captures(), 3u);
   // Without gradients: an inference graph takes and returns the state, too.
   const at::NoGradGuard no_grad;
@@ -629,7 +636,8 @@ TEST(ExplicitRandomStates, ModulesThroughTheCache) {
   for (const std::size_t loaded : {0u, 1u}) {
     const torch::nn::Sequential net = make();
     CompileOptions options{.explicit_random_states = true, .effect_tokens = true};
-    options.cache = {.use = CacheOptions::Use::On, .folder = folder.string(), .identity = "dropout", .name = "net"};
+    options.cache = {
+        .use = CacheOptions::Use::On, .folder = folder.string(), .identity = "dropout", .name = "net"};
     auto fast = compile(net, options);
     expect_equal(steps(fast, net), expected);
     EXPECT_EQ(compiled_entry(*fast, 0).loaded(), loaded);
@@ -643,19 +651,22 @@ TEST(ExplicitRandomStates, DamagedStatesAreRefused) {
     note(in[0].toTensor().detach(), 1);
     return {Noisy::apply(torch::dropout(in[0].toTensor(), 0.5, true))};
   };
-  const PartitionedCapture plain = partition(
-      with_explicit_states(capture_function(function, {torch::ones({3}).set_requires_grad(true)}), {true, true}),
-      Partitioner::Default);
+  const PartitionedCapture plain =
+      partition(with_explicit_states(capture_function(function, {torch::ones({3}).set_requires_grad(true)}),
+                                     {true, true}),
+                Partitioner::Default);
   const auto refusal = [&](const std::function<void(PartitionedCapture&)>& spoil) {
     PartitionedCapture spoiled = plain;
     spoil(spoiled);
     return message_of<ValueError>([&] { decode_capture(encode_capture(spoiled)); });
   };
   ASSERT_EQ(plain.capture.joint.states.size(), 3u);
-  EXPECT_TRUE(has_text(refusal([](auto& c) { std::swap(c.capture.joint.states[0], c.capture.joint.states[2]); }),
-                       "states in another order"));
+  EXPECT_TRUE(
+      has_text(refusal([](auto& c) { std::swap(c.capture.joint.states[0], c.capture.joint.states[2]); }),
+               "states in another order"));
   EXPECT_TRUE(has_text(refusal([](auto& c) { c.capture.joint.states.pop_back(); }), "inconsistent number"));
-  EXPECT_TRUE(has_text(refusal([](auto& c) { c.capture.meta.tokens.clear(); }), "inconsistent number of states"));
+  EXPECT_TRUE(
+      has_text(refusal([](auto& c) { c.capture.meta.tokens.clear(); }), "inconsistent number of states"));
   EXPECT_TRUE(has_text(refusal([](auto& c) { c.capture.joint.states[1].device = at::Device(at::kMeta); }),
                        "another kind of device"));
   EXPECT_TRUE(has_text(refusal([](auto& c) { c.halves.forward.inputs.pop_back(); }), "do not fit"));
@@ -687,7 +698,8 @@ const Function kTalking = [](const Values& in) -> Values {
 class Keeping final : public GraphCompiler {
  public:
   std::string_view name() const override { return "keeping states"; }
-  std::shared_ptr<const CompiledGraph> compile(const Graph& graph, const CompileRequest& request) const override {
+  std::shared_ptr<const CompiledGraph> compile(const Graph& graph,
+                                               const CompileRequest& request) const override {
     kept().insert_or_assign(std::string(to_text(request.role)), std::pair(graph, request));
     return graph_compiler(kExecutorCompiler)->compile(graph, request);
   }
@@ -720,7 +732,8 @@ TEST(EffectTokens, OrderSideEffectsInBothHalves) {
         EXPECT_EQ(seen(), (Tags{1, 2, 3, 4, 5, 6, 7}));
         EXPECT_TRUE(at::equal(x.grad(), same.grad()));
       }
-      EXPECT_EQ(count_of(compiled.joint(0).graph, "penstock_effect::penstock_state_test__send"), tokens ? 4u : 0u);
+      EXPECT_EQ(count_of(compiled.joint(0).graph, "penstock_effect::penstock_state_test__send"),
+                tokens ? 4u : 0u);
     }
 }
 
@@ -732,9 +745,9 @@ TEST(EffectTokens, NamesAndPlacesInTheSignatures) {
     in[1].toTensor().add_(1);
     return {torch::dropout(kTalking({in[0].toTensor() * in[2].toTensor()})[0].toTensor(), 0.5, true)};
   };
-  Compiled compiled(
-      function, {.compiler = "keeping states", .explicit_random_states = true, .effect_tokens = true},
-      Convention{2, {"w", "b", "x"}});
+  Compiled compiled(function,
+                    {.compiler = "keeping states", .explicit_random_states = true, .effect_tokens = true},
+                    Convention{2, {"w", "b", "x"}});
   compiled({torch::ones({3}).set_requires_grad(true), torch::ones({3}), torch::ones({3})});
   const JointGraph& joint = compiled.joint(0);
   const ViewAndMutationMeta& meta = compiled.inner_meta(0);
@@ -759,9 +772,8 @@ TEST(EffectTokens, NamesAndPlacesInTheSignatures) {
   // As a compiler gets them: tokens first in forward, last in backward.
   const HalfSignature forward = forward_signature(joint, compiled.partition(0)),
                       backward = backward_signature(joint, compiled.partition(0));
-  EXPECT_EQ(forward.inputs,
-            (std::vector{tokens[0], tokens[1], GraphInput("w"), GraphInput("b"), GraphInput("x"),
-                         GraphInput("random_state[cpu]")}));
+  EXPECT_EQ(forward.inputs, (std::vector{tokens[0], tokens[1], GraphInput("w"), GraphInput("b"),
+                                         GraphInput("x"), GraphInput("random_state[cpu]")}));
   EXPECT_EQ(forward.states.output_tokens, (std::vector{forward.outputs[0], forward.outputs[1]}));
   EXPECT_EQ(forward.states.output_random_states, std::vector{forward.outputs[4]});
   EXPECT_EQ(forward.outputs.size(), 5 + forward.saved.size());
@@ -804,7 +816,8 @@ TEST(EffectTokens, NothingIsDroppedMergedOrExchanged) {
   exchanged = graph;
   std::swap(exchanged.nodes[1], exchanged.nodes[2]);
   verify(exchanged);
-  EXPECT_TRUE(has_text(message_of<ValueError>([] { register_side_effect("a::b", ""); }), "the effect of a::b"));
+  EXPECT_TRUE(
+      has_text(message_of<ValueError>([] { register_side_effect("a::b", ""); }), "the effect of a::b"));
 }
 
 TEST(EffectTokens, StatesOfYourOwn) {

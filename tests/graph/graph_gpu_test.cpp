@@ -182,8 +182,7 @@ TEST(RandomStatesOnAGpu, CallsEqualThePlainFunction) {
     torch::manual_seed(23);
     std::vector<at::Tensor> all;
     for (int round = 0; round < 3; ++round) {
-      const at::Tensor x =
-          torch::linspace(-1, 1, 64 * 256, kGpu).view({64, 256}).set_requires_grad(true);
+      const at::Tensor x = torch::linspace(-1, 1, 64 * 256, kGpu).view({64, 256}).set_requires_grad(true);
       const at::Tensor y = call({x})[0].toTensor();
       all.push_back(torch::rand({5}, kGpu));
       y.backward(torch::linspace(-1, 2, 64 * 256, kGpu).view({64, 256}));

@@ -17,10 +17,9 @@ std::size_t JointGraph::states_of(Phase phase) const {
 }
 
 std::size_t JointGraph::states_of(Phase phase, StateKind kind) const {
-  return static_cast<std::size_t>(
-      std::count_if(states.begin(), states.end(), [&](const StateChain& state) {
-        return state.phase == phase && state.kind == kind;
-      }));
+  return static_cast<std::size_t>(std::count_if(states.begin(), states.end(), [&](const StateChain& state) {
+    return state.phase == phase && state.kind == kind;
+  }));
 }
 
 }  // namespace penstock::graph

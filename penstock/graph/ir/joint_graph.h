@@ -18,9 +18,9 @@ namespace penstock::graph {
 struct StateChain {
   StateKind kind = StateKind::Token;
   Phase phase = Phase::Forward;
-  std::string name;                // of the effect: "ordered"; of the generator: "cpu", "cuda:0"
-  at::Device device = at::kCPU;    // of a generator
-  at::Generator generator = {};    // that the function has passed to operators; undefined: the default one
+  std::string name;              // of the effect: "ordered"; of the generator: "cpu", "cuda:0"
+  at::Device device = at::kCPU;  // of a generator
+  at::Generator generator = {};  // that the function has passed to operators; undefined: the default one
 
   // As an input of the graph: "token[ordered]", "backward_random_state[cpu]".
   std::string input_name() const;

@@ -92,8 +92,8 @@ void call_with_generator_state(const c10::OperatorHandle& op, torch::jit::Stack*
   const OperatorInside inside = must_be_inside(op);
   const at::Device device = pop(*stack).toDevice();
   const at::Tensor state = pop(*stack).toTensor();
-  const GeneratorStateScope scope(
-      generator_among(*stack, inside.op.schema().arguments().size(), device), state);
+  const GeneratorStateScope scope(generator_among(*stack, inside.op.schema().arguments().size(), device),
+                                  state);
   inside.op.callBoxed(stack);
   stack->emplace_back(scope.state());
 }
@@ -109,11 +109,10 @@ void StateOperators::define(const c10::OperatorHandle& op, StateKind kind, const
   const c10::FunctionSchema& schema = op.schema();
   const OperatorTraits& traits = traits_of(op);
   const auto refuse = [&](const char* why) {
-    throw NotImplemented(
-        fmt::format("graph: {} {}, so that its state cannot be an argument and a result; use an operator "
-                    "that returns new tensors, or switch {} off",
-                    traits.name, why,
-                    kind == StateKind::Generator ? "explicit_random_states" : "effect_tokens"));
+    throw NotImplemented(fmt::format(
+        "graph: {} {}, so that its state cannot be an argument and a result; use an operator "
+        "that returns new tensors, or switch {} off",
+        traits.name, why, kind == StateKind::Generator ? "explicit_random_states" : "effect_tokens"));
   };
   if (traits.mutates) refuse("writes its arguments");
   if (schema.is_vararg() || schema.is_varret()) refuse("has any number of arguments or results");
@@ -129,8 +128,7 @@ void StateOperators::define(const c10::OperatorHandle& op, StateKind kind, const
   torch::Library& library = kind == StateKind::Generator ? random_ : effects_;
   library.def(c10::FunctionSchema(full.name, full.overload_name, std::move(arguments), std::move(returns)));
   const std::string bare = full.name.substr(full.name.find("::") + 2);
-  const std::string name =
-      full.overload_name.empty() ? bare : fmt::format("{}.{}", bare, full.overload_name);
+  const std::string name = full.overload_name.empty() ? bare : fmt::format("{}.{}", bare, full.overload_name);
   library.impl(name.c_str(),
                torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd,
                                kind == StateKind::Generator

@@ -2,8 +2,8 @@
 //
 //   const c10::OperatorHandle bernoulli = ...;                       // aten::bernoulli.p
 //   operator_with_state(bernoulli, StateKind::Generator);            // penstock_random::aten__bernoulli.p
-//   // (Tensor self, float p, *, Generator? generator=None, Tensor state, Device state_of) -> (Tensor, Tensor)
-//   operator_with_state(print, StateKind::Token);                    // penstock_effect::mine__print
+//   // (Tensor self, float p, *, Generator? generator=None, Tensor state, Device state_of) -> (Tensor,
+//   Tensor) operator_with_state(print, StateKind::Token);                    // penstock_effect::mine__print
 //   // (Tensor x, *, Tensor token) -> Tensor
 //
 // The arguments and results of the operator keep their places; the state comes after them.

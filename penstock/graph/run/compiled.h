@@ -19,9 +19,9 @@
 // and gradients are rebuilt.
 // Backward can run once unless the graph is retained, as usual. Differentiating it again (create_graph) runs
 // the function itself again (CompileOptions::second_derivatives). Modifying a saved tensor before backward is
-// an error, as usual. Random numbers are drawn from the default generators, in the order of the function; with
-// CompileOptions::explicit_random_states their states are inputs and outputs of the graph.
-// Thread safety: calls of one object must not overlap; backward may run on any thread.
+// an error, as usual. Random numbers are drawn from the default generators, in the order of the function;
+// with CompileOptions::explicit_random_states their states are inputs and outputs of the graph. Thread
+// safety: calls of one object must not overlap; backward may run on any thread.
 #pragma once
 
 #include <cstddef>

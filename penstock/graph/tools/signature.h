@@ -9,13 +9,13 @@
 //   const GraphSignature signature = make_signature(compiled.joint(0), compiled.inner_meta(0), options);
 //   signature.inputs_to_parameters.at(GraphInput("0.weight"));      // Qualified("0.weight")
 //
-// The signature lists inputs in this order: tokens, parameters, buffers, user inputs, states of generators; then
-// those of backward. Outputs: tokens, mutated inputs, user outputs, states of generators; then gradients and
-// the states of backward. In a joint graph, states of both kinds come last (ir/joint_graph.h);
-// forward_signature() and backward_signature() describe the graphs that a compiler gets. An output is named by
-// its value ("%12"), or by the value and a number ("%12.1") if the value occurred before.
-// Inputs and outputs are identified by position, never by name. Any count that does not match is a ValueError
-// that names the surplus entry.
+// The signature lists inputs in this order: tokens, parameters, buffers, user inputs, states of generators;
+// then those of backward. Outputs: tokens, mutated inputs, user outputs, states of generators; then gradients
+// and the states of backward. In a joint graph, states of both kinds come last (ir/joint_graph.h);
+// forward_signature() and backward_signature() describe the graphs that a compiler gets. An output is named
+// by its value ("%12"), or by the value and a number ("%12.1") if the value occurred before. Inputs and
+// outputs are identified by position, never by name. Any count that does not match is a ValueError that names
+// the surplus entry.
 #pragma once
 
 #include <compare>

@@ -14,9 +14,7 @@
 namespace penstock::graph {
 namespace {
 
-bool reads_generator(const Node& node) {
-  return node.op.operator_name().name == "penstock::generator_state";
-}
+bool reads_generator(const Node& node) { return node.op.operator_name().name == "penstock::generator_state"; }
 bool sets_generator(const Node& node) {
   return node.op.operator_name().name == "penstock::set_generator_state";
 }

@@ -6,7 +6,8 @@
 //
 // Forward and backward have chains of their own, since other operators may draw between them. A part that
 // backward computes again (recompute.h) begins with the state that forward had there, which is saved for
-// backward like any other tensor; and a minimum cut may decide to draw again instead of saving what was drawn.
+// backward like any other tensor; and a minimum cut may decide to draw again instead of saving what was
+// drawn.
 //
 // A compiled forward takes the states after all other inputs, and returns them after its results and before
 // what it saves; a compiled backward takes them last, and returns them after the gradients. The wrapper

@@ -40,9 +40,8 @@ void StateChains::add(const Chain& chain) {
   });
   const std::ptrdiff_t which = place - states.begin();
   Graph& graph = joint_.graph;
-  graph.inputs.insert(
-      graph.inputs.begin() + static_cast<std::ptrdiff_t>(joint_.first_state_input()) + which,
-      Placeholder{chain.input, chain.state.input_name()});
+  graph.inputs.insert(graph.inputs.begin() + static_cast<std::ptrdiff_t>(joint_.first_state_input()) + which,
+                      Placeholder{chain.input, chain.state.input_name()});
   graph.outputs.insert(
       graph.outputs.begin() + static_cast<std::ptrdiff_t>(joint_.first_state_output()) + which,
       Operand::of(chain.now));

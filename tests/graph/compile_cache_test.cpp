@@ -192,6 +192,8 @@ TEST(CallCache, EveryOptionIsPartOfTheKey) {
       {"second_derivatives", [](Options& o) { o.second_derivatives = SecondDerivatives::Refuse; }},
       {"compile_backward", [](Options& o) { o.compile_backward = CompileBackward::FirstUse; }},
       {"keep_input_mutations", [](Options& o) { o.keep_input_mutations = true; }},
+      {"explicit_random_states", [](Options& o) { o.explicit_random_states = true; }},
+      {"effect_tokens", [](Options& o) { o.effect_tokens = true; }},
       {"argument_names", [](Options& o) { o.argument_names = {"x"}; }},
       {"compiler", [](Options& o) { o.compiler = "keeping"; }},
       {"backward_compiler", [](Options& o) { o.backward_compiler = "keeping"; }},

@@ -100,6 +100,8 @@ std::string option_fields(const CompileOptions& options) {
   choice(options.compile_backward);
   out.flag(options.joint_checks);
   out.flag(options.keep_input_mutations);
+  out.flag(options.explicit_random_states);
+  out.flag(options.effect_tokens);
   out.count(options.dynamic.dims.size());
   for (const DynamicDim& dim : options.dynamic.dims) {
     out.text(std::holds_alternative<std::size_t>(dim.input.get())

@@ -36,7 +36,7 @@ struct GraphFile {
   std::optional<GraphSignature> signature;
 };
 
-inline constexpr std::uint32_t kGraphFileVersion = 5;
+inline constexpr std::uint32_t kGraphFileVersion = 6;
 
 std::vector<std::uint8_t> encode_graph(const GraphFile& file);
 // `name` identifies the file in messages.

@@ -7,7 +7,9 @@
 #pragma once
 
 #include <concepts>
+#include <memory>
 #include <type_traits>
+#include <utility>
 
 #include "penstock/graph/ir/joint_graph.h"
 #include "penstock/graph/ir/metadata.h"
@@ -29,6 +31,22 @@ constexpr NumberExpression::Form last_of(NumberExpression::Form) {
 }
 constexpr Phase last_of(Phase) { return Phase::Backward; }
 constexpr StateKind last_of(StateKind) { return StateKind::Generator; }
+
+// Something that may be absent.
+template <class Archive, class T>
+void archive_shared(Archive& archive, std::shared_ptr<const T>& shared) {
+  bool any = shared != nullptr;
+  archive(any);
+  if (!any) return;
+  T value;
+  archive(value);
+  shared = std::make_shared<const T>(std::move(value));
+}
+template <class Archive, class T>
+void archive_shared(Archive& archive, const std::shared_ptr<const T>& shared) {
+  archive(shared != nullptr);
+  if (shared) archive(*shared);
+}
 
 template <class Archive, Is<InputInfo> T>
 void fields(Archive& archive, T& info) {
@@ -89,17 +107,9 @@ template <class Archive, Is<JointGraph> T>
 void fields(Archive& archive, T& joint) {
   auto& [graph, primals, forward_outputs, tangents, written_in_backward, written_in_graph, subclasses,
          states] = joint;
+  // First: text in the graph may refer to the contexts of subclasses.
+  archive_shared(archive, subclasses);
   archive(graph, primals, forward_outputs, tangents, written_in_backward, written_in_graph, states);
-  bool any = subclasses != nullptr;
-  archive(any);
-  if (!any) return;
-  if constexpr (Archive::kReads) {
-    SubclassLayout layout;
-    archive(layout);
-    subclasses = std::make_shared<const SubclassLayout>(std::move(layout));
-  } else {
-    archive(*subclasses);
-  }
 }
 
 template <class Archive, Is<SizeExpression::Term> T>

@@ -33,6 +33,20 @@ WrapperInUse decode_wrapper(GraphDecoder& decoder, const CallWrappers& wrappers)
   return used;
 }
 
+// What a capture begins with.
+std::vector<WrapperInUse> decode_wrappers(GraphDecoder& decoder, const CallWrappers& wrappers) {
+  std::uint32_t version = 0;
+  decoder(version);
+  if (version != kCaptureVersion)
+    decoder.fail(fmt::format("version {}, expected {}", version, kCaptureVersion));
+  std::size_t count = 0;
+  decoder(count);
+  if (count > wrappers.size()) decoder.fail("more wrappers than the program has");
+  std::vector<WrapperInUse> used;
+  for (; count > 0; --count) used.push_back(decode_wrapper(decoder, wrappers));
+  return used;
+}
+
 // Checks the indices of a decoded capture.
 class CaptureCheck {
  public:
@@ -65,6 +79,7 @@ class CaptureCheck {
       require(output.kind == Operand::Kind::Constant || output.kind == Operand::Kind::Tensor,
               "an output that is a list");
     check_tensors();
+    check_run_again();
     check_halves();
     if (joint.subclasses) check(*joint.subclasses);
     check_symbols();
@@ -178,6 +193,14 @@ class CaptureCheck {
     for (const TangentInfo& tangent : joint.tangents) check(meta, tangent);
     capture_.guard.for_each_geometry([&](std::size_t, const Geometry& geometry) { check(geometry); });
   }
+  void check_run_again() const {
+    const JointGraph& joint = capture_.joint;
+    require(!capture_.run_again ||
+                capture_.run_again->fits(
+                    capture_.meta.inputs.size(), capture_.primal_written.size(),
+                    joint.subclasses ? joint.subclasses->tangents.size() : joint.tangents.size()),
+            "a function that runs again with other inputs or results");
+  }
   void check_halves() const {
     const auto& [forward, backward, saved] = partitioned_.halves;
     const JointGraph& joint = capture_.joint;
@@ -257,21 +280,23 @@ Bytes encode_capture(const PartitionedCapture& partitioned) {
 PartitionedCapture decode_capture(std::span<const std::uint8_t> bytes, const CallWrappers& wrappers,
                                   const std::vector<at::Tensor>& samples, const std::string& name) {
   GraphDecoder decoder(bytes, name, kMakeAgain, samples);
-  std::uint32_t version = 0;
-  decoder(version);
-  if (version != kCaptureVersion)
-    decoder.fail(fmt::format("version {}, expected {}", version, kCaptureVersion));
   PartitionedCapture partitioned;
-  std::size_t count = 0;
-  decoder(count);
-  if (count > wrappers.size()) decoder.fail("more wrappers than the program has");
-  for (; count > 0; --count) partitioned.capture.wrappers.push_back(decode_wrapper(decoder, wrappers));
+  partitioned.capture.wrappers = decode_wrappers(decoder, wrappers);
   decoder(partitioned.capture);
   decoder.leave_verification_to_executor();
   decoder(partitioned.halves);
   decoder.expect_end();
   check_capture(partitioned, decoder);
   return partitioned;
+}
+
+CallGuard decode_guard_of_capture(std::span<const std::uint8_t> bytes, const std::vector<at::Tensor>& samples,
+                                  const std::string& name) {
+  GraphDecoder decoder(bytes, name, kMakeAgain, samples);
+  decode_wrappers(decoder, default_call_wrappers());
+  CallGuard guard;
+  decoder(guard);
+  return guard;
 }
 
 Bytes encode_guard(const CallGuard& guard) {

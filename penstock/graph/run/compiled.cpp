@@ -184,6 +184,7 @@ FunctionCapture Compiled::capture_as_called(const Values& inputs) const {
 CompiledCall* Compiled::load(Lookup& lookup, const Values& inputs) {
   if (!lookup.place.call) return nullptr;
   StoredCall& stored = *lookup.place.call;
+  stored.capture.capture.set_function(function_);
   if (store_->verifies() && stored.capture.capture.symbols.empty()) {
     FunctionCapture now = capture_as_called(inputs);
     now.second_derivatives = options_.second_derivatives;

@@ -110,6 +110,14 @@ std::size_t count_symbols_for_backward(const JointGraph& joint, const Partition&
 
 }  // namespace
 
+void FunctionCapture::set_function(Function function) {
+  if (!run_again) return;
+  for (const WrapperInUse& used : wrappers) function = used.wrapper->inner_function(std::move(function));
+  RunAgain again = *run_again;
+  again.set_function(std::move(function));
+  run_again = std::make_shared<const RunAgain>(std::move(again));
+}
+
 FunctionCapture capture_function(const Function& function, const Values& inputs, const Convention& convention,
                                  const CallWrappers& wrappers, bool keep_input_mutations) {
   CallGuard guard(inputs, convention);

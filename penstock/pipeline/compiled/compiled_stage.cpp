@@ -92,7 +92,7 @@ class CompiledStage {
     if (!ready_) collect_state();
     const WholeForwardScope gathered(sharded_->roots());
     const Call call = call_with(args, kwargs, *step);
-    const Values values = run(call, *step, [&] { return (*call.entry->compiled)(call.inputs); });
+    const Values values = run(call, [&] { return (*call.entry->compiled)(call.inputs); });
     const auto spec = static_cast<std::size_t>(values.back().toInt());
     const Tree both =
         unflatten_tree(leaves_of(values.begin(), values.end() - 1), call.entry->results->at(spec));
@@ -105,7 +105,7 @@ class CompiledStage {
     if (!ready_) collect_state();
     const WholeForwardScope gathered(sharded_->roots());
     const Call call = call_with(args, kwargs, *step);
-    run(call, *step, [&] {
+    run(call, [&] {
       call.entry->compiled->prepare(call.inputs);
       return Values();
     });
@@ -242,7 +242,7 @@ class CompiledStage {
   }
 
   template <class Body>
-  Values run(const Call& call, const StepContext& step, const Body& body) {
+  Values run(const Call& call, const Body& body) {
     Entry& entry = *call.entry;
     const std::size_t captures = entry.compiled->captures(), loaded = entry.compiled->loaded();
     const auto begin = Clock::now();

@@ -69,10 +69,10 @@ StageGraphs stage_graphs_of(const RankLayout& layout, const TrainConfig& config,
   if (layout.tp_size() > 1) graphs.place += fmt::format(", tp rank {}", layout.tp());
   for (const auto& [name, value] : compiled_fields(config))
     graphs.identity += fmt::format("{} = {}\n", name, value);
-  // Collectives in a graph have the names of their groups.
-  if (layout.dp_size() > 1) graphs.identity += fmt::format("replicas: {}\n", layout.copies().name());
-  if (layout.tp_size() > 1)
-    graphs.identity += fmt::format("tensor-parallel ranks: {}\n", layout.mesh().group("tp").name());
+  // Layout and place determine the names of groups in graphs, except where the ranks are threads. Those of
+  // tensor-parallel ranks are stored by their axis; a transformer has no others.
+  if (layout.dp_size() > 1 && configured_type(config.model) != "transformer")
+    graphs.identity += fmt::format("replicas: {}\n", layout.copies().name());
   return graphs;
 }
 

@@ -52,8 +52,9 @@ class CompileCli : public ::testing::Test {
   }
   // A run with graphs into the folder `name`.
   Ended train(const std::string& name, const std::string& layout, const std::string& variables = {}) const {
-    return penstock("train " + path("train.toml") + " --compile graph " + layout + " --run_folder " + path(name),
-                    variables);
+    return penstock(
+        "train " + path("train.toml") + " --compile graph " + layout + " --run_folder " + path(name),
+        variables);
   }
   std::string artifact(const std::string& name) const { return " --artifact " + path(name); }
 
@@ -73,7 +74,8 @@ class CompileCli : public ::testing::Test {
   json compiled(const std::string& name) const {
     std::ifstream file(folder_ / name / "metrics.jsonl");
     for (std::string line; std::getline(file, line);)
-      if (const json entry = json::parse(line); entry.at("type") == "step") return entry.value("compiled", json());
+      if (const json entry = json::parse(line); entry.at("type") == "step")
+        return entry.value("compiled", json());
     return {};
   }
   // Parameters and optimizer state of the last checkpoint.
@@ -95,8 +97,7 @@ class CompileCli : public ::testing::Test {
     EXPECT_TRUE(state(ours) == state(captured)) << "checkpoints of " << ours << " and " << captured;
   }
 
-  const fs::path folder_ =
-      fs::temp_directory_path() / ("penstock_compile_cli_" + std::to_string(::getpid()));
+  const fs::path folder_ = fs::temp_directory_path() / ("penstock_compile_cli_" + std::to_string(::getpid()));
 };
 
 // Captured, captured into a cold cache, loaded from it, and compiled beforehand.

@@ -337,13 +337,14 @@ TEST(KeptStages, AreNotKeptIfTheyAreRefused) {
   const CacheFolder folder;
   for (int start = 0; start < 2; ++start) {
     Counted counted;
-    const StageModule fast = compiled_stage(
-        linear_with(
-            [](const at::Tensor& x) { return x * static_cast<double>(StepContext::current()->step); }),
-        folder.options(counted));
-    EXPECT_TRUE(
-        has_text(message_of<StateError>([&] { run(fast, step_of(4, 1), torch::randn({6, 8})); }),
-                 "a value of the running step"));
+    const StageModule fast = compiled_stage(linear_with([](const at::Tensor& x) {
+                                              return x * static_cast<double>(StepContext::current()->step);
+                                            }),
+                                            folder.options(counted));
+    EXPECT_TRUE(has_text(message_of<StateError>([&] {
+                           run(fast, step_of(4, 1), torch::randn({6, 8}));
+                         }),
+                         "a value of the running step"));
     EXPECT_TRUE(counted.captures.empty());
   }
 }

@@ -110,8 +110,7 @@ TEST_P(KeptGraphs, HaveTheBitsOfCapturedOnes) {
   expect_loaded(warm, layout, "cache");
   const WrittenArtifact written = write_artifact(config_of(layout, options), folder / "artifact");
   EXPECT_EQ(written.stages, static_cast<std::size_t>(layout.pp * layout.virtual_stages));
-  const TrainedJob prepared =
-      train(layout, with(options, {"--artifact", (folder / "artifact").string()}));
+  const TrainedJob prepared = train(layout, with(options, {"--artifact", (folder / "artifact").string()}));
   expect_same(prepared, captured);
   expect_loaded(prepared, layout, "artifact");
 }
@@ -159,9 +158,9 @@ TEST(KeptGraphsOfReplicas, HaveOneArtifactUnlessTheyDependOnRows) {
                            })
                 .graphs,
             4u);
-  EXPECT_EQ(doing, (std::vector<std::string>{"stage 0, dp rank 0: training", "stage 0, dp rank 0: validation",
-                                             "stage 0, dp rank 1: training",
-                                             "stage 0, dp rank 1: validation"}));
+  EXPECT_EQ(doing,
+            (std::vector<std::string>{"stage 0, dp rank 0: training", "stage 0, dp rank 0: validation",
+                                      "stage 0, dp rank 1: training", "stage 0, dp rank 1: validation"}));
 }
 
 // ---- another configuration ----
@@ -179,7 +178,8 @@ TEST(KeptGraphsOfOtherRuns, AreNotThoseOfAnotherConfiguration) {
     EXPECT_GT(other.steps.at(0).first_captures, 0);
   }
   // These do not.
-  for (const Options& change : {Options{"--seed", "7"}, Options{"--lr", "0.001"}, Options{"--optimizer", "sgd"}}) {
+  for (const Options& change :
+       {Options{"--seed", "7"}, Options{"--lr", "0.001"}, Options{"--optimizer", "sgd"}}) {
     SCOPED_TRACE(change[0]);
     const TrainedJob other = train_cached(folder.path(), layout, with(kGraph, change));
     expect_same(other, train(layout, with(kGraph, change)));
@@ -198,8 +198,8 @@ TEST(CompiledFields, HoldWhatDecidesGraphsAndNothingElse) {
   EXPECT_EQ(value("model.tie_head"), "true");
   EXPECT_EQ(value("layout.schedule"), "1F1B");
   EXPECT_EQ(value("training.precision"), "fp32");
-  for (const char* other : {"model.preset", "training.seed", "training.lr", "training.artifact", "layout.device",
-                            "data.sources", "output.run_folder"})
+  for (const char* other : {"model.preset", "training.seed", "training.lr", "training.artifact",
+                            "layout.device", "data.sources", "output.run_folder"})
     EXPECT_EQ(value(other), "absent") << other;
 }
 
@@ -217,8 +217,7 @@ TEST(StaleArtifacts, AreRefusedByTheFieldOnEveryRank) {
   const ScratchFolder folder;
   const Layout layout{.name = "pp2", .pp = 2};
   write_artifact(config_of(layout, kGraph), folder / "artifact");
-  const TrainConfig config =
-      config_of(layout, with(kGraph, {"--artifact", (folder / "artifact").string()}));
+  const TrainConfig config = config_of(layout, with(kGraph, {"--artifact", (folder / "artifact").string()}));
   struct Change {
     std::function<void(TrainConfig&)> make;
     std::string text;
@@ -265,9 +264,9 @@ TEST(StaleArtifacts, AreRefusedForAnotherEnvironment) {
   write_artifact(config_of(layout, kGraph), folder / "artifact");
   const fs::path manifest = folder / "artifact" / "manifest.json";
   const std::string original = text_of_file(manifest);
-  const TrainConfig config =
-      config_of(layout, with(kGraph, {"--artifact", (folder / "artifact").string()}));
-  for (const std::string field : {"libtorch", "device", "compiler", "program", "penstock", "format", "stages"}) {
+  const TrainConfig config = config_of(layout, with(kGraph, {"--artifact", (folder / "artifact").string()}));
+  for (const std::string field :
+       {"libtorch", "device", "compiler", "program", "penstock", "format", "stages"}) {
     SCOPED_TRACE(field);
     const std::size_t name = original.find("\"name\": \"" + field + "\"");
     ASSERT_NE(name, std::string::npos);
@@ -325,14 +324,15 @@ TEST(DamagedArtifacts, AreRefusedWhereTheyAreWritten) {
                        "the folder cannot be made"));
   EXPECT_TRUE(has_text(message_of<ConfigError>([&] { write_artifact(config, folder / "texts"); }),
                        "has files that are no artifact"));
-  EXPECT_TRUE(has_text(
-      message_of<ConfigError>([&] { write_artifact(config_of({.name = "one"}), folder / "none"); }),
-      "training.compile"));
+  EXPECT_TRUE(
+      has_text(message_of<ConfigError>([&] { write_artifact(config_of({.name = "one"}), folder / "none"); }),
+               "training.compile"));
 }
 
 TEST(ArtifactConfigurations, NeedStagesThatAreGraphs) {
-  const std::string text =
-      message_of<ConfigError>([] { config_of({.name = "one"}, {"--artifact", "somewhere"}); });
+  const std::string text = message_of<ConfigError>([] {
+    config_of({.name = "one"}, {"--artifact", "somewhere"});
+  });
   EXPECT_TRUE(has_text(text, "training.artifact"));
   EXPECT_TRUE(has_text(text, "set training.compile to \"graph\""));
 }
@@ -370,8 +370,7 @@ TEST(KeptGraphsAtRandom, HaveTheBitsOfCapturedOnes) {
     layout.pp = 1 + static_cast<int>(random() % 2);
     if (layout.pp == 2) {
       layout.schedule = one_of({"1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"});
-      layout.virtual_stages =
-          layout.schedule == "Interleaved1F1B" || layout.schedule == "LoopedBFS" ? 2 : 1;
+      layout.virtual_stages = layout.schedule == "Interleaved1F1B" || layout.schedule == "LoopedBFS" ? 2 : 1;
     }
     layout.microbatch_size = 1 + static_cast<int>(random() % 3);
     std::string pattern;
@@ -379,9 +378,9 @@ TEST(KeptGraphsAtRandom, HaveTheBitsOfCapturedOnes) {
     Options options = hybrid_blocks();
     options.at(1) = pattern;
     options.at(3) = one_of({"true", "false"});  // attention_feed
-    options = with(options, {"--dropout", one_of({"0", "0.2"}), "--precision", one_of({"fp32", "bf16"}),
-                             "--tie_head", one_of({"true", "false"}), "--depth_layers", one_of({"1", "0,2"}),
-                             "--compile", "graph"});
+    options = with(options,
+                   {"--dropout", one_of({"0", "0.2"}), "--precision", one_of({"fp32", "bf16"}), "--tie_head",
+                    one_of({"true", "false"}), "--depth_layers", one_of({"1", "0,2"}), "--compile", "graph"});
     std::string all;
     for (const std::string& each : options) all += each + " ";
     SCOPED_TRACE(layout.schedule + " pp " + std::to_string(layout.pp) + " " + all);

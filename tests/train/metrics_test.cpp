@@ -174,10 +174,10 @@ TEST(Metrics, GraphsAreWrittenAndRead) {
   outcome.first_captures = 4;
   outcome.recaptures = 1;
   outcome.loads = 2;
-  EXPECT_TRUE(
-      has_text(step_line(outcome, {}, 1.5),
-               "\"compiled\":{\"first\":4,\"again\":1,\"loaded\":2,\"here\":[{\"stage\":2,\"graph\":3,\"nodes\":40,"
-               "\"seconds\":0.5,\"reason\":\"args[0] has sizes [1]\",\"source\":\"captured\"},"));
+  EXPECT_TRUE(has_text(
+      step_line(outcome, {}, 1.5),
+      "\"compiled\":{\"first\":4,\"again\":1,\"loaded\":2,\"here\":[{\"stage\":2,\"graph\":3,\"nodes\":40,"
+      "\"seconds\":0.5,\"reason\":\"args[0] has sizes [1]\",\"source\":\"captured\"},"));
   EXPECT_EQ(step_line(made_step(2), {}, 1.5).find("compiled"), std::string::npos);
   const ScratchFolder folder;
   {

@@ -57,9 +57,9 @@ void Artifact::verify(const std::string& module) const {
       any = true;
     }
   if (!any)
-    throw ConfigError(fmt::format(
-        "artifact {}: it has no call of {}; write the artifact again, with penstock compile",
-        impl_->folder.folder().string(), module));
+    throw ConfigError(
+        fmt::format("artifact {}: it has no call of {}; write the artifact again, with penstock compile",
+                    impl_->folder.folder().string(), module));
 }
 
 bool Artifact::is_writable() const { return impl_->folder.is_writable(); }

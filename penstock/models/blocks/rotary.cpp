@@ -48,7 +48,8 @@ const at::Tensor& Rotary::table_for(const at::Tensor& like, at::Tensor& fake) {
     const NoModesGuard real;
     table = at::polar(at::ones_like(angles_), angles_).to(dtype).unsqueeze(1);
     // Real for fake tensors, too, so that a capture of the model has a constant.
-    if (!is_fake(like) || is_here(like.device())) return tables_[key] = constant_tensor(table.to(like.device()));
+    if (!is_fake(like) || is_here(like.device()))
+      return tables_[key] = constant_tensor(table.to(like.device()));
   }
   fake = to_fake(table, like.device());
   return fake;

@@ -76,13 +76,12 @@ void check_independence_of_step(const graph::Function& function, const graph::Va
                                there = captured_in(another(step, uses_rows), function, inputs, convention);
   const std::string difference = first_difference(here.joint.graph, there.joint.graph);
   if (difference.empty()) return;
-  throw StateError(
-      fmt::format("compiled_stage: forward computes with a value of the running step (StepContext: step, "
-                  "microbatch, seed, loss scale{}), which a graph would repeat in every step: {}; take random "
-                  "numbers from StepContext::key(), pass the value as an argument, or run this stage without a "
-                  "graph",
-                  uses_rows || !step.rows ? "" : ", or first row, with CompiledStageOptions::uses_rows off",
-                  difference));
+  throw StateError(fmt::format(
+      "compiled_stage: forward computes with a value of the running step (StepContext: step, "
+      "microbatch, seed, loss scale{}), which a graph would repeat in every step: {}; take random "
+      "numbers from StepContext::key(), pass the value as an argument, or run this stage without a "
+      "graph",
+      uses_rows || !step.rows ? "" : ", or first row, with CompiledStageOptions::uses_rows off", difference));
 }
 
 }  // namespace penstock

@@ -20,7 +20,8 @@ class Constants {
 
   void add(const at::Tensor& tensor) {
     const std::lock_guard lock(mutex_);
-    for (auto it = memory_.begin(); it != memory_.end();) it = it->second.expired() ? memory_.erase(it) : ++it;
+    for (auto it = memory_.begin(); it != memory_.end();)
+      it = it->second.expired() ? memory_.erase(it) : ++it;
     memory_.insert_or_assign(tensor.storage().unsafeGetStorageImpl(), tensor.storage().getWeakStorageImpl());
   }
 

@@ -4,8 +4,8 @@
 //   for (const auto& [name, value] : compiled_fields(config)) ...   // "model.width", "192"
 //
 // Two configurations with equal fields have equal graphs in all stages, except for what the manifest of an
-// artifact and the key of a cache entry hold besides: program, LibTorch, device. Steps, learning rates, seeds,
-// data and folders are not among them.
+// artifact and the key of a cache entry hold besides: program, LibTorch, device. Steps, learning rates,
+// seeds, data and folders are not among them.
 #pragma once
 
 #include <string>

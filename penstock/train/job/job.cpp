@@ -311,8 +311,7 @@ struct TrainingJob::Impl {
     double first = 0, again = 0, loaded = 0;
     for (const CompiledForward& forward : outcome.compiled)
       ++(forward.source != "captured" ? loaded : forward.graph > 1 ? again : first);
-    numbers.insert(numbers.end(),
-                   {stop ? 1.0 : 0.0, squared_error, squared_values, first, again, loaded});
+    numbers.insert(numbers.end(), {stop ? 1.0 : 0.0, squared_error, squared_values, first, again, loaded});
     const std::vector<double> all = sum_over_world(std::move(numbers), summed);
     outcome.loss = all[1] > 0 ? all[0] / all[1] : 0;
     outcome.auxiliary = auxiliary_means(std::span(all).subspan(2, sums.auxiliary.size()));

@@ -45,9 +45,12 @@ StageModule stage_module(const std::shared_ptr<models::ModelStage>& stage, int i
 
 const char* text_of(GraphSource source) {
   switch (source) {
-    case GraphSource::Captured: return "captured";
-    case GraphSource::Cache: return "cache";
-    case GraphSource::Artifact: return "artifact";
+    case GraphSource::Captured:
+      return "captured";
+    case GraphSource::Cache:
+      return "cache";
+    case GraphSource::Artifact:
+      return "artifact";
   }
   return "captured";
 }

@@ -46,7 +46,8 @@ class PipelineCompiler {
  public:
   PipelineCompiler(const TrainConfig& config, const schedule::Schedule& schedule,
                    const models::TrainableModel& model, std::shared_ptr<graph::Artifact> artifact,
-                   WrittenArtifact& written, const std::function<void(const ForwardKind&, const std::string&)>& begin)
+                   WrittenArtifact& written,
+                   const std::function<void(const ForwardKind&, const std::string&)>& begin)
       : config_(config),
         schedule_(schedule),
         model_(model),
@@ -69,11 +70,11 @@ class PipelineCompiler {
     const RankLayout layout(world, of);
     const at::Device device = configured_device(of, world);
     const StageGraphs graphs = stage_graphs_of(layout, config_, artifact_);
-    const SingleStage stage = make_single_stage(
-        layout, config_, schedule_, model_, index, device, graphs, [this](const StageCapture& capture) {
-          ++written_.graphs;
-          written_.nodes += capture.nodes;
-        });
+    const SingleStage stage = make_single_stage(layout, config_, schedule_, model_, index, device, graphs,
+                                                [this](const StageCapture& capture) {
+                                                  ++written_.graphs;
+                                                  written_.nodes += capture.nodes;
+                                                });
     for (const ForwardKind& kind : kForwardKinds) {
       begin_(kind, graphs.name_of(index));
       stage.module->train(kind.training);
@@ -81,7 +82,8 @@ class PipelineCompiler {
     }
   }
 
-  void compile_kind(const ForwardKind& kind, const SingleStage& stage, const RankLayout& layout, at::Device device) {
+  void compile_kind(const ForwardKind& kind, const SingleStage& stage, const RankLayout& layout,
+                    at::Device device) {
     const schedule::StageMap& map = schedule_.stages();
     const int index = stage.stage.index();
     const Microbatches batch = microbatches_of(layout, map.is_first(index), device);
@@ -186,7 +188,7 @@ WrittenArtifact write_artifact(const TrainConfig& config, const fs::path& folder
                        .graphs = written.stages * kForwardKinds.size() *
                                  static_cast<std::size_t>(replicas * config.layout.tp)};
   const std::function<void(const ForwardKind&, const std::string&)> next = [&](const ForwardKind& kind,
-                                                                        const std::string& stage) {
+                                                                               const std::string& stage) {
     now.doing = fmt::format("{}: {}", stage, kind.name);
     if (progress) progress(now);
     ++now.done;

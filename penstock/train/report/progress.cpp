@@ -240,8 +240,8 @@ void Progress::on_step(const StepOutcome& outcome, const StepExtras& extras) {
   for (const CompiledForward& forward : outcome.compiled) {
     const bool captured = forward.source == "captured";
     ++(captured ? captured_here : loaded_here);
-    const std::string how = !captured           ? fmt::format("loaded as graph {} from the {}", forward.graph,
-                                                              forward.source)
+    const std::string how = !captured
+                                ? fmt::format("loaded as graph {} from the {}", forward.graph, forward.source)
                             : forward.graph > 1 ? fmt::format("captured again as graph {}", forward.graph)
                                                 : std::string("captured as a graph");
     event(fmt::format("step {}: stage {} {}: {} operators in {:.2f} s{}", outcome.step, forward.stage, how,

@@ -67,6 +67,7 @@ Compiled::Compiled(Function function, const CompileOptions& options, Convention 
       options_(options),
       convention_(std::move(convention)),
       wrappers_(call_wrappers_with(options.wrappers)),
+      check_(identity.check),
       forward_compiler_(graph_compiler(options.compiler)),
       backward_compiler_(graph_compiler(either(options.backward_compiler, options.compiler))),
       inference_compiler_(graph_compiler(either(options.inference_compiler, options.compiler))) {
@@ -131,6 +132,7 @@ Values Compiled::check_and_run(CompiledCall& call, const Values& inputs,
         fmt::format("graph: the capture for all sizes is not valid for {}: there {}; call it with other "
                     "sizes, or set recapture",
                     call.dynamic()->table().text_of(sizes->values), difference));
+  if (check_) check_(fixed, inputs);
   return add(std::move(fixed), difference).run(inputs);
 }
 
@@ -216,6 +218,7 @@ CompiledCall* Compiled::capture_fixed(const Values& inputs) {
   }
   const std::string why = why_captured(inputs);
   FunctionCapture capture = capture_as_called(inputs);
+  if (check_) check_(capture, inputs);
   if (store_) store_->inspect(lookup->place, capture);
   CompiledCall& call = add(std::move(capture), why);
   if (store_) store_->keep(lookup->place, call);
@@ -277,6 +280,7 @@ CompiledCall* Compiled::capture_dynamic(const Values& inputs) {
     if (bound) all.refused = all.capture->guard.difference(inputs, bound.get(), &call.table());
     if (all.refused.empty()) {
       const std::string why = why_captured(inputs);
+      if (check_) check_(*all.capture, inputs);
       if (!lookup) return &add(std::move(*all.capture), why);
       store_->inspect(lookup->place, *all.capture);
       CompiledCall& call = add(std::move(*all.capture), why);

@@ -26,6 +26,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -114,6 +115,7 @@ class Compiled {
   CompileOptions options_;
   Convention convention_;
   CallWrappers wrappers_;
+  std::function<void(const FunctionCapture&, const Values&)> check_;  // of new captures; may be empty
   std::shared_ptr<const GraphCompiler> forward_compiler_, backward_compiler_, inference_compiler_;
   std::unique_ptr<CallStore> store_;  // null if nothing is kept between runs
   std::vector<std::unique_ptr<CompiledCall>> calls_;

@@ -63,6 +63,10 @@ class Artifact {
   // StateError if the artifact was opened.
   void finish();
 
+  // Reads the calls of a module, to find damage before they are needed. Throws ConfigError if there are none,
+  // or if one is missing or damaged.
+  void verify(const std::string& module) const;
+
   // Whether calls are added to it.
   bool is_writable() const;
   // Its folder.

@@ -26,6 +26,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <string>
 
@@ -35,26 +36,39 @@
 
 namespace penstock {
 
-// A capture of a stage.
+// Where a graph came from.
+enum class GraphSource : std::uint8_t {
+  Captured,  // the module ran on fake tensors
+  Cache,     // the cache folder (docs/compile_cache.md)
+  Artifact   // CacheOptions::artifact
+};
+
+// A graph that a stage got: captured, or loaded in place of a capture.
 struct StageCapture {
   std::size_t graph = 1;   // which graph of this kind of call it is, from 1; larger: it was captured again
   std::size_t graphs = 1;  // of the stage, all kinds together
   std::size_t nodes = 0;   // operators, forward and backward
-  double seconds = 0;      // for capturing, compiling and checking, with the first run
+  double seconds = 0;      // for capturing or loading, compiling and checking, with the first run
   // Why the graph before it was not valid: "args[0] has sizes [1, 8], in the capture [2, 8]"; empty for the
   // first one.
   std::string reason = {};
+  GraphSource source = GraphSource::Captured;  // where the graph came from
 };
 
 // How a stage is compiled.
 struct CompiledStageOptions {
-  // Arguments are named by position ("args[0]") and by keyword ("kwargs['mask']").
+  // Arguments are named by position ("args[0]") and by keyword ("kwargs['mask']"). With an identity of
+  // compile.cache, a later process loads the graphs instead of running the module on fake tensors.
   graph::CompileOptions compile = {};
+  // Whether forward depends on which rows of a microbatch this process has (StepContext::rows), as dropout
+  // does. If false, data-parallel ranks share the entries of a cache; a forward that depends on its first row
+  // is then a StateError.
+  bool uses_rows = true;
   // Most graphs for one kind of call (structure of the arguments, training flags, grad mode). A call that
   // would need one more is a StateError that names what differs: captures that never repeat are slower than
   // none.
   std::size_t max_graphs = 16;
-  // Called after each capture. May be empty.
+  // Called for each graph that was captured or loaded. May be empty.
   std::function<void(const StageCapture& capture)> captured = {};
   // What forward leaves outside of its result and of buffers: tensors in members of a module, which would
   // otherwise belong to the capture. values_left() is called after each captured forward, in its scope;

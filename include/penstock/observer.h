@@ -55,16 +55,18 @@ struct LossTerm {
   double weight = 0;  // its factor in the training loss, which is the loss plus all weight * value
 };
 
-// A forward that was captured and compiled as a graph (training.compile).
+// A forward that runs as a graph from now on (training.compile): captured and compiled, or loaded.
 struct CompiledForward {
   int stage = 0;  // of the pipeline
   std::int64_t graph =
       0;  // how many graphs this stage has now; more than one for training: it was captured again
   std::int64_t nodes = 0;  // operators, forward and backward
-  double seconds = 0;      // for capturing and compiling
+  double seconds = 0;      // for capturing and compiling, or loading
   // Why the graphs that the stage had before were not valid: the input and the difference; empty for the
   // first.
   std::string reason = {};
+  // Where it came from: captured, cache (PENSTOCK_CACHE) or artifact (training.artifact).
+  std::string source = "captured";
 };
 
 // The result of one step. All values but the times are the same on every rank.
@@ -83,11 +85,11 @@ struct StepOutcome {
   StepTimes times;          // of this rank
   // The auxiliary losses in the order of the model; empty if it has none.
   std::vector<LossTerm> auxiliary = {};
-  // The graphs of this rank that were captured since the step before, validations included
-  // (training.compile).
+  // The graphs that this rank got since the step before, validations included (training.compile).
   std::vector<CompiledForward> compiled = {};
   std::int64_t first_captures = 0;  // on all ranks: the first graphs for a kind of call
   std::int64_t recaptures = 0;      // on all ranks: graphs for a kind of call that had one
+  std::int64_t loads = 0;           // on all ranks: graphs that were loaded instead of captured
 };
 
 // Additional measurements of a step.
@@ -113,7 +115,7 @@ class Observer {
   virtual ~Observer() = default;
   // Called once, before the first step.
   virtual void on_start(const RunDescription& /*run*/) {}
-  // Called after the steps that output.metrics_every selects, those in which something was compiled, and
+  // Called after the steps that output.metrics_every selects, those in which graphs were captured or
   // after the last one.
   virtual void on_step(const StepOutcome& /*outcome*/, const StepExtras& /*extras*/) {}
   // Called after each validation with the mean loss and its duration.

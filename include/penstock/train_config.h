@@ -181,6 +181,9 @@ struct TrainingConfig {
   // How stages run their forward and backward: off (operator by operator) or graph (captured once, then
   // replayed, with the same bits). graph needs a schedule that does not split the backward.
   std::string compile = "off";
+  // Folder that penstock compile has written for this configuration: its graphs are used, and nothing is
+  // captured; empty: graphs are loaded from the cache if PENSTOCK_CACHE names a folder, else captured.
+  std::string artifact;
   std::int64_t seed = 1;              // seed for initial parameters, dropout and data order
   std::int64_t validate_every = 40;   // steps between validations; 0: no validation
   std::int64_t validate_batches = 4;  // global batches per validation

@@ -80,6 +80,9 @@ class World {
   // Operations complete at once: a gather returns copies of the own input, a reduction returns the own input,
   // a receive leaves its tensor unchanged. Throws ValueError for a rank outside [0, size).
   static World fake(int rank, int size);
+  // The same with groups that have the names they have in a real run, as captures that are to be replayed
+  // there need. A group replaces one of the same name in an earlier fake world of this process.
+  static World fake_with_real_names(int rank, int size);
 
   // Returns whether both are handles of the same world.
   bool is(const World& other) const { return core_ == other.core_; }
@@ -139,6 +142,7 @@ class World {
  private:
   friend void run_ranks(int, std::chrono::milliseconds, const std::function<void(World&)>&);
   struct Membership;
+  static World make_fake(int rank, int size, const std::string& name_suffix);
   explicit World(std::shared_ptr<WorldCore> core, P2PTransport p2p);
 
   std::shared_ptr<WorldCore> core_;

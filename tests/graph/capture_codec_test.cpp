@@ -171,17 +171,23 @@ TEST(CaptureFields, OfMetadata) {
            {"index", [](TangentInfo& info) { info.index = 3; }},
            {"geometry", [](TangentInfo& info) { info.geometry = some_geometry(); }}});
   using Meta = ViewAndMutationMeta;
-  expect_every_field<Meta>({}, {{"inputs", [](Meta& meta) { meta.inputs.resize(2); }},
-                                {"outputs", [](Meta& meta) { meta.outputs.resize(3); }},
-                                {"bases", [](Meta& meta) { meta.intermediate_bases = 1; }},
-                                {"keep", [](Meta& meta) { meta.keep_input_mutations = true; }},
-                                {"tangents", [](Meta& meta) { meta.tangents.resize(1); }},
-                                {"grad mode on", [](Meta& meta) { meta.grad_mode_after = true; }},
-                                {"grad mode off", [](Meta& meta) { meta.grad_mode_after = false; }},
-                                {"symbols", [](Meta& meta) { meta.symbols_for_backward = 2; }},
-                                {"static inputs", [](Meta& meta) {
-                                   meta.static_inputs = {3, 5};
-                                 }}});
+  expect_every_field<Meta>(
+      {}, {{"inputs", [](Meta& meta) { meta.inputs.resize(2); }},
+           {"outputs", [](Meta& meta) { meta.outputs.resize(3); }},
+           {"bases", [](Meta& meta) { meta.intermediate_bases = 1; }},
+           {"keep", [](Meta& meta) { meta.keep_input_mutations = true; }},
+           {"tangents", [](Meta& meta) { meta.tangents.resize(1); }},
+           {"grad mode on", [](Meta& meta) { meta.grad_mode_after = true; }},
+           {"grad mode off", [](Meta& meta) { meta.grad_mode_after = false; }},
+           {"symbols", [](Meta& meta) { meta.symbols_for_backward = 2; }},
+           {"tokens", [](Meta& meta) { meta.tokens = {"ordered"}; }},
+           {"backward tokens", [](Meta& meta) { meta.backward_tokens = 1; }},
+           {"explicit random states", [](Meta& meta) { meta.explicit_random_states = true; }},
+           {"random states", [](Meta& meta) { meta.random_states = {"cpu"}; }},
+           {"backward random states", [](Meta& meta) { meta.backward_random_states = 3; }},
+           {"static inputs", [](Meta& meta) {
+              meta.static_inputs = {3, 5};
+            }}});
 }
 
 // Those without an equality are compared by their bytes: a change that changes them was stored, and is read

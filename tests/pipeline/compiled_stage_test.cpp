@@ -5,12 +5,16 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <cstdlib>
+#include <filesystem>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "penstock/base/files.h"
 #include "penstock/errors.h"
 #include "penstock/fake.h"
+#include "penstock/pipeline/compiled/prepare_stage.h"
 #include "penstock/random.h"
 #include "penstock/step_context.h"
 #include "penstock/torch/random/running_step.h"
@@ -260,6 +264,128 @@ TEST(CompiledStage, NeedsBothCallbacksForValues) {
   options.values_left = [] { return Tree(); };
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { compiled_stage(linear_with(dropped), options); }),
                        "give both or neither"));
+}
+
+// ---- graphs that are kept between runs ----
+
+class CacheFolder {
+ public:
+  CacheFolder() {
+    std::string pattern = (std::filesystem::temp_directory_path() / "penstock_stages_XXXXXX").string();
+    path_ = ::mkdtemp(pattern.data());
+  }
+  ~CacheFolder() { remove_tree(path_); }
+  CacheFolder(const CacheFolder&) = delete;
+  CacheFolder& operator=(const CacheFolder&) = delete;
+  CompiledStageOptions options(Counted& counted) const {
+    CompiledStageOptions options = counted.options();
+    options.compile.cache = {.use = graph::CacheOptions::Use::On,
+                             .folder = path_.string(),
+                             .identity = "a stage",
+                             .name = "stage"};
+    return options;
+  }
+
+ private:
+  std::filesystem::path path_;
+};
+
+TEST(KeptStages, AreLoadedWithTheSameBits) {
+  const CacheFolder folder;
+  const StageModule plain = linear_with(dropped);
+  for (const bool cold : {true, false}) {
+    Counted counted;
+    int forwards = 0;
+    const StageModule fast = compiled_stage(linear_with([&](const at::Tensor& x) {
+                                              ++forwards;
+                                              return dropped(x);
+                                            }),
+                                            folder.options(counted));
+    for (std::int64_t step = 0; step < 3; ++step) {
+      const at::Tensor x = torch::randn({6, 8});
+      expect_equal(run(fast, step_of(step, 1, 4.0), x), run(plain, step_of(step, 1, 4.0), x));
+    }
+    ASSERT_EQ(counted.captures.size(), 1u);
+    EXPECT_EQ(counted.captures[0].source, cold ? GraphSource::Captured : GraphSource::Cache);
+    EXPECT_EQ(forwards > 0, cold);
+  }
+}
+
+// Training flags and what forward leaves belong to what is kept.
+TEST(KeptStages, RestoreValuesLeftAndTellModesApart) {
+  const CacheFolder folder;
+  for (const bool cold : {true, false}) {
+    Counted counted;
+    const auto module = std::make_shared<KeepsSumImpl>();
+    CompiledStageOptions options = folder.options(counted);
+    options.values_left = [&] { return Tree(module->sum); };
+    options.set_values_left = [&](const Tree& values) { module->sum = values.tensor(); };
+    const StageModule fast = compiled_stage(StageModule(module), options);
+    for (const bool training : {true, false}) {
+      module->train(training);
+      const at::Tensor x = torch::randn({6, 8});
+      run(fast, step_of(1, 0), x);
+      EXPECT_TRUE(at::equal(module->sum, module->linear->forward(x).sum()));
+    }
+    ASSERT_EQ(counted.captures.size(), 2u);
+    for (const StageCapture& capture : counted.captures)
+      EXPECT_EQ(capture.source, cold ? GraphSource::Captured : GraphSource::Cache);
+  }
+}
+
+TEST(KeptStages, AreNotKeptIfTheyAreRefused) {
+  const CacheFolder folder;
+  for (int start = 0; start < 2; ++start) {
+    Counted counted;
+    const StageModule fast = compiled_stage(linear_with([](const at::Tensor& x) {
+                                              return x * static_cast<double>(StepContext::current()->step);
+                                            }),
+                                            folder.options(counted));
+    EXPECT_TRUE(has_text(message_of<StateError>([&] {
+                           run(fast, step_of(4, 1), torch::randn({6, 8}));
+                         }),
+                         "a value of the running step"));
+    EXPECT_TRUE(counted.captures.empty());
+  }
+}
+
+TEST(KeptStages, ArePreparedWithoutARun) {
+  const CacheFolder folder;
+  Counted before, after;
+  const at::Tensor x = torch::randn({6, 8});
+  {
+    const PreparableStage stage = preparable_stage(linear_with(dropped), folder.options(before));
+    const StepGuard guard(step_of(7, 2));
+    stage.prepare(args_of(torch::empty({6, 8}).requires_grad_()), Tree());
+    ASSERT_EQ(before.captures.size(), 1u);
+    EXPECT_EQ(before.captures[0].source, GraphSource::Captured);
+  }
+  const StageModule fast = compiled_stage(linear_with(dropped), folder.options(after));
+  expect_equal(run(fast, step_of(1, 1), x), run(linear_with(dropped), step_of(1, 1), x));
+  ASSERT_EQ(after.captures.size(), 1u);
+  EXPECT_EQ(after.captures[0].source, GraphSource::Cache);
+}
+
+// A stage that says that it does not depend on its rows is captured for all of them, or refused.
+TEST(CompiledStage, IsCheckedAgainstOtherRows) {
+  const auto rows_from = [](std::int64_t first) {
+    StepContext step = step_of(2, 1);
+    step.rows = BatchRows{.global = 8, .first = first, .count = 4};
+    return step;
+  };
+  const auto plain = [](const at::Tensor& x) { return x.tanh(); };
+  Counted counted;
+  CompiledStageOptions options = counted.options();
+  options.uses_rows = false;
+  const StageModule fast = compiled_stage(linear_with(plain), options);
+  const at::Tensor x = torch::randn({4, 8});
+  for (const std::int64_t first : {0, 4})
+    expect_equal(run(fast, rows_from(first), x), run(linear_with(plain), rows_from(first), x));
+  EXPECT_EQ(counted.captures.size(), 1u);
+  for (const std::int64_t first : {0, 4}) {
+    const StageModule wrong = compiled_stage(linear_with(dropped), options);
+    EXPECT_TRUE(has_text(message_of<StateError>([&] { run(wrong, rows_from(first), x); }), "uses_rows"));
+  }
 }
 
 }  // namespace compiled_stage_test

@@ -169,13 +169,15 @@ TEST(Metrics, AuxiliaryLossesAreWrittenAndReadByName) {
 TEST(Metrics, GraphsAreWrittenAndRead) {
   StepOutcome outcome = made_step(1);
   outcome.compiled = {
-      {.stage = 2, .graph = 3, .nodes = 40, .seconds = 0.5, .reason = "args[0] has sizes [1]"}};
+      {.stage = 2, .graph = 3, .nodes = 40, .seconds = 0.5, .reason = "args[0] has sizes [1]"},
+      {.stage = 1, .graph = 1, .nodes = 30, .seconds = 0.25, .source = "cache"}};
   outcome.first_captures = 4;
   outcome.recaptures = 1;
-  EXPECT_TRUE(
-      has_text(step_line(outcome, {}, 1.5),
-               "\"compiled\":{\"first\":4,\"again\":1,\"here\":[{\"stage\":2,\"graph\":3,\"nodes\":40,"
-               "\"seconds\":0.5,\"reason\":\"args[0] has sizes [1]\"}]}"));
+  outcome.loads = 2;
+  EXPECT_TRUE(has_text(
+      step_line(outcome, {}, 1.5),
+      "\"compiled\":{\"first\":4,\"again\":1,\"loaded\":2,\"here\":[{\"stage\":2,\"graph\":3,\"nodes\":40,"
+      "\"seconds\":0.5,\"reason\":\"args[0] has sizes [1]\",\"source\":\"captured\"},"));
   EXPECT_EQ(step_line(made_step(2), {}, 1.5).find("compiled"), std::string::npos);
   const ScratchFolder folder;
   {
@@ -188,14 +190,17 @@ TEST(Metrics, GraphsAreWrittenAndRead) {
   const StepOutcome& read = run.metrics.steps.at(0).outcome;
   EXPECT_EQ(read.first_captures, 4);
   EXPECT_EQ(read.recaptures, 1);
-  ASSERT_EQ(read.compiled.size(), 1u);
+  EXPECT_EQ(read.loads, 2);
+  ASSERT_EQ(read.compiled.size(), 2u);
+  EXPECT_EQ(read.compiled[0].source, "captured");
+  EXPECT_EQ(read.compiled[1].source, "cache");
   EXPECT_EQ(read.compiled[0].stage, 2);
   EXPECT_EQ(read.compiled[0].graph, 3);
   EXPECT_EQ(read.compiled[0].nodes, 40);
   EXPECT_EQ(read.compiled[0].seconds, 0.5);
   EXPECT_EQ(read.compiled[0].reason, "args[0] has sizes [1]");
   EXPECT_TRUE(run.metrics.steps.at(1).outcome.compiled.empty());
-  EXPECT_TRUE(has_text(summary_text(run), "5 captured, 1 of them again"));
+  EXPECT_TRUE(has_text(summary_text(run), "5 captured, 1 of them again, 2 loaded"));
   const std::string page = report_page({run});
   EXPECT_TRUE(has_text(page, "<h2>Graphs</h2>"));
   EXPECT_TRUE(has_text(page, "<td>args[0] has sizes [1]</td>"));

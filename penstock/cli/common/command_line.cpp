@@ -75,6 +75,8 @@ const std::vector<TensorCommand>& tensor_commands() {
       {"resume", "Continue a run from its newest checkpoint"},
       {"generate", "Generate text with a model trained by penstock train"},
       {"parity", "Compare training in a layout with training in one process: losses, gradients, parameters"},
+      {"compile",
+       "Capture and compile the graphs of all stages of a layout beforehand, for training.artifact"},
       {"inspect", "Inspect a configuration: memory of the ranks, graph of the model, costs of its parts"},
   };
   return commands;

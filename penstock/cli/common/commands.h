@@ -31,6 +31,7 @@ void add_train_command(CLI::App& app, CommandOutcome& outcome);
 void add_resume_command(CLI::App& app, CommandOutcome& outcome);
 void add_generate_command(CLI::App& app, CommandOutcome& outcome);
 void add_parity_command(CLI::App& app, CommandOutcome& outcome);
+void add_compile_command(CLI::App& app, CommandOutcome& outcome);
 void add_inspect_command(CLI::App& app, CommandOutcome& outcome);
 
 // Adds all commands, in the order of the help.

@@ -12,6 +12,7 @@ void add_all_commands(CLI::App& app, CommandOutcome& outcome) {
   add_resume_command(app, outcome);
   add_generate_command(app, outcome);
   add_parity_command(app, outcome);
+  add_compile_command(app, outcome);
   add_inspect_command(app, outcome);
 }
 

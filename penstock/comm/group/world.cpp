@@ -181,6 +181,13 @@ World World::connect(const LaunchEnv& env, const WorldOptions& options) {
 }
 
 World World::fake(int rank, int size) {
+  // Several fake ranks may exist in one process: each has its own group names.
+  return make_fake(rank, size, fmt::format("@fake{}.{}", rank, size));
+}
+
+World World::fake_with_real_names(int rank, int size) { return make_fake(rank, size, ""); }
+
+World World::make_fake(int rank, int size, const std::string& name_suffix) {
   register_operators();
   if (size < 1 || rank < 0 || rank >= size)
     throw ValueError(
@@ -195,8 +202,7 @@ World World::fake(int rank, int size) {
   core->env.world_size = size;
   core->env.local_rank = rank;
   core->env.local_world_size = size;
-  // Several fake ranks may exist in one process: each has its own group names.
-  core->name_suffix = fmt::format("@fake{}.{}", rank, size);
+  core->name_suffix = name_suffix;
   return World(std::move(core), P2PTransport::Gloo);
 }
 

@@ -29,6 +29,8 @@ constexpr TangentInfo::Kind last_of(TangentInfo::Kind) { return TangentInfo::Kin
 constexpr NumberExpression::Form last_of(NumberExpression::Form) {
   return NumberExpression::Form::QuotientOfRoot;
 }
+constexpr Phase last_of(Phase) { return Phase::Backward; }
+constexpr StateKind last_of(StateKind) { return StateKind::Generator; }
 
 // Something that may be absent.
 template <class Archive, class T>
@@ -76,8 +78,10 @@ void fields(Archive& archive, T& info) {
 
 template <class Archive, Is<ViewAndMutationMeta> T>
 void fields(Archive& archive, T& meta) {
-  auto& [inputs, outputs, bases, keep, tangents, grad_mode_after, symbols, static_inputs] = meta;
-  archive(inputs, outputs, bases, keep, tangents, grad_mode_after, symbols, static_inputs);
+  auto& [inputs, outputs, bases, keep, tangents, grad_mode_after, symbols, static_inputs, tokens,
+         backward_tokens, explicit_random_states, random_states, backward_random_states] = meta;
+  archive(inputs, outputs, bases, keep, tangents, grad_mode_after, symbols, static_inputs, tokens,
+          backward_tokens, explicit_random_states, random_states, backward_random_states);
 }
 
 template <class Archive, Is<PlainTensorMeta> T>
@@ -92,13 +96,20 @@ void fields(Archive& archive, T& layout) {
   archive(inputs, outputs, in_mutated_input, tangents, gradients);
 }
 
+// Without the generator that a function has passed itself: its nodes hold it, and are refused.
+template <class Archive, Is<StateChain> T>
+void fields(Archive& archive, T& chain) {
+  auto& [kind, phase, name, device, generator] = chain;
+  archive(kind, phase, name, device);
+}
+
 template <class Archive, Is<JointGraph> T>
 void fields(Archive& archive, T& joint) {
-  auto& [graph, primals, forward_outputs, tangents, written_in_backward, written_in_graph, subclasses] =
-      joint;
+  auto& [graph, primals, forward_outputs, tangents, written_in_backward, written_in_graph, subclasses,
+         states] = joint;
   // First: text in the graph may refer to the contexts of subclasses.
   archive_shared(archive, subclasses);
-  archive(graph, primals, forward_outputs, tangents, written_in_backward, written_in_graph);
+  archive(graph, primals, forward_outputs, tangents, written_in_backward, written_in_graph, states);
 }
 
 template <class Archive, Is<SizeExpression::Term> T>

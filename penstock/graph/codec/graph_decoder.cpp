@@ -8,6 +8,7 @@
 
 #include "penstock/errors.h"
 #include "penstock/fake.h"
+#include "penstock/graph/ir/state_operator.h"
 #include "penstock/torch/compat/dtype.h"
 
 namespace penstock::graph {
@@ -32,7 +33,7 @@ void GraphDecoder::expect_end() {
 void GraphDecoder::read_tables() {
   for (std::size_t left = in_.count(16); left > 0; --left) {
     const std::string name = in_.text(), overload = in_.text();
-    const auto found = c10::Dispatcher::singleton().findSchema({name, overload});
+    const auto found = find_operator(name, overload);
     if (!found)
       fail(fmt::format("this LibTorch has no operator {}{}{}", name, overload.empty() ? "" : ".", overload));
     operators_.push_back(*found);

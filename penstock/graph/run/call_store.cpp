@@ -17,6 +17,7 @@
 #include "penstock/graph/run/graph_call.h"
 #include "penstock/torch/compat/device_name.h"
 #include "penstock/torch/compat/version.h"
+#include "penstock/torch/dispatch/constant_tensor.h"
 #include "penstock/value_wrapper.h"
 
 namespace penstock::graph {
@@ -51,7 +52,7 @@ std::optional<std::string> tensor_of_the_program(const FunctionCapture& capture)
   if (graph.table)
     for (const SymbolicTensor& symbolic : graph.table->tensors) found.push_back(symbolic.example);
   for (const at::Tensor& tensor : found) {
-    if (!tensor.defined()) continue;
+    if (!tensor.defined() || is_constant_tensor(tensor)) continue;
     std::size_t handles = 0;                           // in the graph, and in the list
     std::vector<const c10::TensorImpl*> with_storage;  // different tensors over the same memory
     for (const at::Tensor& other : found) {
@@ -121,6 +122,8 @@ std::string option_fields(const CompileOptions& options) {
   choice(options.compile_backward);
   out.flag(options.joint_checks);
   out.flag(options.keep_input_mutations);
+  out.flag(options.explicit_random_states);
+  out.flag(options.effect_tokens);
   out.count(options.dynamic.dims.size());
   for (const DynamicDim& dim : options.dynamic.dims) {
     out.text(std::holds_alternative<std::size_t>(dim.input.get())

@@ -59,11 +59,13 @@ class CaptureCheck {
             "the guard has another number of inputs");
     for_each_meta(capture_, [&](const ViewAndMutationMeta& meta) { check(meta); });
     const std::size_t inputs = joint.graph.inputs.size(), outputs = joint.graph.outputs.size();
-    require(joint.primals <= inputs && joint.primals + joint.tangents.size() == inputs,
+    require(joint.states.size() <= std::min(inputs, outputs) && joint.primals <= inputs &&
+                joint.primals + joint.tangents.size() == joint.first_state_input(),
             "inconsistent number of inputs and tangents");
-    require(joint.forward_outputs <= outputs &&
-                joint.written_in_backward.size() <= outputs - joint.forward_outputs,
+    require(joint.forward_outputs <= joint.first_state_output() &&
+                joint.written_in_backward.size() <= joint.backward_returns(),
             "inconsistent number of outputs");
+    check_states();
     for (const std::size_t primal : joint.written_in_backward)
       require(primal < joint.primals, "an input that does not exist is written in backward");
     require(joint.written_in_graph.size() <= joint.forward_outputs &&
@@ -148,6 +150,27 @@ class CaptureCheck {
                 std::find(mutated.begin(), mutated.end(), tangent.index) != mutated.end(),
             "a tangent of an input that is not written");
   }
+  void check_states() const {
+    const JointGraph& joint = capture_.joint;
+    const auto in_order = [](const StateChain& a, const StateChain& b) {
+      return a.phase < b.phase || (a.phase == b.phase && a.kind < b.kind);
+    };
+    require(std::is_sorted(joint.states.begin(), joint.states.end(), in_order), "states in another order");
+    for (std::size_t i = 0; i < joint.states.size(); ++i) {
+      const StateChain& state = joint.states[i];
+      require(state.kind == StateKind::Token || state.device.is_cpu() || state.device.is_cuda(),
+              "the state of a generator of another kind of device");
+      const Operand& output = joint.graph.outputs[joint.first_state_output() + i];
+      require(output.value() != kNoValue, "a state that is not returned");
+    }
+    for_each_meta(capture_, [&](const ViewAndMutationMeta& meta) {
+      require(meta.tokens.size() == joint.states_of(Phase::Forward, StateKind::Token) &&
+                  meta.backward_tokens == joint.states_of(Phase::Backward, StateKind::Token) &&
+                  meta.random_states.size() == joint.states_of(Phase::Forward, StateKind::Generator) &&
+                  meta.backward_random_states == joint.states_of(Phase::Backward, StateKind::Generator),
+              "inconsistent number of states");
+    });
+  }
   void check_tensors() const {
     const JointGraph& joint = capture_.joint;
     const ViewAndMutationMeta& meta = capture_.meta;
@@ -184,10 +207,12 @@ class CaptureCheck {
     for (const ValueId value : saved)
       require(static_cast<std::int32_t>(value) >= 0 && index_of(value) < joint.graph.values.size(),
               "a saved value that does not exist");
-    require(forward.inputs.size() == joint.primals &&
-                forward.outputs.size() == joint.forward_returns() + saved.size() &&
-                backward.inputs.size() == saved.size() + joint.tangents.size() &&
-                backward.outputs.size() == joint.graph.outputs.size() - joint.forward_outputs,
+    const std::size_t of_forward = joint.states_of(Phase::Forward),
+                      of_backward = joint.states_of(Phase::Backward);
+    require(forward.inputs.size() == joint.primals + of_forward &&
+                forward.outputs.size() == joint.forward_returns() + of_forward + saved.size() &&
+                backward.inputs.size() == saved.size() + joint.tangents.size() + of_backward &&
+                backward.outputs.size() == joint.backward_returns() + of_backward,
             "halves that do not fit the joint graph");
   }
   void check(const SubclassLayout& layout) const {
@@ -208,7 +233,7 @@ class CaptureCheck {
     within(layout.inputs, joint.primals);
     within(layout.forward_outputs, joint.forward_outputs);
     within(layout.tangents, joint.tangents.size());
-    within(layout.input_gradients, joint.graph.outputs.size() - joint.forward_outputs);
+    within(layout.input_gradients, joint.backward_returns());
     require(layout.inputs.size() == capture_.primal_written.size() &&
                 layout.forward_outputs.size() == capture_.meta.forward_returns() &&
                 layout.in_mutated_input.size() == joint.forward_outputs,

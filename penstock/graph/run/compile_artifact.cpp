@@ -1,7 +1,10 @@
 #include "penstock/compile_artifact.h"
 
+#include <fmt/format.h>
+
 #include <utility>
 
+#include "penstock/errors.h"
 #include "penstock/graph/cache/program_id.h"
 #include "penstock/graph/run/call_store.h"
 
@@ -46,6 +49,19 @@ std::shared_ptr<Artifact> Artifact::open(const std::filesystem::path& folder,
 }
 
 void Artifact::finish() { impl_->folder.finish(); }
+void Artifact::verify(const std::string& module) const {
+  bool any = false;
+  for (const ArtifactFolder::Entry& entry : impl_->folder.entries())
+    if (entry.module == module) {
+      impl_->folder.read(entry);
+      any = true;
+    }
+  if (!any)
+    throw ConfigError(
+        fmt::format("artifact {}: it has no call of {}; write the artifact again, with penstock compile",
+                    impl_->folder.folder().string(), module));
+}
+
 bool Artifact::is_writable() const { return impl_->folder.is_writable(); }
 const std::filesystem::path& Artifact::folder() const { return impl_->folder.folder(); }
 const std::vector<ArtifactField>& Artifact::fields() const { return impl_->fields; }

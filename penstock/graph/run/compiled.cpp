@@ -67,6 +67,7 @@ Compiled::Compiled(Function function, const CompileOptions& options, Convention 
       options_(options),
       convention_(std::move(convention)),
       wrappers_(call_wrappers_with(options.wrappers)),
+      check_(identity.check),
       forward_compiler_(graph_compiler(options.compiler)),
       backward_compiler_(graph_compiler(either(options.backward_compiler, options.compiler))),
       inference_compiler_(graph_compiler(either(options.inference_compiler, options.compiler))) {
@@ -118,7 +119,8 @@ Values Compiled::check_and_run(CompiledCall& call, const Values& inputs,
         fmt::format("graph: the artifact was not compiled for {}; compile it with a call of these sizes, or "
                     "set dynamic.trust if the function does the same for all sizes",
                     call.dynamic()->table().text_of(sizes->values)));
-  FunctionCapture fixed = capture_function(function_, inputs, convention_);
+  FunctionCapture fixed =
+      with_explicit_states(capture_function(function_, inputs, convention_), explicit_states());
   const std::string difference = difference_at(call.capture(), fixed, *sizes);
   if (difference.empty()) {
     call.dynamic()->mark_checked(*sizes);
@@ -130,6 +132,7 @@ Values Compiled::check_and_run(CompiledCall& call, const Values& inputs,
         fmt::format("graph: the capture for all sizes is not valid for {}: there {}; call it with other "
                     "sizes, or set recapture",
                     call.dynamic()->table().text_of(sizes->values), difference));
+  if (check_) check_(fixed, inputs);
   return add(std::move(fixed), difference).run(inputs);
 }
 
@@ -170,8 +173,14 @@ std::string Compiled::why_captured(const Values& inputs) const {
   return difference_of(*calls_.back(), inputs);
 }
 
+ExplicitStates Compiled::explicit_states() const {
+  return {.effects = options_.effect_tokens, .random_numbers = options_.explicit_random_states};
+}
+
 FunctionCapture Compiled::capture_as_called(const Values& inputs) const {
-  return capture_function(function_, inputs, convention_, wrappers_, options_.keep_input_mutations);
+  return with_explicit_states(
+      capture_function(function_, inputs, convention_, wrappers_, options_.keep_input_mutations),
+      explicit_states());
 }
 
 CompiledCall* Compiled::load(Lookup& lookup, const Values& inputs) {
@@ -209,6 +218,7 @@ CompiledCall* Compiled::capture_fixed(const Values& inputs) {
   }
   const std::string why = why_captured(inputs);
   FunctionCapture capture = capture_as_called(inputs);
+  if (check_) check_(capture, inputs);
   if (store_) store_->inspect(lookup->place, capture);
   CompiledCall& call = add(std::move(capture), why);
   if (store_) store_->keep(lookup->place, call);
@@ -264,11 +274,13 @@ CompiledCall* Compiled::capture_dynamic(const Values& inputs) {
   }
   Generalized all = capture_for_all_sizes(function_, inputs, convention_, std::move(symbols));
   if (all.capture) {
+    all.capture = with_explicit_states(std::move(*all.capture), explicit_states());
     DynamicCall call(all.capture->symbols, all.capture->joint.graph.table, options_.dynamic.trust);
     const auto bound = call.bind(inputs, &all.refused);
     if (bound) all.refused = all.capture->guard.difference(inputs, bound.get(), &call.table());
     if (all.refused.empty()) {
       const std::string why = why_captured(inputs);
+      if (check_) check_(*all.capture, inputs);
       if (!lookup) return &add(std::move(*all.capture), why);
       store_->inspect(lookup->place, *all.capture);
       CompiledCall& call = add(std::move(*all.capture), why);

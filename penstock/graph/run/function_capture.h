@@ -56,6 +56,15 @@ FunctionCapture capture_function(const Function& function, const Values& inputs,
                                  const CallWrappers& wrappers = default_call_wrappers(),
                                  bool keep_input_mutations = false);
 
+// Which states outside of the graph become inputs and outputs of it.
+struct ExplicitStates {
+  bool effects = false;         // of side effects: tokens (CompileOptions::effect_tokens)
+  bool random_numbers = false;  // of generators (CompileOptions::explicit_random_states)
+};
+// Changes the graph of a capture (wrap/effect_tokens.h, wrap/random_numbers.h), and notes it in the metadata.
+// Throws NotImplemented, naming it, for an operator whose state cannot be an argument.
+FunctionCapture with_explicit_states(FunctionCapture capture, const ExplicitStates& states);
+
 // Calls `visit(meta)` for the metadata of the function as it is called, and inside each of the wrappers.
 template <class Capture, class Visit>
 void for_each_meta(Capture& capture, Visit&& visit) {

@@ -6,8 +6,11 @@
 #include <string>
 
 #include "penstock/graph/cache/byte_stream.h"
+#include "penstock/graph/trace/analyze.h"
 
 namespace penstock::graph {
+
+struct FunctionCapture;
 
 struct FunctionIdentity {
   std::string text;  // types and structure of the arguments
@@ -16,6 +19,9 @@ struct FunctionIdentity {
   // Restores it instead of running the function. Returns false if that contradicts what has been recorded in
   // this process.
   std::function<bool(std::span<const std::uint8_t>)> restore = {};
+  // Called with every new capture, before it is compiled and kept. Throws for a function that must not be
+  // captured; nothing is kept then.
+  std::function<void(const FunctionCapture& capture, const Values& inputs)> check = {};
 };
 
 }  // namespace penstock::graph

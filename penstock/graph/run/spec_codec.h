@@ -1,4 +1,4 @@
-// Structures of arguments and results as bytes. Private to this folder.
+// Structures of arguments and results as bytes.
 #pragma once
 
 #include <span>

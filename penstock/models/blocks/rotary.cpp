@@ -10,6 +10,7 @@
 #include "penstock/errors.h"
 #include "penstock/fake.h"
 #include "penstock/mode.h"
+#include "penstock/torch/dispatch/constant_tensor.h"
 #include "penstock/torch/kernels/fused_math.h"
 
 namespace penstock::models {
@@ -47,7 +48,8 @@ const at::Tensor& Rotary::table_for(const at::Tensor& like, at::Tensor& fake) {
     const NoModesGuard real;
     table = at::polar(at::ones_like(angles_), angles_).to(dtype).unsqueeze(1);
     // Real for fake tensors, too, so that a capture of the model has a constant.
-    if (!is_fake(like) || is_here(like.device())) return tables_[key] = table.to(like.device());
+    if (!is_fake(like) || is_here(like.device()))
+      return tables_[key] = constant_tensor(table.to(like.device()));
   }
   fake = to_fake(table, like.device());
   return fake;

@@ -3,11 +3,13 @@
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <chrono>
 #include <memory>
 #include <optional>
+#include <span>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -15,6 +17,9 @@
 #include "penstock/errors.h"
 #include "penstock/graph/run/call_guard.h"
 #include "penstock/graph/run/compiled.h"
+#include "penstock/graph/run/function_capture.h"
+#include "penstock/graph/run/spec_codec.h"
+#include "penstock/pipeline/compiled/prepare_stage.h"
 #include "penstock/pipeline/compiled/step_independence.h"
 #include "penstock/pipeline/stage/sharded_modules.h"
 #include "penstock/pytree_convert.h"
@@ -46,10 +51,11 @@ std::vector<Tree> leaves_of(Iterator begin, Iterator end) {
 }
 
 // The part of the step that a capture is valid for.
-std::string text_of(const StepContext& step) {
+std::string text_of(const StepContext& step, bool uses_rows) {
   std::string text = fmt::format("{} microbatches", step.microbatches);
-  if (step.rows)
+  if (step.rows && uses_rows)
     text += fmt::format(", rows {} from {} of {}", step.rows->count, step.rows->first, step.rows->global);
+  if (step.rows && !uses_rows) text += fmt::format(", {} of {} rows", step.rows->count, step.rows->global);
   if (!step.running) text += ", outside of a step";
   if (!step.microbatch) text += ", of the whole step";
   if (step.recorded) text += ", recorded";
@@ -83,25 +89,26 @@ class CompiledStage {
   Tree forward(const Tree& args, const Tree& kwargs) {
     const auto step = StepContext::current();
     if (step->trial || step->recompute || step->captured) return module_.forward(args, kwargs);
-    if (!ready_) prepare();
+    if (!ready_) collect_state();
     const WholeForwardScope gathered(sharded_->roots());
-    FlatTree flat = flatten_tree(Tree::tuple({args, kwargs}));
-    OwnMemory own;
-    std::vector<char> copied;
-    for (Tree& leaf : flat.leaves) {
-      own.copied = false;
-      own.place(leaf);
-      copied.push_back(own.copied);
-    }
-    Entry& entry = entry_for(flat.spec);
-    Values inputs(state_.begin(), state_.end());
-    inputs.emplace_back(text_of(*step));
-    for (c10::IValue& leaf : values_of(flat.leaves)) inputs.push_back(std::move(leaf));
-    const Values values = run(entry, inputs, copied, *step);
+    const Call call = call_with(args, kwargs, *step);
+    const Values values = run(call, [&] { return (*call.entry->compiled)(call.inputs); });
     const auto spec = static_cast<std::size_t>(values.back().toInt());
-    const Tree both = unflatten_tree(leaves_of(values.begin(), values.end() - 1), entry.results->at(spec));
+    const Tree both =
+        unflatten_tree(leaves_of(values.begin(), values.end() - 1), call.entry->results->at(spec));
     if (options_.set_values_left) options_.set_values_left(both[1]);
     return both[0];
+  }
+
+  void prepare(const Tree& args, const Tree& kwargs) {
+    const auto step = StepContext::current();
+    if (!ready_) collect_state();
+    const WholeForwardScope gathered(sharded_->roots());
+    const Call call = call_with(args, kwargs, *step);
+    run(call, [&] {
+      call.entry->compiled->prepare(call.inputs);
+      return Values();
+    });
   }
 
  private:
@@ -114,10 +121,31 @@ class CompiledStage {
     graph::Function function;
     graph::Convention convention;
     std::unique_ptr<graph::Compiled> compiled;
-    std::optional<graph::CallGuard> latest;  // of the latest capture
+    std::optional<graph::CallGuard> latest;     // of the latest capture
+    const std::vector<char>* copied = nullptr;  // of the call that is running
   };
 
-  void prepare() {
+  struct Call {
+    Entry* entry;
+    Values inputs;
+    std::vector<char> copied;  // by leaf of the arguments: whether it has memory of its own
+  };
+
+  Call call_with(const Tree& args, const Tree& kwargs, const StepContext& step) {
+    FlatTree flat = flatten_tree(Tree::tuple({args, kwargs}));
+    Call call{.entry = &entry_for(flat.spec), .inputs = Values(state_.begin(), state_.end()), .copied = {}};
+    OwnMemory own;
+    for (Tree& leaf : flat.leaves) {
+      own.copied = false;
+      own.place(leaf);
+      call.copied.push_back(own.copied);
+    }
+    call.inputs.emplace_back(text_of(step, options_.uses_rows));
+    for (c10::IValue& leaf : values_of(flat.leaves)) call.inputs.push_back(std::move(leaf));
+    return call;
+  }
+
+  void collect_state() {
     std::unordered_set<const c10::TensorImpl*> known;
     const bool several = module_.modules().size() > 1;
     for (const bool parameters : {true, false})
@@ -169,9 +197,43 @@ class CompiledStage {
     entry->convention = {state_.size(), names_};
     entry->convention.names.emplace_back("the step");
     for (std::string& path : spec.leaf_paths("")) entry->convention.names.push_back(argument_name(path));
-    entry->compiled = std::make_unique<graph::Compiled>(entry->function, options_.compile, entry->convention);
+    entry->compiled = std::make_unique<graph::Compiled>(entry->function, options_.compile, entry->convention,
+                                                        identity_of(*entry));
     entries_.push_back(std::move(entry));
     return *entries_.back();
+  }
+
+  // For the compile cache and artifacts. A loaded graph is not checked again: only what has passed the checks
+  // is kept.
+  graph::FunctionIdentity identity_of(Entry& entry) {
+    const auto results = entry.results;
+    return {.text = fmt::format("stage, training {}, {}, rows {}, {}", entry.flags, entry.spec.to_string(),
+                                options_.uses_rows ? "used" : "not used", fmt::join(names_, " ")),
+            .save = [results] { return graph::encode_specs(*results); },
+            .restore =
+                [results](std::span<const std::uint8_t> bytes) {
+                  std::vector<TreeSpec> stored = graph::decode_specs(bytes);
+                  const std::size_t common = std::min(stored.size(), results->size());
+                  // Results refer to their structure by its place in the list.
+                  if (!std::equal(stored.begin(), stored.begin() + static_cast<std::ptrdiff_t>(common),
+                                  results->begin()))
+                    return false;
+                  if (stored.size() > results->size()) *results = std::move(stored);
+                  return true;
+                },
+            .check = [this, of = &entry](const graph::FunctionCapture& capture,
+                                         const Values& inputs) { check_capture(*of, capture, inputs); }};
+  }
+
+  void check_capture(const Entry& entry, const graph::FunctionCapture& capture, const Values& inputs) const {
+    for (std::size_t i = 0; entry.copied && i < entry.copied->size(); ++i)
+      if (const std::size_t input = state_.size() + 1 + i;
+          (*entry.copied)[i] != 0 && capture.user_meta().inputs[input].mutates_data)
+        throw NotImplemented(fmt::format(
+            "compiled_stage: forward writes {}, which is a view of a larger tensor; write a copy of it",
+            entry.convention.name_of(input)));
+    if (const auto step = StepContext::current(); step->running)
+      check_independence_of_step(entry.function, inputs, entry.convention, *step, options_.uses_rows);
   }
 
   // "[0][1]" -> "args[1]", "[1]['mask']" -> "kwargs['mask']"
@@ -179,8 +241,10 @@ class CompiledStage {
     return (path.starts_with("[0]") ? "args" : "kwargs") + path.substr(3);
   }
 
-  Values run(Entry& entry, const Values& inputs, const std::vector<char>& copied, const StepContext& step) {
-    const std::size_t before = entry.compiled->captures();
+  template <class Body>
+  Values run(const Call& call, const Body& body) {
+    Entry& entry = *call.entry;
+    const std::size_t captures = entry.compiled->captures(), loaded = entry.compiled->loaded();
     const auto begin = Clock::now();
     // Tensors that the module made while it was captured, and keeps, have no values.
     FakeWatch watch;
@@ -190,9 +254,12 @@ class CompiledStage {
       // Everything is gathered and gradients have their way: operators on sharded parameters need nothing
       // more, and a capture replaces their data for a while.
       const NoAnyHookGuard no_hook;
-      values = (*entry.compiled)(inputs);
-      if (entry.compiled->captures() != before) check_capture(entry, inputs, copied, step, begin);
+      entry.copied = &call.copied;
+      values = body();
+      entry.copied = nullptr;
     }
+    if (entry.compiled->captures() != captures)
+      report(entry, call.inputs, entry.compiled->loaded() != loaded, begin);
     for (const at::Tensor& kept : watch.survivors())
       mark_leftover(kept,
                     "a module kept it from the capture of its stage as a graph, which computes nothing; "
@@ -200,19 +267,13 @@ class CompiledStage {
     return values;
   }
 
-  void check_capture(Entry& entry, const Values& inputs, const std::vector<char>& copied,
-                     const StepContext& step, Clock::time_point begin) {
+  void report(Entry& entry, const Values& inputs, bool was_loaded, Clock::time_point begin) {
     const graph::Compiled& compiled = *entry.compiled;
-    const std::size_t latest = compiled.captures() - 1;
-    const graph::ViewAndMutationMeta& meta = compiled.meta(latest);
-    for (std::size_t i = 0; i < copied.size(); ++i)
-      if (const std::size_t input = state_.size() + 1 + i; copied[i] != 0 && meta.inputs[input].mutates_data)
-        throw NotImplemented(fmt::format(
-            "compiled_stage: forward writes {}, which is a view of a larger tensor; write a copy of it",
-            entry.convention.name_of(input)));
-    if (step.running) check_independence_of_step(entry.function, inputs, entry.convention, step);
-    StageCapture capture{
-        .graph = compiled.captures(), .graphs = 0, .nodes = compiled.joint(latest).graph.nodes.size()};
+    StageCapture capture{.graph = compiled.captures(),
+                         .graphs = 0,
+                         .nodes = compiled.joint(compiled.captures() - 1).graph.nodes.size()};
+    if (was_loaded)
+      capture.source = options_.compile.cache.artifact ? GraphSource::Artifact : GraphSource::Cache;
     for (const auto& each : entries_) capture.graphs += each->compiled->captures();
     if (entry.latest) capture.reason = entry.latest->difference(inputs);
     entry.latest.emplace(inputs, entry.convention);
@@ -238,15 +299,20 @@ class CompiledStage {
 
 }  // namespace
 
-StageModule compiled_stage(StageModule module, CompiledStageOptions options) {
+PreparableStage preparable_stage(StageModule module, CompiledStageOptions options) {
   if (static_cast<bool>(options.values_left) != static_cast<bool>(options.set_values_left))
     throw ValueError(
         "compiled_stage: only one of values_left and set_values_left is given; give both or neither");
   StageModule::Modules modules = module.modules();
   auto compiled = std::make_shared<CompiledStage>(std::move(module), std::move(options));
-  return StageModule(
-      [compiled](const Tree& args, const Tree& kwargs) { return compiled->forward(args, kwargs); },
-      std::move(modules));
+  return {.module = StageModule(
+              [compiled](const Tree& args, const Tree& kwargs) { return compiled->forward(args, kwargs); },
+              std::move(modules)),
+          .prepare = [compiled](const Tree& args, const Tree& kwargs) { compiled->prepare(args, kwargs); }};
+}
+
+StageModule compiled_stage(StageModule module, CompiledStageOptions options) {
+  return preparable_stage(std::move(module), std::move(options)).module;
 }
 
 }  // namespace penstock

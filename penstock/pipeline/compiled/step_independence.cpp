@@ -18,8 +18,18 @@ namespace {
 // becomes visible.
 constexpr std::int64_t kStepsAway = (std::int64_t{1} << 40) + 1;
 
-StepContext another(const StepContext& step) {
+// The rows of another data-parallel rank, if there is one.
+BatchRows other_rows(BatchRows rows) {
+  if (rows.first >= rows.count)
+    rows.first -= rows.count;
+  else if (rows.first + 2 * rows.count <= rows.global)
+    rows.first += rows.count;
+  return rows;
+}
+
+StepContext another(const StepContext& step, bool uses_rows) {
   StepContext other = step;
+  if (step.rows && !uses_rows) other.rows = other_rows(*step.rows);
   other.seed = step.seed ^ 0x5bd1e995u;
   other.step = step.step + kStepsAway;
   if (step.microbatch) other.microbatch = (*step.microbatch + 1) % step.microbatches;
@@ -60,17 +70,18 @@ std::string first_difference(const graph::Graph& one, const graph::Graph& two) {
 }  // namespace
 
 void check_independence_of_step(const graph::Function& function, const graph::Values& inputs,
-                                const graph::Convention& convention, const StepContext& step) {
+                                const graph::Convention& convention, const StepContext& step,
+                                bool uses_rows) {
   const graph::FunctionCapture here = captured_in(step, function, inputs, convention),
-                               there = captured_in(another(step), function, inputs, convention);
+                               there = captured_in(another(step, uses_rows), function, inputs, convention);
   const std::string difference = first_difference(here.joint.graph, there.joint.graph);
   if (difference.empty()) return;
-  throw StateError(
-      fmt::format("compiled_stage: forward computes with a value of the running step (StepContext: step, "
-                  "microbatch, seed "
-                  "or loss scale), which a graph would repeat in every step: {}; take random numbers from "
-                  "StepContext::key(), pass the value as an argument, or run this stage without a graph",
-                  difference));
+  throw StateError(fmt::format(
+      "compiled_stage: forward computes with a value of the running step (StepContext: step, "
+      "microbatch, seed, loss scale{}), which a graph would repeat in every step: {}; take random "
+      "numbers from StepContext::key(), pass the value as an argument, or run this stage without a "
+      "graph",
+      uses_rows || !step.rows ? "" : ", or first row, with CompiledStageOptions::uses_rows off", difference));
 }
 
 }  // namespace penstock

@@ -400,6 +400,11 @@ class Completion {
 
   void compile() {
     const TrainingConfig& training = config_.training;
+    if (training.compile == "off" && !training.artifact.empty())
+      problem(
+          fmt::format("{} has graphs, and {} runs none; set training.compile to \"graph\", or leave "
+                      "training.artifact out",
+                      setting_text("training.artifact"), setting_text("training.compile")));
     if (training.compile == "off" || !problems_.empty()) return;
     const std::string setting = setting_text("training.compile");
     if (has_weight_backwards(configured_schedule(config_.layout)))

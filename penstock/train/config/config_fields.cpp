@@ -346,6 +346,11 @@ std::vector<ConfigField> make_fields() {
        0,
        false,
        {"off", "graph"}},
+      {"training", "artifact",
+       "Folder with the graphs of the stages that penstock compile has written for this configuration: "
+       "nothing "
+       "is captured; empty: graphs are loaded from PENSTOCK_CACHE, if set, else captured",
+       at(&T::training, &R::artifact)},
       {"training", "seed", "Seed for initial parameters, dropout and data order", at(&T::training, &R::seed),
        0, kMany},
       {"training", "validate_every", "Steps between validations; 0: no validation",

@@ -36,7 +36,7 @@ void change_paths(const std::string& name, FieldData& value, const PathChange& c
   }
   auto* text = std::get_if<std::string>(&value);
   if (text == nullptr || text->empty()) return;
-  const bool is_path = name == "data.shards" || name == "checkpoint.folder" ||
+  const bool is_path = name == "data.shards" || name == "checkpoint.folder" || name == "training.artifact" ||
                        (name == "checkpoint.resume" && *text != "auto" && *text != "never") ||
                        (name == "layout.schedule" &&
                         (text->find('/') != std::string::npos || to_lower(*text).ends_with(".csv")));

@@ -32,6 +32,8 @@
 #include "penstock/train/data/prefetcher.h"
 #include "penstock/train/job/find_not_finite.h"
 #include "penstock/train/job/replica_gradient_sync.h"
+#include "penstock/train/job/stage_graphs.h"
+#include "penstock/train/job/step_inputs.h"
 #include "penstock/train/job/step_sums.h"
 #include "penstock/train/job/structure_metadata.h"
 #include "penstock/train/report/elapsed.h"
@@ -76,12 +78,6 @@ optim::LrSchedule lr_schedule(const TrainingConfig& config) {
           .warmup_steps = config.warmup_steps,
           .total_steps = config.steps,
           .decay = optim::parse_decay(config.decay)};
-}
-
-at::Tensor as_tensor(const std::vector<std::int64_t>& values, std::int64_t rows, std::int64_t columns,
-                     at::Device device) {
-  const at::Tensor view = at::from_blob(const_cast<std::int64_t*>(values.data()), {rows, columns}, at::kLong);
-  return device.is_cpu() ? view.clone() : view.pin_memory().to(device, /*non_blocking=*/true);
 }
 
 std::int64_t count_targets(std::span<const std::int64_t> targets) {
@@ -139,7 +135,7 @@ struct TrainingJob::Impl {
         layout(world, config.layout),
         device(configured_device(config.layout, world)),
         schedule(configured_schedule(config.layout)),
-        model(layout, config, schedule, device),
+        model(layout, config, schedule, device, open_stage_graphs(layout, config, schedule, device)),
         sync(layout, model, reduces_early()),
         pipeline(model.stages(), schedule, loss(), pipeline_options()),
         optimizer(make_optimizer(model.parameters(), config.training)),
@@ -188,9 +184,7 @@ struct TrainingJob::Impl {
     options.seed = static_cast<std::uint64_t>(config.training.seed);
     options.return_outputs = false;
     if (reduces_early()) options.gradients_done = [this](int stage) { sync.stage_done(stage); };
-    const std::int64_t rows = config.layout.microbatch_size;
-    if (config.layout.dp > 1)
-      options.rows = BatchRows{.global = rows * config.layout.dp, .first = rows * layout.dp(), .count = rows};
+    options.rows = rows_of_microbatch(layout, config);
     if (config.layout.border_dtype == "bf16") options.borders.dtype = BorderDtype::BFloat16;
     if (config.layout.border_dtype == "fp8") options.borders.dtype = BorderDtype::Float8;
     // Activations between stages are whole and equal on all tensor-parallel ranks, unless each has its
@@ -239,19 +233,7 @@ struct TrainingJob::Impl {
   }
 
   models::StageInputs inputs_of(const Batch& batch) const {
-    const auto tensor = [&](const std::vector<std::int64_t>& values) {
-      return as_tensor(values, batch.samples, batch.context, device);
-    };
-    return model.model().inputs(
-        {.tokens = tensor(batch.tokens),
-         .targets = tensor(batch.targets),
-         .documents = config.data.document_mask ? tensor(batch.documents) : at::Tensor(),
-         .metadata = structure_metadata(needs,
-                                        {.tokens = batch.structure,
-                                         .documents = batch.documents,
-                                         .rows = batch.samples,
-                                         .length = batch.context},
-                                        device)});
+    return step_inputs(config, model.model(), needs, batch, device);
   }
 
   // What the sum of losses must be multiplied by to become a sum over tokens.
@@ -326,11 +308,10 @@ struct TrainingJob::Impl {
     numbers.insert(numbers.end(), sums.auxiliary.begin(), sums.auxiliary.end());
     const std::size_t summed = numbers.size();
     outcome.compiled = model.take_compiled();
-    const auto again =
-        static_cast<double>(std::count_if(outcome.compiled.begin(), outcome.compiled.end(),
-                                          [](const CompiledForward& forward) { return forward.graph > 1; }));
-    numbers.insert(numbers.end(), {stop ? 1.0 : 0.0, squared_error, squared_values,
-                                   static_cast<double>(outcome.compiled.size()) - again, again});
+    double first = 0, again = 0, loaded = 0;
+    for (const CompiledForward& forward : outcome.compiled)
+      ++(forward.source != "captured" ? loaded : forward.graph > 1 ? again : first);
+    numbers.insert(numbers.end(), {stop ? 1.0 : 0.0, squared_error, squared_values, first, again, loaded});
     const std::vector<double> all = sum_over_world(std::move(numbers), summed);
     outcome.loss = all[1] > 0 ? all[0] / all[1] : 0;
     outcome.auxiliary = auxiliary_means(std::span(all).subspan(2, sums.auxiliary.size()));
@@ -338,6 +319,7 @@ struct TrainingJob::Impl {
     outcome.border_error = all[summed + 2] > 0 ? std::sqrt(all[summed + 1] / all[summed + 2]) : 0;
     outcome.first_captures = std::lround(all[summed + 3]);
     outcome.recaptures = std::lround(all[summed + 4]);
+    outcome.loads = std::lround(all[summed + 5]);
     outcome.times.sync += seconds_since(now);
     now = Clock::now();
     update(outcome, clipped);

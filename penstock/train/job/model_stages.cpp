@@ -10,10 +10,10 @@
 #include "penstock/base/describe.h"
 #include "penstock/base/log.h"
 #include "penstock/base/quote.h"
-#include "penstock/compiled_stage.h"
 #include "penstock/dtensor.h"
 #include "penstock/errors.h"
 #include "penstock/fully_shard.h"
+#include "penstock/pipeline/compiled/prepare_stage.h"
 #include "penstock/schedule.h"
 #include "penstock/stage_module.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
@@ -43,23 +43,46 @@ StageModule stage_module(const std::shared_ptr<models::ModelStage>& stage, int i
       {stage});
 }
 
-// The same as a graph. `compiled` gets a record of each capture.
-StageModule graph_of_stage(StageModule module, const std::shared_ptr<models::ModelStage>& stage, int index,
-                           const std::shared_ptr<std::vector<CompiledForward>>& compiled) {
+const char* text_of(GraphSource source) {
+  switch (source) {
+    case GraphSource::Captured:
+      return "captured";
+    case GraphSource::Cache:
+      return "cache";
+    case GraphSource::Artifact:
+      return "artifact";
+  }
+  return "captured";
+}
+
+// The same as a graph.
+PreparableStage graph_of_stage(StageModule module, const std::shared_ptr<models::ModelStage>& stage,
+                               int index, const StageGraphs& graphs,
+                               std::function<void(const StageCapture&)> captured) {
   CompiledStageOptions options;
-  options.captured = [index, compiled](const StageCapture& capture) {
-    compiled->push_back({.stage = index,
+  options.compile.cache = graphs.cache_of(index);
+  options.uses_rows = graphs.uses_rows;
+  options.captured = std::move(captured);
+  options.values_left = [stage] { return stage->values_left_by_forward(); };
+  options.set_values_left = [stage](const Tree& values) { stage->set_values_left_by_forward(values); };
+  return preparable_stage(std::move(module), std::move(options));
+}
+
+// Adds each graph to a list for observers.
+std::function<void(const StageCapture&)> recorder(int stage,
+                                                  std::shared_ptr<std::vector<CompiledForward>> compiled) {
+  return [stage, compiled = std::move(compiled)](const StageCapture& capture) {
+    compiled->push_back({.stage = stage,
                          .graph = static_cast<std::int64_t>(capture.graph),
                          .nodes = static_cast<std::int64_t>(capture.nodes),
                          .seconds = capture.seconds,
-                         .reason = capture.reason});
+                         .reason = capture.reason,
+                         .source = text_of(capture.source)});
     if (capture.graph > 1)
-      log().warn("train: stage {} was captured again, as graph {} of one kind of call, in {:.2f} s: {}",
-                 index, capture.graph, capture.seconds, capture.reason);
+      log().warn("train: stage {} was {} again, as graph {} of one kind of call, in {:.2f} s: {}", stage,
+                 capture.source == GraphSource::Captured ? "captured" : "loaded", capture.graph,
+                 capture.seconds, capture.reason);
   };
-  options.values_left = [stage] { return stage->values_left_by_forward(); };
-  options.set_values_left = [stage](const Tree& values) { stage->set_values_left_by_forward(values); };
-  return compiled_stage(std::move(module), std::move(options));
 }
 
 // The first dim that no axis splits: experts may be divided into single ones, and their columns over
@@ -86,6 +109,50 @@ void shard(models::ModelStage& stage, const RankLayout& layout) {
   if (layout.ep_size() > 1) state->set_gradient_divide_factor(layout.dp_size());
 }
 
+// Without sharding.
+std::shared_ptr<models::ModelStage> make_module(const RankLayout& layout, const TrainConfig& config,
+                                                const models::TrainableModel& model,
+                                                const models::StagePart& part,
+                                                const models::RecomputePlan& recompute, at::Device device) {
+  std::shared_ptr<models::ModelStage> module = model.make_stage(part);
+  module->to(device);
+  if (config.layout.sequence_parallel) module->set_sequence_parallel();
+  if (const auto mesh = layout.split_mesh()) module->parallelize(*mesh);
+  if (layout.dp_size() > 1) module->set_replicas(layout.copies());
+  module->set_initial_values(static_cast<std::uint64_t>(config.training.seed));
+  module->set_recompute(recompute);
+  return module;
+}
+
+// Each use of a tied weight is an autograd leaf of its own, also where one stage has both: each accumulates
+// its gradient over the microbatches, and both are added at the end, so that the sum has the same bits in
+// every layout. In a sharded stage they are one parameter, and autograd adds the gradients.
+std::vector<ParameterUse> uses_of_shared(const models::ModelPlan& plan, models::ModelStage& stage,
+                                         bool sharded) {
+  std::vector<ParameterUse> uses;
+  const auto add = [&](const std::string& name) {
+    const auto named = stage.named_parameters();
+    if (const at::Tensor* parameter = named.find(name))
+      uses.push_back({name, stage.part().index, *parameter});
+  };
+  for (const std::string& name : plan.tied) {
+    add(name);
+    if (!stage.is_whole() || sharded) continue;
+    if (const at::Tensor last = stage.separate_last_use(name); last.defined())
+      uses.push_back({name, stage.part().index, last});
+  }
+  for (const models::SharedParameter& each : plan.shared) add(each.parameter.name);
+  return uses;
+}
+
+std::vector<ParameterTie> ties_of(const models::ModelPlan& plan) {
+  std::vector<ParameterTie> ties;
+  for (const std::string& name : plan.tied) ties.push_back(penstock::tie({name}));
+  for (const models::SharedParameter& each : plan.shared)
+    ties.push_back(penstock::tie({each.parameter.name}));
+  return ties;
+}
+
 }  // namespace
 
 std::vector<models::StagePart> configured_parts(const TrainConfig& config, const models::ModelPlan& plan,
@@ -103,38 +170,32 @@ void check_stages(const TrainConfig& config, const models::TrainableModel& model
 }
 
 ModelStages::ModelStages(const RankLayout& layout, const TrainConfig& config,
-                         const schedule::Schedule& schedule, at::Device device)
+                         const schedule::Schedule& schedule, at::Device device, const StageGraphs& graphs)
     : model_(configured_model(config)),
       parts_(configured_parts(config, model_->plan(), parts_of_model(schedule.stages()))),
       indices_(schedule.stages().stages_of(layout.pp())) {
   const schedule::StageMap& map = schedule.stages();
   check_stages(config, *model_, schedule);
   const models::RecomputePlan recompute = configured_recompute(config, *model_, parts_of_model(map));
-  for (const int index : indices_) {
-    std::shared_ptr<models::ModelStage> module =
-        model_->make_stage(parts_[static_cast<std::size_t>(part_of_stage(map, index))]);
-    module->to(device);
-    if (config.layout.sequence_parallel) module->set_sequence_parallel();
-    if (const auto mesh = layout.split_mesh()) module->parallelize(*mesh);
-    if (layout.dp_size() > 1) module->set_replicas(layout.copies());
-    module->set_initial_values(static_cast<std::uint64_t>(config.training.seed));
-    module->set_recompute(recompute);
-    modules_.push_back(std::move(module));
-  }
-  const std::vector<ParameterUse> uses = uses_of_shared(layout.is_sharded());
+  for (const int index : indices_)
+    modules_.push_back(make_module(layout, config, *model_,
+                                   parts_[static_cast<std::size_t>(part_of_stage(map, index))], recompute,
+                                   device));
+  std::vector<ParameterUse> uses;
+  for (const auto& module : modules_)
+    for (ParameterUse& use : uses_of_shared(plan(), *module, layout.is_sharded()))
+      uses.push_back(std::move(use));
   if (layout.is_sharded())
     for (const auto& module : modules_) shard(*module, layout);
-  std::vector<ParameterTie> ties;
-  for (const std::string& name : plan().tied) ties.push_back(penstock::tie({name}));
-  for (const models::SharedParameter& each : plan().shared)
-    ties.push_back(penstock::tie({each.parameter.name}));
-  shared_.emplace(ties, uses,
+  shared_.emplace(ties_of(plan()), uses,
                   SharedParameterOptions{.world = layout.world(), .ranks = layout.pipeline_ranks()});
   for (std::size_t i = 0; i < modules_.size(); ++i) {
     StageModule forward =
         stage_module(modules_[i], indices_[i], device, autocast_dtype(config.training.precision));
     if (config.training.compile == "graph")
-      forward = graph_of_stage(std::move(forward), modules_[i], indices_[i], compiled_);
+      forward = graph_of_stage(std::move(forward), modules_[i], indices_[i], graphs,
+                               recorder(indices_[i], compiled_))
+                    .module;
     stages_.emplace_back(std::move(forward), indices_[i], map.stages(), device);
     for (const auto& entry : modules_[i]->named_parameters()) {
       if (shared_->is_further_use(entry.value())) continue;
@@ -147,6 +208,32 @@ ModelStages::ModelStages(const RankLayout& layout, const TrainConfig& config,
       trainers_.emplace(indices_[i], trainers_of(layout, map, indices_[i]));
 }
 
+SingleStage make_single_stage(const RankLayout& layout, const TrainConfig& config,
+                              const schedule::Schedule& schedule, const models::TrainableModel& model,
+                              int stage, at::Device device, const StageGraphs& graphs,
+                              std::function<void(const StageCapture& capture)> captured) {
+  const schedule::StageMap& map = schedule.stages();
+  const int parts = parts_of_model(map);
+  std::shared_ptr<models::ModelStage> module = make_module(
+      layout, config, model,
+      configured_parts(config, model.plan(), parts)[static_cast<std::size_t>(part_of_stage(map, stage))],
+      configured_recompute(config, model, parts), device);
+  const std::vector<ParameterUse> uses = uses_of_shared(model.plan(), *module, layout.is_sharded());
+  if (layout.is_sharded()) shard(*module, layout);
+  // Both uses in one stage share memory, which its graph depends on. Other stages are not there.
+  std::optional<SharedParameters> shared;
+  if (module->is_whole())
+    shared.emplace(ties_of(model.plan()), uses,
+                   SharedParameterOptions{.world = layout.world(), .ranks = layout.pipeline_ranks()});
+  PreparableStage compiled =
+      graph_of_stage(stage_module(module, stage, device, autocast_dtype(config.training.precision)), module,
+                     stage, graphs, std::move(captured));
+  return {.module = module,
+          .shared = std::move(shared),
+          .stage = PipelineStage(std::move(compiled.module), stage, map.stages(), device),
+          .prepare = std::move(compiled.prepare)};
+}
+
 std::vector<std::size_t> ModelStages::in_order_of_parts() const {
   std::vector<std::size_t> order(modules_.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
@@ -154,28 +241,6 @@ std::vector<std::size_t> ModelStages::in_order_of_parts() const {
     return modules_[a]->part().index < modules_[b]->part().index;
   });
   return order;
-}
-
-// Each use of a tied weight is an autograd leaf of its own, also where one stage has both: each accumulates
-// its gradient over the microbatches, and both are added at the end, so that the sum has the same bits in
-// every layout. In a sharded stage they are one parameter, and autograd adds the gradients.
-std::vector<ParameterUse> ModelStages::uses_of_shared(bool sharded) {
-  std::vector<ParameterUse> uses;
-  const auto add = [&](models::ModelStage& stage, const std::string& name) {
-    const auto named = stage.named_parameters();
-    if (const at::Tensor* parameter = named.find(name))
-      uses.push_back({name, stage.part().index, *parameter});
-  };
-  for (const auto& module : modules_) {
-    for (const std::string& name : plan().tied) {
-      add(*module, name);
-      if (!module->is_whole() || sharded) continue;
-      if (const at::Tensor last = module->separate_last_use(name); last.defined())
-        uses.push_back({name, module->part().index, last});
-    }
-    for (const models::SharedParameter& each : plan().shared) add(*module, each.parameter.name);
-  }
-  return uses;
 }
 
 std::vector<optim::NamedParameter> ModelStages::parameters_of(int stage) const {

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -17,13 +18,16 @@
 #include <unordered_set>
 #include <vector>
 
+#include "penstock/compiled_stage.h"
 #include "penstock/observer.h"
 #include "penstock/optimizer.h"
+#include "penstock/pytree.h"
 #include "penstock/schedule.h"
 #include "penstock/shared_parameters.h"
 #include "penstock/stage.h"
 #include "penstock/train/config/configured_schedule.h"
 #include "penstock/train/job/layout.h"
+#include "penstock/train/job/stage_graphs.h"
 #include "penstock/train_config.h"
 #include "penstock/trainable_model.h"
 
@@ -37,12 +41,26 @@ std::vector<models::StagePart> configured_parts(const TrainConfig& config, const
 void check_stages(const TrainConfig& config, const models::TrainableModel& model,
                   const schedule::Schedule& schedule);
 
+// One stage of the model as ModelStages makes it, apart from the others: to compile it beforehand
+// (write_artifact.h). With training.compile = graph.
+struct SingleStage {
+  std::shared_ptr<models::ModelStage> module;
+  std::optional<SharedParameters> shared;  // those that a whole model uses twice
+  PipelineStage stage;
+  // Captures, compiles and keeps the graph of a forward with these arguments (prepare_stage.h).
+  std::function<void(const Tree& args, const Tree& keywords)> prepare;
+};
+SingleStage make_single_stage(const RankLayout& layout, const TrainConfig& config,
+                              const schedule::Schedule& schedule, const models::TrainableModel& model,
+                              int stage, at::Device device, const StageGraphs& graphs,
+                              std::function<void(const StageCapture& capture)> captured);
+
 class ModelStages {
  public:
   // [collective over the tensor-parallel ranks and over the pipeline] Throws ConfigError for incompatible
-  // options.
+  // options. `graphs`: with training.compile, where the stages get theirs.
   ModelStages(const RankLayout& layout, const TrainConfig& config, const schedule::Schedule& schedule,
-              at::Device device);
+              at::Device device, const StageGraphs& graphs = {});
 
   const models::TrainableModel& model() const { return *model_; }
   const models::ModelPlan& plan() const { return model_->plan(); }
@@ -74,14 +92,13 @@ class ModelStages {
   // Returns the loss of a microbatch, divided by `tokens`. On the rank of the last stage.
   at::Tensor loss(const at::Tensor& output, const at::Tensor& targets, double tokens) const;
 
-  // Returns what was compiled on this rank since the last call (training.compile).
+  // Returns the graphs that this rank got since the last call (training.compile).
   std::vector<CompiledForward> take_compiled();
 
   // Switches between training and evaluation mode (dropout).
   void set_training(bool training);
 
  private:
-  std::vector<ParameterUse> uses_of_shared(bool sharded);
   // Indices of the modules.
   std::vector<std::size_t> in_order_of_parts() const;
 

@@ -220,6 +220,7 @@ TrainConfig one_process(const TrainConfig& config) {
   std::erase(one.model.pattern, '|');
   // Graphs must not change anything: what they are compared with runs operator by operator.
   one.training.compile = "off";
+  one.training.artifact.clear();
   // Recomputation must not change anything: what it is compared with keeps all activations.
   one.training.recompute = "none";
   one.training.recompute_stages.clear();

@@ -295,7 +295,7 @@ struct Trainer::Impl {
       const StepOutcome outcome = job.train_step(stop_requested() || out_of_time || gives_up);
       announce();
       const StepExtras extras = extras_of(outcome);
-      const bool compiled = outcome.first_captures + outcome.recaptures > 0;
+      const bool compiled = outcome.first_captures + outcome.recaptures + outcome.loads > 0;
       if (compiled || is_due(outcome.step, config.output.metrics_every) ||
           outcome.step == config.training.steps)
         tell([&](Observer& each) { each.on_step(outcome, extras); });

@@ -18,6 +18,7 @@
 #include "penstock/comm/transport/ucx_transport.h"
 #include "penstock/draw.h"
 #include "penstock/errors.h"
+#include "penstock/graph/cache/directory_cache.h"
 #include "penstock/train/config/configured_schedule.h"
 #include "penstock/train/config/expert_overlap.h"
 #include "penstock/train/config/layout_text.h"
@@ -27,6 +28,7 @@
 #include "penstock/train/job/model_stages.h"
 #include "penstock/train/job/process_memory.h"
 #include "penstock/train/job/stage_copies.h"
+#include "penstock/train/job/stage_graphs.h"
 #include "penstock/world.h"
 
 namespace penstock::train {
@@ -212,6 +214,22 @@ Lines rank_lines(const DryRun& run) {
   return lines;
 }
 
+// Where the graphs of the stages will come from. Throws ConfigError for an artifact that cannot be used.
+std::string graphs_text(const TrainConfig& config, const schedule::Schedule& schedule,
+                        const models::ModelPlan& plan, at::Device device) {
+  if (config.training.compile != "graph") return {};
+  if (!config.training.artifact.empty()) {
+    const auto artifact = open_artifact(config, schedule, plan, device);
+    return fmt::format("graphs: {} in the artifact {}; nothing is captured", artifact->calls().size(),
+                       config.training.artifact);
+  }
+  const graph::CacheEnvironment cache = graph::cache_environment();
+  if (!cache.asked_for)
+    return "graphs: captured in the first step of each start; PENSTOCK_CACHE=FOLDER keeps them";
+  return fmt::format("graphs: loaded from the cache {} if it has them, else captured in the first step",
+                     cache.folder.string());
+}
+
 std::string schedule_text(const DryRun& run) {
   const schedule::Schedule& schedule = run.schedule;
   const std::string experts = ExpertOverlap(run.config.layout, schedule).text();
@@ -352,6 +370,7 @@ DryRun dry_run(const TrainConfig& config, const DataCheckProgress& progress) {
   const models::RecomputePlan recompute = configured_recompute(config, *model, stages);
   const bool splits = has_weight_backwards(schedule);
   std::string data = check_data(config, DataCheck::Reading, progress);
+  std::string graphs = graphs_text(config, schedule, model->plan(), device);
   now("measuring an embedding, a block and a head");
   DryRun run{.config = config,
              .device = device.is_cpu() ? "cpu" : "cuda",
@@ -365,7 +384,8 @@ DryRun dry_run(const TrainConfig& config, const DataCheckProgress& progress) {
              .simulation = {},
              .memory = {},
              .step_seconds = 0,
-             .tokens_per_step = config.training.global_batch * config.model.context};
+             .tokens_per_step = config.training.global_batch * config.model.context,
+             .graphs = std::move(graphs)};
   now("simulating a step");
   const plan::CostModel costs = cost_model(run);
   run.simulation = plan::simulate(run.schedule, costs);
@@ -383,7 +403,8 @@ std::string to_text(const DryRun& run) {
   Lines ranks = rank_lines(run), parts = models::summarize_parts(run.parts, run.plan),
         memory = memory_lines(run);
   const Lines grid = grid_lines(run.schedule);
-  constexpr std::size_t kFixedLines = 11;  // model, data, mesh, partition, schedule, memory (3), time (3)
+  // model, data, mesh, partition, schedule, graphs, memory (3), time (3)
+  constexpr std::size_t kFixedLines = 12;
   const std::size_t room = kDryRunLines - kFixedLines - grid.size();
   // If not all lines fit, each section gets a third, or the room that shorter sections leave.
   for (Lines* lines : {&ranks, &parts, &memory}) {
@@ -402,6 +423,7 @@ std::string to_text(const DryRun& run) {
   add(parts);
   text += schedule_text(run) + "\n";
   add(grid);
+  if (!run.graphs.empty()) text += run.graphs + "\n";
   fmt::format_to(
       std::back_inserter(text),
       "memory per rank, by pipeline position:\n  {:>9}  {:>11}  {:>11}  {:>11}  {:>11}  {:>11}  {:>11}\n",

@@ -43,6 +43,7 @@ struct DryRun {
   std::vector<RankMemory> memory;  // by pipeline rank
   double step_seconds = 0;
   std::int64_t tokens_per_step = 0;
+  std::string graphs = {};  // with training.compile: where the graphs of the stages will come from
 };
 
 // Throws ConfigError for more ranks than `penstock train` starts on one host.

@@ -152,14 +152,19 @@ void read_compiled(const Line& line, StepOutcome& outcome) {
     line.fail("\"compiled\"", "an object with first, again and a list here");
   outcome.first_captures = std::llround(line.number(all, "first"));
   outcome.recaptures = std::llround(line.number(all, "again"));
+  // Files of earlier versions have neither numbers of loaded graphs nor sources.
+  if (all.contains("loaded")) outcome.loads = std::llround(line.number(all, "loaded"));
   for (const Json& each : all["here"]) {
     if (!each.is_object() || !each.contains("reason") || !each["reason"].is_string())
       line.fail("\"compiled\"", "graphs with a reason");
+    if (each.contains("source") && !each["source"].is_string())
+      line.fail("\"compiled\"", "graphs whose source is a text");
     outcome.compiled.push_back({.stage = static_cast<int>(line.number(each, "stage")),
                                 .graph = std::llround(line.number(each, "graph")),
                                 .nodes = std::llround(line.number(each, "nodes")),
                                 .seconds = line.number(each, "seconds"),
-                                .reason = each["reason"].get<std::string>()});
+                                .reason = each["reason"].get<std::string>(),
+                                .source = each.value("source", std::string("captured"))});
   }
 }
 
@@ -320,15 +325,19 @@ std::string step_line(const StepOutcome& outcome, const StepExtras& extras, doub
             {"resident_bytes", extras.resident_bytes},
             {"device_bytes", extras.device_bytes}};
   if (outcome.border_error > 0) line["border_error"] = outcome.border_error;
-  if (outcome.first_captures + outcome.recaptures > 0) {
+  if (outcome.first_captures + outcome.recaptures + outcome.loads > 0) {
     Json here = Json::array();
     for (const CompiledForward& forward : outcome.compiled)
       here.push_back({{"stage", forward.stage},
                       {"graph", forward.graph},
                       {"nodes", forward.nodes},
                       {"seconds", forward.seconds},
-                      {"reason", forward.reason}});
-    line["compiled"] = {{"first", outcome.first_captures}, {"again", outcome.recaptures}, {"here", here}};
+                      {"reason", forward.reason},
+                      {"source", forward.source}});
+    line["compiled"] = {{"first", outcome.first_captures},
+                        {"again", outcome.recaptures},
+                        {"loaded", outcome.loads},
+                        {"here", here}};
   }
   for (const LossTerm& term : outcome.auxiliary)
     line["auxiliary"][term.name] = {{"value", term.value}, {"weight", term.weight}};

@@ -236,16 +236,25 @@ void Progress::on_step(const StepOutcome& outcome, const StepExtras& extras) {
   state_.seconds_left = extras.seconds_left;
   tokens_ += outcome.tokens;
   seconds_ += outcome.times.total;
-  for (const CompiledForward& forward : outcome.compiled)
-    event(fmt::format("step {}: stage {} {}: {} operators in {:.2f} s{}", outcome.step, forward.stage,
-                      forward.graph > 1 ? fmt::format("captured again as graph {}", forward.graph)
-                                        : std::string("captured as a graph"),
+  std::int64_t captured_here = 0, loaded_here = 0;
+  for (const CompiledForward& forward : outcome.compiled) {
+    const bool captured = forward.source == "captured";
+    ++(captured ? captured_here : loaded_here);
+    const std::string how = !captured
+                                ? fmt::format("loaded as graph {} from the {}", forward.graph, forward.source)
+                            : forward.graph > 1 ? fmt::format("captured again as graph {}", forward.graph)
+                                                : std::string("captured as a graph");
+    event(fmt::format("step {}: stage {} {}: {} operators in {:.2f} s{}", outcome.step, forward.stage, how,
                       forward.nodes, forward.seconds,
                       forward.reason.empty() ? "" : ", because " + forward.reason));
-  const auto here = static_cast<std::int64_t>(outcome.compiled.size());
-  if (const std::int64_t elsewhere = outcome.first_captures + outcome.recaptures - here; elsewhere > 0)
-    event(fmt::format("step {}: {} graph{} captured on other ranks", outcome.step, elsewhere,
-                      elsewhere == 1 ? "" : "s"));
+  }
+  const auto elsewhere = [&](std::int64_t graphs, const char* how) {
+    if (graphs > 0)
+      event(fmt::format("step {}: {} graph{} {} on other ranks", outcome.step, graphs, graphs == 1 ? "" : "s",
+                        how));
+  };
+  elsewhere(outcome.first_captures + outcome.recaptures - captured_here, "captured");
+  elsewhere(outcome.loads - loaded_here, "loaded");
   show(first || outcome.step == state_.steps);
 }
 

@@ -393,31 +393,31 @@ class PageWriter {
 
   // Of rank 0; the numbers of other ranks are in the first line.
   void compilation(const RunReport& run) {
-    std::int64_t first = 0, again = 0;
+    std::int64_t first = 0, again = 0, loaded = 0;
     double seconds = 0;
     for (const StepMetrics& step : run.metrics.steps) {
       first += step.outcome.first_captures;
       again += step.outcome.recaptures;
+      loaded += step.outcome.loads;
       for (const CompiledForward& forward : step.outcome.compiled) seconds += forward.seconds;
     }
-    if (first + again == 0) return;
+    if (first + again + loaded == 0) return;
     print(
-        "<section><h2>Graphs{}</h2>\n<p class=\"sub\">{} captured on all ranks, {} of them again; {:.2f} s "
-        "on rank "
-        "0, in these steps.</p>",
-        one_ ? "" : " of " + escape_xml(name_of(run)), first + again, again, seconds);
+        "<section><h2>Graphs{}</h2>\n<p class=\"sub\">{} captured on all ranks, {} of them again; {} loaded; "
+        "{:.2f} s on rank 0, in these steps.</p>",
+        one_ ? "" : " of " + escape_xml(name_of(run)), first + again, again, loaded, seconds);
     out_ +=
         "<div class=\"wide\"><table><thead><tr><th class=\"n\">step</th><th class=\"n\">stage</th>"
-        "<th class=\"n\">graph</th><th class=\"n\">operators</th><th class=\"n\">seconds</th><th>why "
-        "again</th>"
+        "<th class=\"n\">graph</th><th>from</th><th class=\"n\">operators</th><th class=\"n\">seconds</th>"
+        "<th>why again</th>"
         "</tr></thead><tbody>";
     for (const StepMetrics& step : run.metrics.steps)
       for (const CompiledForward& forward : step.outcome.compiled)
         print(
-            "<tr><td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td>"
-            "<td class=\"n\">{:.2f}</td><td>{}</td></tr>",
-            step.outcome.step, forward.stage, forward.graph, forward.nodes, forward.seconds,
-            escape_xml(forward.reason));
+            "<tr><td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td><td>{}</td><td "
+            "class=\"n\">{}</td><td class=\"n\">{:.2f}</td><td>{}</td></tr>",
+            step.outcome.step, forward.stage, forward.graph, escape_xml(forward.source), forward.nodes,
+            forward.seconds, escape_xml(forward.reason));
     out_ += "</tbody></table></div></section>\n";
   }
 

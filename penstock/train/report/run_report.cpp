@@ -262,12 +262,15 @@ std::string summary_text(const RunReport& run) {
   std::vector<std::string> terms;
   for (const LossTerm& term : numbers.auxiliary)
     terms.push_back(fmt::format("{} {:.4g} (weight {:g})", term.name, term.value, term.weight));
-  std::int64_t captured = 0, again = 0;
+  std::int64_t captured = 0, again = 0, loaded = 0;
   for (const StepMetrics& step : run.metrics.steps) {
     captured += step.outcome.first_captures + step.outcome.recaptures;
     again += step.outcome.recaptures;
+    loaded += step.outcome.loads;
   }
-  if (captured > 0) line("graphs", fmt::format("{} captured, {} of them again", captured, again));
+  if (captured + loaded > 0)
+    line("graphs", fmt::format("{} captured, {} of them again{}", captured, again,
+                               loaded > 0 ? fmt::format(", {} loaded", loaded) : std::string()));
   if (!terms.empty()) line("auxiliary", fmt::format("{}", fmt::join(terms, ", ")));
   if (numbers.best_validation)
     line("validation", fmt::format("{:.4f} at step {}, best {:.4f} at step {}", numbers.last_validation->loss,

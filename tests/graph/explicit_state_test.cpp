@@ -226,7 +226,7 @@ void expect_equal(const Tensors& actual, const Tensors& expected) {
     EXPECT_TRUE(at::equal(actual[i], expected[i])) << "number " << i << " of " << actual.size();
 }
 
-std::size_t count_of(const Graph& graph, const std::string& name) {
+std::size_t nodes_named(const Graph& graph, const std::string& name) {
   return static_cast<std::size_t>(
       std::count_if(graph.nodes.begin(), graph.nodes.end(),
                     [&](const Node& node) { return node.op.operator_name().name == name; }));
@@ -489,8 +489,8 @@ TEST(ExplicitRandomStates, OnlyWhatDrawsHasAState) {
   });
   again({x})[0].toTensor().sum().backward();
   EXPECT_TRUE(at::equal(x.grad(), x.detach().sin().exp() * x.detach().cos()));
-  EXPECT_EQ(count_of(again.joint(0).graph, "penstock::generator_state"), 0u);
-  EXPECT_EQ(count_of(again.joint(0).graph, "penstock::set_generator_state"), 0u);
+  EXPECT_EQ(nodes_named(again.joint(0).graph, "penstock::generator_state"), 0u);
+  EXPECT_EQ(nodes_named(again.joint(0).graph, "penstock::set_generator_state"), 0u);
 }
 
 // A minimum cut saves the state, not what was drawn, where that is smaller.
@@ -546,7 +546,7 @@ TEST(ExplicitRandomStates, RecomputedPartsDrawTheSame) {
     Compiled compiled(function, {.explicit_random_states = is_explicit});
     expect_equal(steps([&](const Values& in) { return compiled(in); }), expected);
     const Graph& backward = compiled.partition(0).backward;
-    EXPECT_EQ(count_of(backward, "penstock::set_generator_state"), is_explicit ? 0u : 2u);
+    EXPECT_EQ(nodes_named(backward, "penstock::set_generator_state"), is_explicit ? 0u : 2u);
     EXPECT_EQ(count_explicit(backward), is_explicit ? 2u : 0u);
   }
 }
@@ -732,7 +732,7 @@ TEST(EffectTokens, OrderSideEffectsInBothHalves) {
         EXPECT_EQ(seen(), (Tags{1, 2, 3, 4, 5, 6, 7}));
         EXPECT_TRUE(at::equal(x.grad(), same.grad()));
       }
-      EXPECT_EQ(count_of(compiled.joint(0).graph, "penstock_effect::penstock_state_test__send"),
+      EXPECT_EQ(nodes_named(compiled.joint(0).graph, "penstock_effect::penstock_state_test__send"),
                 tokens ? 4u : 0u);
     }
 }
@@ -808,7 +808,7 @@ TEST(EffectTokens, NothingIsDroppedMergedOrExchanged) {
   EXPECT_EQ(remove_dead_nodes(graph), 0u);
   merge_common_subexpressions(graph);
   ASSERT_EQ(graph.nodes.size(), 4u);
-  EXPECT_EQ(count_of(graph, "penstock_effect::penstock_state_test__send"), 2u);
+  EXPECT_EQ(nodes_named(graph, "penstock_effect::penstock_state_test__send"), 2u);
   // The values alone forbid another order of one effect, and allow it for two.
   Graph exchanged = graph;
   std::swap(exchanged.nodes[0], exchanged.nodes[1]);
@@ -859,8 +859,7 @@ TEST(ExplicitStates, WithTensorSubclasses) {
                        w = torch::linspace(-1, 1, 20).set_requires_grad(true);
       const Values results = call({x, w});
       all.push_back(torch::rand({2}));
-      (results[0].toTensor().sum()).backward();
-      results[1].toTensor().sum().backward();
+      torch::autograd::backward({results[0].toTensor().sum(), results[1].toTensor().sum()});
       all.insert(all.end(), {payload_as<Boxed>(results[0].toTensor())->inner.detach(),
                              results[1].toTensor().detach(), payload_as<Boxed>(x.grad())->inner, w.grad()});
     }

@@ -32,7 +32,12 @@ class HookedEngine final : public Engine {
   }
 
  private:
-  HookedEngine() = default;
+  // LibTorch starts the threads of devices at the first backward of each engine, newer versions at the first
+  // one of the process, which another engine may have run: this one would have none then.
+  HookedEngine() {
+    initialize_device_threads_pool();
+    if (!thread_pool_shared_) start_device_threads();
+  }
 };
 
 void require_hooked_engine() {

@@ -14,6 +14,7 @@
 #include "penstock/base/files.h"
 #include "penstock/errors.h"
 #include "penstock/fake.h"
+#include "penstock/mode.h"
 #include "penstock/pipeline/compiled/prepare_stage.h"
 #include "penstock/random.h"
 #include "penstock/step_context.h"
@@ -264,6 +265,30 @@ TEST(CompiledStage, NeedsBothCallbacksForValues) {
   options.values_left = [] { return Tree(); };
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { compiled_stage(linear_with(dropped), options); }),
                        "give both or neither"));
+}
+
+// A mode sees what the module does, not a replay.
+TEST(CompiledStage, RunsTheModuleUnderAMode) {
+  struct Watch final : Mode {
+    void dispatch(const c10::OperatorHandle& op, Stack* stack) override {
+      ++operators;
+      op.callBoxed(stack);
+    }
+    int operators = 0;
+  };
+  Counted counted;
+  const StageModule fast = compiled_stage(linear_with(dropped), counted.options());
+  const at::Tensor x = torch::randn({6, 8});
+  const auto expected = run(linear_with(dropped), step_of(2, 1), x);
+  Watch watch;
+  {
+    const ModeGuard guard(watch);
+    expect_equal(run(fast, step_of(2, 1), x), expected);
+  }
+  EXPECT_GT(watch.operators, 3);
+  EXPECT_TRUE(counted.captures.empty());
+  expect_equal(run(fast, step_of(2, 1), x), expected);
+  EXPECT_EQ(counted.captures.size(), 1u);
 }
 
 // ---- graphs that are kept between runs ----

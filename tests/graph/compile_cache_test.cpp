@@ -23,7 +23,6 @@
 #include "penstock/graph/run/compiled.h"
 #include "penstock/graph/run/compiled_module_internals.h"
 #include "penstock/graph_compiler.h"
-#include "penstock/torch/dispatch/constant_tensor.h"
 #include "penstock/value_wrapper.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
@@ -364,31 +363,6 @@ TEST(CallCache, AFunctionThatUsesATensorOfTheProgramIsNotKept) {
   const at::Tensor x = torch::randn({3, 2});
   EXPECT_TRUE(at::equal(warm({x})[0].toTensor(), own({x})[0].toTensor()));
   EXPECT_EQ(warm.loaded(), 1U);
-}
-
-// A table that never changes is stored with its values.
-TEST(CallCache, AConstantOfTheProgramIsKept) {
-  const Folder folder;
-  const at::Tensor table = constant_tensor(torch::randn({4}));
-  const at::Tensor part = table.narrow(0, 1, 2);
-  const Function function = [&](const Values& in) -> Values {
-    return {in[0].toTensor() * table, in[0].toTensor().narrow(0, 0, 2) + part};
-  };
-  const Values inputs{torch::randn({4})};
-  const Values expected = function(inputs);
-  for (const std::size_t loaded : {0U, 1U}) {
-    Compiled compiled(function, options_in(folder.path));
-    const Values results = compiled(inputs);
-    for (std::size_t i = 0; i < results.size(); ++i)
-      EXPECT_TRUE(at::equal(results[i].toTensor(), expected[i].toTensor()));
-    EXPECT_EQ(compiled.loaded(), loaded);
-    EXPECT_TRUE(compiled.cache_counts().refused.empty());
-  }
-  EXPECT_TRUE(is_constant_tensor(table.t().detach()));
-  table.add_(1);  // no constant any more
-  EXPECT_FALSE(is_constant_tensor(table));
-  EXPECT_FALSE(is_constant_tensor(torch::randn({4})));
-  EXPECT_FALSE(is_constant_tensor(at::Tensor()));
 }
 
 TEST(CallCache, VerificationNamesWhatTheIdentityLeavesOut) {

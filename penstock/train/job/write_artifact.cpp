@@ -103,7 +103,7 @@ class PipelineCompiler {
     if (!map.is_last(index) && map.rank_of(index + 1) != map.rank_of(index))
       for (TensorMeta& meta : outputs) meta = dense_meta(meta);
     sent_[{index, kind.training}] = std::move(outputs);
-    const StepGuard step(context(layout));
+    const StepGuard step(some_step(layout));
     const at::AutoGradMode grad_mode(kind.training);
     stage.prepare(args, keywords);
   }
@@ -134,7 +134,7 @@ class PipelineCompiler {
   }
 
   // Of any step: graphs do not depend on which.
-  StepContext context(const RankLayout& layout) const {
+  StepContext some_step(const RankLayout& layout) const {
     StepContext context;
     context.seed = static_cast<std::uint64_t>(config_.training.seed);
     context.microbatch = 0;

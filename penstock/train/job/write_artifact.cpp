@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
 #include <fmt/format.h>
+#include <torch/cuda.h>
 
 #include <array>
 #include <chrono>
@@ -41,6 +42,14 @@ struct ForwardKind {
 };
 constexpr std::array<ForwardKind, 2> kForwardKinds{{{"training", true}, {"validation", false}}};
 
+// The device of a rank in training: with layout.device = cuda on hosts that have as many GPUs, and as many
+// ranks, as this machine has GPUs; else as if all ranks ran here.
+at::Device device_of_rank(const LayoutConfig& layout, const comm::World& world) {
+  const int gpus = torch::cuda::is_available() ? static_cast<int>(torch::cuda::device_count()) : 0;
+  if (layout.device != "cuda" || gpus == 0) return configured_device(layout, world);
+  return at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(world.rank() % gpus));
+}
+
 // The stages of one pipeline, in order: one data-parallel and one tensor-parallel rank.
 class PipelineCompiler {
  public:
@@ -68,7 +77,7 @@ class PipelineCompiler {
     const comm::World world =
         comm::World::fake_with_real_names(static_cast<int>(rank), static_cast<int>(of.ranks));
     const RankLayout layout(world, of);
-    const at::Device device = configured_device(of, world);
+    const at::Device device = device_of_rank(of, world);
     const StageGraphs graphs = stage_graphs_of(layout, config_, artifact_);
     const SingleStage stage = make_single_stage(layout, config_, schedule_, model_, index, device, graphs,
                                                 [this](const StageCapture& capture) {
@@ -176,7 +185,7 @@ WrittenArtifact write_artifact(const TrainConfig& config, const fs::path& folder
   const std::shared_ptr<models::TrainableModel> model = configured_model(config);
   check_stages(config, *model, schedule);
   const at::Device device =
-      configured_device(config.layout, comm::World::fake(0, static_cast<int>(config.layout.ranks)));
+      device_of_rank(config.layout, comm::World::fake(0, static_cast<int>(config.layout.ranks)));
   require_precision(config, device);
   const auto artifact = graph::Artifact::create(
       folder, artifact_configuration(config, schedule, model->plan()), {.device = device.str()});

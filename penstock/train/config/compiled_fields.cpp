@@ -44,9 +44,9 @@ std::vector<std::pair<std::string, std::string>> compiled_fields(const TrainConf
     const FieldData value = field.get(config);
     const auto* text = std::get_if<std::string>(&value);
     // Where a schedule was read from does not matter, only its stages, which are a field of their own.
-    const bool is_file = field.name() == "layout.schedule" && text != nullptr &&
-                         (text->find('/') != std::string::npos || to_lower(*text).ends_with(".csv"));
-    fields.emplace_back(field.name(), is_file ? "a file" : text != nullptr ? *text : to_toml(value));
+    const bool from_file = field.name() == "layout.schedule" && text != nullptr &&
+                           (text->find('/') != std::string::npos || to_lower(*text).ends_with(".csv"));
+    fields.emplace_back(field.name(), from_file ? "a file" : text != nullptr ? *text : to_toml(value));
   }
   return fields;
 }

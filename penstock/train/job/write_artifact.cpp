@@ -24,6 +24,7 @@
 #include "penstock/train/job/host_check.h"
 #include "penstock/train/job/job.h"
 #include "penstock/train/job/model_stages.h"
+#include "penstock/train/job/process_memory.h"
 #include "penstock/train/job/stage_copies.h"
 #include "penstock/train/job/stage_graphs.h"
 #include "penstock/train/job/step_inputs.h"
@@ -95,7 +96,7 @@ class PipelineCompiler {
                     at::Device device) {
     const schedule::StageMap& map = schedule_.stages();
     const int index = stage.stage.index();
-    const Microbatches batch = microbatches_of(layout, map.is_first(index), device);
+    const Microbatches batch = microbatch_of(layout, map.is_first(index), device);
     const Tree& keywords = batch.kwargs.front();
     Tree args = batch.args.front();
     StageTrial trial(stage.stage, {.has_backward = kind.training, .ends = map.is_last(index)});
@@ -117,7 +118,7 @@ class PipelineCompiler {
     stage.prepare(args, keywords);
   }
 
-  Microbatches microbatches_of(const RankLayout& layout, bool first, at::Device device) const {
+  Microbatches microbatch_of(const RankLayout& layout, bool first, at::Device device) const {
     const schedule::StageMap& map = schedule_.stages();
     const std::vector<models::StagePart> parts =
         configured_parts(config_, model_.plan(), parts_of_model(map));
@@ -126,8 +127,7 @@ class PipelineCompiler {
       own.push_back(parts[static_cast<std::size_t>(part_of_stage(map, stage))]);
     const models::StageInputs inputs =
         blank_step_inputs(config_, model_, structure_needs(config_, own), device);
-    return split_microbatches(first ? inputs.args : Tree::tuple({}), inputs.keywords,
-                              schedule_.microbatches());
+    return split_microbatches(first ? inputs.args : Tree::tuple({}), inputs.keywords, 1);
   }
 
   // What arrives from the stage before, without values.
@@ -187,6 +187,7 @@ WrittenArtifact write_artifact(const TrainConfig& config, const fs::path& folder
   const at::Device device =
       device_of_rank(config.layout, comm::World::fake(0, static_cast<int>(config.layout.ranks)));
   require_precision(config, device);
+  if (device.is_cpu()) require_memory(minimum_memory_of_stage(config), machine_memory_bytes());
   const auto artifact = graph::Artifact::create(
       folder, artifact_configuration(config, schedule, model->plan()), {.device = device.str()});
   WrittenArtifact written;

@@ -324,6 +324,15 @@ TEST(DamagedArtifacts, AreRefusedWhereTheyAreWritten) {
                        "the folder cannot be made"));
   EXPECT_TRUE(has_text(message_of<ConfigError>([&] { write_artifact(config, folder / "texts"); }),
                        "has files that are no artifact"));
+  // Another program's manifest is not touched.
+  folder.write("other/manifest.json", "{\"version\": 1}");
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { write_artifact(config, folder / "other"); }),
+                       "has files that are no artifact"));
+  EXPECT_EQ(text_of_file(folder / "other" / "manifest.json"), "{\"version\": 1}");
+  folder.write("both/manifest.json", "{");
+  folder.write("both/notes.txt", "text");
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { write_artifact(config, folder / "both"); }),
+                       "has files that are no artifact"));
   EXPECT_TRUE(
       has_text(message_of<ConfigError>([&] { write_artifact(config_of({.name = "one"}), folder / "none"); }),
                "training.compile"));

@@ -38,8 +38,8 @@ TEST(HostCheck, NeedsAreLowerBoundsOfWhatIsPredicted) {
   EXPECT_LT(minimum_memory_of_capture(small).bytes(), 0.2 * kGibibyte);
   // One stage, which is smaller if there are more of them.
   const auto of_stage = [](const char* stages) {
-    return minimum_memory_of_stage(
-               config_of({"--preset", "small", "--model.vocabulary", "512", "--pp", stages}))
+    return minimum_memory_of_stage(config_of({"--preset", "small", "--model.vocabulary", "512", "--schedule",
+                                              "1F1B", "--pp", stages}))
         .bytes();
   };
   EXPECT_LT(minimum_memory_of_stage(small).bytes(), minimum_memory_of_capture(small).bytes());

@@ -17,7 +17,7 @@ option(PENSTOCK_UNITY "Compile the files of a folder several at a time; OFF is b
 function(penstock_use_unity target)
   if(PENSTOCK_UNITY)
     # In a unit of many files each of them counts as included, and classes with members of local types would be warned of.
-    set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 16)
+    set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 32)
     target_compile_options(${target} PRIVATE -Wno-subobject-linkage)
   endif()
 endfunction()
@@ -105,6 +105,8 @@ function(penstock_room room)
   endif()
 endfunction()
 
+set(penstock_fmt_instances ${PROJECT_SOURCE_DIR}/penstock/base/fmt_instances.h)
+
 function(penstock_make_library library room hot)
   add_library(${library} STATIC)
   target_include_directories(${library} PUBLIC ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR} ${PROJECT_BINARY_DIR}/generated)
@@ -116,7 +118,8 @@ function(penstock_make_library library room hot)
     set(with_torch ON)
     target_link_libraries(${library} PUBLIC penstock_libtorch)
     penstock_use_torch_library_header(${library})
-    set_target_properties(${library} PROPERTIES UNITY_BUILD_BATCH_SIZE 32)
+  else()
+    target_compile_options(${library} PRIVATE "SHELL:-include ${penstock_fmt_instances}")
   endif()
   # Newer g++ refuse a precompiled header that was made with other optimizations.
   if(NOT hot AND CMAKE_BUILD_TYPE STREQUAL "Release"
@@ -132,12 +135,12 @@ endfunction()
 # without optimization, which halves what they cost; the library they test is not.
 function(penstock_use_torch_header target)
   penstock_precompiled(${target} penstock_torch_header <torch/torch.h> <torch/library.h>
-                       <torch/csrc/distributed/c10d/Store.hpp> <fmt/format.h> <spdlog/spdlog.h>)
+                       <torch/csrc/distributed/c10d/Store.hpp> ${penstock_fmt_instances} <spdlog/spdlog.h>)
 endfunction()
 
 function(penstock_use_torch_test_header target)
   penstock_precompiled(${target} penstock_torch_test_header <torch/torch.h> <torch/library.h>
-                       <torch/csrc/distributed/c10d/Store.hpp> <fmt/format.h> <spdlog/spdlog.h> <gtest/gtest.h>)
+                       <torch/csrc/distributed/c10d/Store.hpp> ${penstock_fmt_instances} <spdlog/spdlog.h> <gtest/gtest.h>)
   foreach(user IN ITEMS penstock_torch_test_header ${target})
     target_link_libraries(${user} PRIVATE GTest::gtest)  # g++ refuses a precompiled header made under other definitions
   endforeach()
@@ -147,7 +150,7 @@ endfunction()
 
 function(penstock_use_torch_library_header target)
   penstock_precompiled(${target} penstock_torch_library_header <ATen/ATen.h> <torch/library.h> <torch/csrc/autograd/custom_function.h> <torch/nn/module.h>
-                       <torch/csrc/distributed/c10d/Store.hpp> <fmt/format.h> <spdlog/spdlog.h>)
+                       <torch/csrc/distributed/c10d/Store.hpp> ${penstock_fmt_instances} <spdlog/spdlog.h>)
 endfunction()
 
 function(penstock_precompiled target header)

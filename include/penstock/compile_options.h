@@ -164,13 +164,27 @@ struct CompileOptions {
   // subclasses and captures for all sizes, the graph returns new values, which are copied into the inputs
   // after it has run.
   bool keep_input_mutations = false;
+  // Random operators of the graph take the states of their generators as arguments and return them: forward
+  // and backward have an input and an output for each generator that they draw from, so that what a graph
+  // computes depends on its inputs alone. A call passes the states of the process's generators and sets them
+  // afterwards; the numbers are those of a plain run. While a graph runs, no other thread may draw from these
+  // generators: its draws would be forgotten. Costs two copies of a state for each operator (5 KB on the
+  // CPU).
+  bool explicit_random_states = false;
+  // Operators with side effects take a token and return it: forward and backward have a token among their
+  // inputs and outputs for each effect (register_side_effect), so that the order of these operators follows
+  // from the graph's values. Without tokens it is that of the nodes, which the library keeps and a compiler
+  // has to keep.
+  bool effect_tokens = false;
   // Your own wrappers of calls, outermost first, outside of those of the library.
   std::vector<std::shared_ptr<const ValueWrapper>> wrappers = {};
 };
 
 // Declares that an operator of the user ("mine::send") has an effect besides its results: in a captured graph
-// it runs exactly once and in order, whether or not its results are used. Call it before the first capture.
-// Thread safety: any thread.
-void register_side_effect(const std::string& op);
+// it runs exactly once and in order, whether or not its results are used. `effect` names what is ordered:
+// with CompileOptions::effect_tokens operators of different effects have different tokens, so that a compiler
+// may exchange them. Collectives are "ordered". Call it before the first capture. Throws ValueError for an
+// empty effect, or one with brackets. Thread safety: any thread.
+void register_side_effect(const std::string& op, const std::string& effect = "ordered");
 
 }  // namespace penstock::graph

@@ -160,12 +160,15 @@ void for_each_value(const Operands& operands, Visit&& visit) {
 std::vector<std::size_t> written_arguments(const Node& node);
 // Returns whether the node writes any argument.
 bool writes(const Node& node);
-// Returns whether the node draws from a random generator.
+// Returns whether the node draws from a random generator of the process, or reads or sets its state.
 bool is_random(const Node& node);
 // Returns whether the node has a visible effect besides its results: a collective, for which other processes
 // wait, and any operator that returns nothing. Such nodes run exactly once and in order, whether or not their
 // results are used. register_side_effect adds operators (compile_options.h).
 bool has_side_effect(const Node& node);
+// Returns the effect of a node with a side effect: "ordered", or the one it was registered with. Nodes of one
+// effect keep their order.
+std::string effect_of(const Node& node);
 // Returns whether the node must run even if its results are unused.
 inline bool must_run(const Node& node) { return is_random(node) || has_side_effect(node); }
 

@@ -60,6 +60,9 @@ struct ModuleBoundary {
   std::optional<Placement> desired_input;         // the input is brought to this; empty: used as it is
   std::optional<Placement> output;                // the output is brought to this; empty: returned as it is
   BoundaryOutput kind = BoundaryOutput::AsInput;  // whether the output is plain
+
+  // Whether all members are equal.
+  friend bool operator==(const ModuleBoundary&, const ModuleBoundary&) = default;
 };
 
 // What a style is applied to.

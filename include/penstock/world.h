@@ -213,6 +213,10 @@ class MeshGroups {
   // mesh. Does not communicate; throws like the constructor.
   MeshGroups with_mesh(const DeviceMesh& mesh) const;
 
+  // Returns a handle of each mesh of this process for which there is one, in the order in which they were
+  // made; of thread worlds, the meshes of all ranks.
+  static std::vector<MeshGroups> all();
+
   // A number that is equal for equal handles and is never reused in this process, for keys of tables.
   std::uint64_t id() const;
   // Whether both have the same world and equal meshes.
@@ -220,6 +224,7 @@ class MeshGroups {
 
  private:
   struct State;
+  explicit MeshGroups(std::shared_ptr<State> state) : state_(std::move(state)) {}
   std::shared_ptr<State> state_;
 };
 

@@ -19,11 +19,15 @@
 #include "penstock/base/warnings.h"
 #include "penstock/compile.h"
 #include "penstock/compile_artifact.h"
+#include "penstock/context_codec.h"
 #include "penstock/errors.h"
 #include "penstock/graph/run/compiled.h"
 #include "penstock/graph/run/compiled_module_internals.h"
 #include "penstock/graph_compiler.h"
+#include "penstock/tensor_subclass.h"
+#include "penstock/torch/dispatch/constant_tensor.h"
 #include "penstock/value_wrapper.h"
+#include "tests/graph/cache_folder.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 
@@ -33,23 +37,6 @@ namespace compile_cache_test {
 using test::has_text;
 using test::message_of;
 namespace fs = std::filesystem;
-
-class Folder {
- public:
-  Folder() {
-    std::string pattern = (fs::temp_directory_path() / "penstock_calls_XXXXXX").string();
-    path = ::mkdtemp(pattern.data());
-  }
-  ~Folder() { remove_tree(path); }
-  fs::path path;
-};
-
-CompileOptions options_in(const fs::path& folder, const std::string& identity = "a test") {
-  CompileOptions options;
-  options.cache = {
-      .use = CacheOptions::Use::On, .folder = folder.string(), .identity = identity, .name = "step"};
-  return options;
-}
 
 // Counts how often it runs.
 struct Counted {
@@ -83,15 +70,15 @@ void expect_equal(const std::vector<at::Tensor>& a, const std::vector<at::Tensor
 }
 
 TEST(CallCache, AWarmCallDoesNotRunTheFunction) {
-  const Folder folder;
+  const CacheFolder folder;
   const std::vector<at::Tensor> eager = outcome(Counted(), 1);
   Counted first, second;
-  Compiled cold(first, options_in(folder.path));
+  Compiled cold(first, folder.options());
   expect_equal(outcome([&](const Values& in) { return cold(in); }, 1), eager);
   EXPECT_GT(*first.runs, 0);
   EXPECT_EQ(cold.loaded(), 0U);
   EXPECT_EQ(cold.cache_counts().stored, 2U);  // the call, and its halves
-  Compiled warm(second, options_in(folder.path));
+  Compiled warm(second, folder.options());
   expect_equal(outcome([&](const Values& in) { return warm(in); }, 1), eager);
   expect_equal(outcome([&](const Values& in) { return warm(in); }, 2), outcome(Counted(), 2));
   EXPECT_EQ(*second.runs, 0);
@@ -102,7 +89,7 @@ TEST(CallCache, AWarmCallDoesNotRunTheFunction) {
 }
 
 TEST(CallCache, AnotherIdentityGuardOrOptionIsAnotherCall) {
-  const Folder folder;
+  const CacheFolder folder;
   Counted function;
   const auto runs = [&](const CompileOptions& options, const Values& inputs) {
     Compiled compiled(function, options);
@@ -110,10 +97,10 @@ TEST(CallCache, AnotherIdentityGuardOrOptionIsAnotherCall) {
     compiled(inputs);
     return *function.runs - before;
   };
-  const CompileOptions options = options_in(folder.path);
+  const CompileOptions options = folder.options();
   EXPECT_GT(runs(options, inputs_of(1)), 0);
   EXPECT_EQ(runs(options, inputs_of(1)), 0);
-  EXPECT_GT(runs(options_in(folder.path, "another"), inputs_of(1)), 0);
+  EXPECT_GT(runs(folder.options("another"), inputs_of(1)), 0);
   CompileOptions min_cut = options;
   min_cut.cache.name = "another module";
   EXPECT_GT(runs(min_cut, inputs_of(1)), 0);
@@ -192,13 +179,15 @@ TEST(CallCache, EveryOptionIsPartOfTheKey) {
       {"second_derivatives", [](Options& o) { o.second_derivatives = SecondDerivatives::Refuse; }},
       {"compile_backward", [](Options& o) { o.compile_backward = CompileBackward::FirstUse; }},
       {"keep_input_mutations", [](Options& o) { o.keep_input_mutations = true; }},
+      {"explicit_random_states", [](Options& o) { o.explicit_random_states = true; }},
+      {"effect_tokens", [](Options& o) { o.effect_tokens = true; }},
       {"argument_names", [](Options& o) { o.argument_names = {"x"}; }},
       {"compiler", [](Options& o) { o.compiler = "keeping"; }},
       {"backward_compiler", [](Options& o) { o.backward_compiler = "keeping"; }},
       {"inference_compiler", [](Options& o) { o.inference_compiler = "keeping"; }},
       {"identity", [](Options& o) { o.cache.identity = "another"; }},
       {"name", [](Options& o) { o.cache.name = "another"; }}};
-  const Folder folder;
+  const CacheFolder folder;
   const std::vector<at::Tensor> eager = outcome(Counted(), 1);
   const auto runs = [&](const Options& options) {
     const Counted function;
@@ -206,20 +195,20 @@ TEST(CallCache, EveryOptionIsPartOfTheKey) {
     expect_equal(outcome([&](const Values& in) { return compiled(in); }, 1), eager);
     return *function.runs;
   };
-  EXPECT_GT(runs(options_in(folder.path)), 0);
+  EXPECT_GT(runs(folder.options()), 0);
   for (const auto& [name, change] : changes) {
     SCOPED_TRACE(name);
-    Options options = options_in(folder.path);
+    Options options = folder.options();
     change(options);
     EXPECT_GT(runs(options), 0);
     EXPECT_EQ(runs(options), 0);
   }
-  EXPECT_EQ(runs(options_in(folder.path)), 0);
+  EXPECT_EQ(runs(folder.options()), 0);
 }
 
 // They are code: no identity says what they do.
 TEST(CallCache, WithDecompositionsAndWrappersEveryRunCaptures) {
-  const Folder folder;
+  const CacheFolder folder;
   const Function function = [](const Values& in) -> Values { return {torch::silu(in[0].toTensor())}; };
   const at::Tensor x = torch::randn({5});
   const auto silu_times = [](double factor) {
@@ -228,7 +217,7 @@ TEST(CallCache, WithDecompositionsAndWrappersEveryRunCaptures) {
     };
   };
   for (const double factor : {1., 2.}) {
-    CompileOptions options = options_in(folder.path);
+    CompileOptions options = folder.options();
     options.decompositions = {{"aten::silu", silu_times(factor)}};
     Compiled compiled(function, options);
     EXPECT_TRUE(at::allclose(compiled({x})[0].toTensor(), torch::silu(x) * factor));
@@ -240,7 +229,7 @@ TEST(CallCache, WithDecompositionsAndWrappersEveryRunCaptures) {
                          "the decomposition of aten::silu cannot be stored"));
   }
   for (int run = 0; run < 2; ++run) {
-    CompileOptions options = options_in(folder.path);
+    CompileOptions options = folder.options();
     options.wrappers = {std::make_shared<AsTheyAre>()};
     Compiled compiled(function, options);
     EXPECT_TRUE(at::equal(compiled({x})[0].toTensor(), torch::silu(x)));
@@ -249,25 +238,122 @@ TEST(CallCache, WithDecompositionsAndWrappersEveryRunCaptures) {
   }
 }
 
-// The function must run again, which a loaded call knows nothing of.
-TEST(CallCache, SecondDerivativesOfLoadedCallsAreErrors) {
-  const Folder folder;
-  const Function function = [](const Values& in) -> Values { return {in[0].toTensor().pow(3)}; };
-  const auto second = [&](const CompileOptions& options) {
-    Compiled compiled(function, options);
+// The function of the program runs again, for the first time in a run that has loaded the call.
+// SecondDerivatives.* compares loaded calls with plain ones.
+TEST(CallCache, SecondDerivativesOfLoadedCallsRunTheFunction) {
+  const CacheFolder folder;
+  const auto runs = std::make_shared<int>(0);
+  const Function function = [runs](const Values& in) -> Values {
+    ++*runs;
+    return {in[0].toTensor().pow(3)};
+  };
+  for (const char* identity : {"a test", "", "a test", ""}) {
+    SCOPED_TRACE(identity);
+    Compiled compiled(function, folder.options(identity));
     const at::Tensor x = torch::tensor({2.F, 3.F}).requires_grad_();
     const at::Tensor y = compiled({x})[0].toTensor().sum();
+    *runs = 0;
+    EXPECT_TRUE(at::equal(torch::autograd::grad({y}, {x}, {}, true)[0], torch::tensor({12.F, 27.F})));
+    EXPECT_EQ(*runs, 0);
     const at::Tensor first =
         torch::autograd::grad({y}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true)[0];
-    return torch::autograd::grad({first.sum()}, {x})[0];
+    EXPECT_EQ(*runs, 1);
+    EXPECT_TRUE(at::equal(torch::autograd::grad({first.sum()}, {x})[0], torch::tensor({12.F, 18.F})));
+  }
+}
+
+// ---- a tensor subclass of the user ----
+
+// Has a name, which results inherit.
+class Named final : public Payload {
+ public:
+  static constexpr std::string_view kKind = "Named";
+  Named(at::Tensor inner, std::string name) : inner(std::move(inner)), name(std::move(name)) {}
+  static at::Tensor make(const at::Tensor& inner, const std::string& name,
+                         const at::Tensor* viewed = nullptr) {
+    return make_wrapper_like(c10::make_intrusive<Named>(inner, name), inner, viewed);
+  }
+  std::string_view kind() const override { return kKind; }
+  void dispatch(const c10::OperatorHandle& op, Stack* stack) override {
+    WrapperCall<Named> call(op, stack);
+    const Stack results = call.run([](const Named& named) { return named.inner; });
+    call.finish(results, [&](const at::Tensor& inner, ResultPlace, const at::Tensor* viewed) {
+      return make(inner, name, viewed);
+    });
+  }
+  std::vector<std::pair<std::string, at::Tensor>> inner_tensors() const override {
+    return {{"inner", inner}};
+  }
+  c10::IValue context() const override { return name; }
+
+  at::Tensor inner;
+  std::string name;
+};
+
+void register_named() {
+  static const bool registered = [] {
+    register_wrapper_kind("Named", [](const FlatWrapper& flat) {
+      return Named::make(flat.tensors.at(0).second, flat.context.toStringRef());
+    });
+    register_context_codec("Named", {.encode =
+                                         [](const Payload& payload) {
+                                           const std::string name = payload.context().toStringRef();
+                                           return std::vector<std::uint8_t>(name.begin(), name.end());
+                                         },
+                                     .decode =
+                                         [](const std::vector<std::uint8_t>& context, const FlatWrapper& flat,
+                                            const std::vector<at::Tensor>&) {
+                                           FlatWrapper named = flat;
+                                           named.context = std::string(context.begin(), context.end());
+                                           return unflatten_wrapper(named);
+                                         }});
+    return true;
+  }();
+  static_cast<void>(registered);
+}
+
+TEST(CallCache, SubclassesOfTheUserInEntriesAndArtifacts) {
+  register_named();
+  const CacheFolder folder;
+  const auto runs = std::make_shared<int>(0);
+  const Function function = [runs](const Values& in) -> Values {
+    ++*runs;
+    return {in[0].toTensor().sin() * in[1].toTensor()};
   };
-  const at::Tensor expected = torch::tensor({12.F, 18.F});
-  EXPECT_TRUE(at::equal(second(options_in(folder.path)), expected));
-  const std::string error = message_of<NotImplemented>([&] { second(options_in(folder.path)); });
-  EXPECT_TRUE(has_text(error, "the call was loaded from the compile cache")) << error;
-  EXPECT_TRUE(has_text(error, "compile it without CacheOptions::identity")) << error;
-  // Only the halves are loaded; the function is there.
-  EXPECT_TRUE(at::equal(second(options_in(folder.path, "")), expected));
+  // Whether the function ran.
+  const auto run = [&](const CompileOptions& options, const std::string& name) {
+    Compiled compiled(function, options);
+    torch::manual_seed(3);
+    const at::Tensor x = torch::randn({4}), y = torch::randn({4}).requires_grad_();
+    const at::Tensor named = Named::make(x, name).set_requires_grad(true);
+    *runs = 0;
+    const at::Tensor result = compiled({named, y})[0].toTensor();
+    const bool ran = *runs > 0;
+    result.sum().backward();
+    EXPECT_EQ(compiled.cache_counts().refused.size(), 0U) << compiled.cache_counts().text();
+    for (const auto& [tensor, expected] :
+         {std::pair(result.detach(), x.sin() * y.detach()), std::pair(named.grad(), x.cos() * y.detach())}) {
+      const Named* payload = payload_as<Named>(tensor);
+      if (!payload) {
+        ADD_FAILURE() << "it is not of this kind";
+        continue;
+      }
+      EXPECT_EQ(payload->name, name);
+      EXPECT_TRUE(at::equal(payload->inner, expected));
+    }
+    return ran;
+  };
+  EXPECT_TRUE(run(folder.options(), "one"));
+  EXPECT_TRUE(run(folder.options(), "two"));
+  EXPECT_FALSE(run(folder.options(), "one"));
+  EXPECT_FALSE(run(folder.options(), "two"));
+  CompileOptions options;
+  options.cache = {.name = "step", .artifact = Artifact::create(folder.path / "artifact", {})};
+  EXPECT_TRUE(run(options, "one"));
+  options.cache.artifact->finish();
+  options.cache.artifact = Artifact::open(folder.path / "artifact", {});
+  EXPECT_FALSE(run(options, "one"));
+  EXPECT_TRUE(has_text(message_of<StateError>([&] { run(options, "two"); }), "input 0 is Named two"));
 }
 
 TEST(CallCache, CodeOfCompilersIsLoaded) {
@@ -275,8 +361,8 @@ TEST(CallCache, CodeOfCompilersIsLoaded) {
   for (const CompileBackward when : {CompileBackward::AtOnce, CompileBackward::FirstUse})
     for (const char* identity : {"", "an identity"}) {
       SCOPED_TRACE(identity);
-      const Folder folder;
-      CompileOptions options = options_in(folder.path, identity);
+      const CacheFolder folder;
+      CompileOptions options = folder.options(identity);
       options.compiler = "keeping";
       options.compile_backward = when;
       const bool at_once = when == CompileBackward::AtOnce;
@@ -294,9 +380,9 @@ TEST(CallCache, CodeOfCompilersIsLoaded) {
 }
 
 TEST(CallCache, NothingIsKeptUnlessItIsAskedFor) {
-  const Folder folder;
+  const CacheFolder folder;
   ::setenv("PENSTOCK_CACHE", "off", 1);
-  Compiled off(Counted(), options_in(folder.path));
+  Compiled off(Counted(), folder.options());
   off(inputs_of(1));
   EXPECT_TRUE(fs::is_empty(folder.path));
   ::setenv("PENSTOCK_CACHE", folder.path.c_str(), 1);
@@ -317,8 +403,8 @@ TEST(CallCache, NothingIsKeptUnlessItIsAskedFor) {
 }
 
 TEST(CallCache, DamagedContentsAreCompiledAgain) {
-  const Folder folder;
-  const CompileOptions options = options_in(folder.path);
+  const CacheFolder folder;
+  const CompileOptions options = folder.options();
   Compiled(Counted(), options)(inputs_of(1));
   for (const auto& item : fs::directory_iterator(folder.path)) {
     std::string bytes = read_file(item.path(), "test", "");
@@ -336,14 +422,14 @@ TEST(CallCache, DamagedContentsAreCompiledAgain) {
 
 // Its value may change before the next run: an entry would go on with the old one.
 TEST(CallCache, AFunctionThatUsesATensorOfTheProgramIsNotKept) {
-  const Folder folder;
+  const CacheFolder folder;
   const at::Tensor table = torch::randn({4, 2});
   const Function function = [table](const Values& in) -> Values {
     return {torch::mm(in[0].toTensor(), table)};
   };
   for (int run = 0; run < 2; ++run) {
     const WarningCapture capture;
-    Compiled compiled(function, options_in(folder.path));
+    Compiled compiled(function, folder.options());
     const at::Tensor x = torch::randn({3, 4});
     EXPECT_TRUE(at::equal(compiled({x})[0].toTensor(), torch::mm(x, table)));
     EXPECT_EQ(compiled.loaded(), 0U);
@@ -358,21 +444,46 @@ TEST(CallCache, AFunctionThatUsesATensorOfTheProgramIsNotKept) {
   const Function own = [](const Values& in) -> Values {
     return {torch::mm(in[0].toTensor(), torch::tensor({{1.5F, 2.0F}, {0.25F, 1.0F}}))};
   };
-  Compiled(own, options_in(folder.path, "own"))({torch::randn({3, 2})});
-  Compiled warm(own, options_in(folder.path, "own"));
+  Compiled(own, folder.options("own"))({torch::randn({3, 2})});
+  Compiled warm(own, folder.options("own"));
   const at::Tensor x = torch::randn({3, 2});
   EXPECT_TRUE(at::equal(warm({x})[0].toTensor(), own({x})[0].toTensor()));
   EXPECT_EQ(warm.loaded(), 1U);
 }
 
+// A table that never changes is stored with its values.
+TEST(CallCache, AConstantOfTheProgramIsKept) {
+  const CacheFolder folder;
+  const at::Tensor table = constant_tensor(torch::randn({4}));
+  const at::Tensor part = table.narrow(0, 1, 2);
+  const Function function = [&](const Values& in) -> Values {
+    return {in[0].toTensor() * table, in[0].toTensor().narrow(0, 0, 2) + part};
+  };
+  const Values inputs{torch::randn({4})};
+  const Values expected = function(inputs);
+  for (const std::size_t loaded : {0U, 1U}) {
+    Compiled compiled(function, options_in(folder.path));
+    const Values results = compiled(inputs);
+    for (std::size_t i = 0; i < results.size(); ++i)
+      EXPECT_TRUE(at::equal(results[i].toTensor(), expected[i].toTensor()));
+    EXPECT_EQ(compiled.loaded(), loaded);
+    EXPECT_TRUE(compiled.cache_counts().refused.empty());
+  }
+  EXPECT_TRUE(is_constant_tensor(table.t().detach()));
+  table.add_(1);  // no constant any more
+  EXPECT_FALSE(is_constant_tensor(table));
+  EXPECT_FALSE(is_constant_tensor(torch::randn({4})));
+  EXPECT_FALSE(is_constant_tensor(at::Tensor()));
+}
+
 TEST(CallCache, VerificationNamesWhatTheIdentityLeavesOut) {
-  const Folder folder;
+  const CacheFolder folder;
   const auto scaled = [](double factor) {
     return [factor](const Values& in) -> Values { return {in[0].toTensor() * factor}; };
   };
   const at::Tensor x = torch::randn({3});
-  Compiled(scaled(2), options_in(folder.path))({x});
-  CompileOptions options = options_in(folder.path);
+  Compiled(scaled(2), folder.options())({x});
+  CompileOptions options = folder.options();
   options.cache.verify = true;
   Compiled same(scaled(2), options);
   EXPECT_TRUE(at::equal(same({x})[0].toTensor(), x * 2));
@@ -384,8 +495,8 @@ TEST(CallCache, VerificationNamesWhatTheIdentityLeavesOut) {
 }
 
 TEST(CallCache, CallsForAllSizes) {
-  const Folder folder;
-  CompileOptions options = options_in(folder.path);
+  const CacheFolder folder;
+  CompileOptions options = folder.options();
   options.dynamic.dims = {{0, 0, "B"}};
   auto runs = std::make_shared<int>(0);
   const Function function = [runs](const Values& in) -> Values {
@@ -431,7 +542,7 @@ struct NetImpl : torch::nn::Module {
 TORCH_MODULE(Net);
 
 TEST(CallCache, ModulesReturnTheirStructures) {
-  const Folder folder;
+  const CacheFolder folder;
   const at::Tensor x = torch::randn({6, 4});
   std::vector<std::vector<at::Tensor>> seen;
   for (int run = 0; run < 3; ++run) {
@@ -446,7 +557,7 @@ TEST(CallCache, ModulesReturnTheirStructures) {
     if (run == 0) {
       record(net->forward(x));
     } else {
-      const auto fast = compile(net, options_in(folder.path));
+      const auto fast = compile(net, folder.options());
       record(fast->forward(x));
       EXPECT_EQ(net->runs > 0, run == 1);
       fast->eval();
@@ -463,7 +574,7 @@ TEST(CallCache, ModulesReturnTheirStructures) {
 // ---- artifacts ----
 
 TEST(Artifact, CompilesNothing) {
-  const Folder folder;
+  const CacheFolder folder;
   const std::vector<ArtifactField> configuration{{"model.width", "4"}, {"layout.stages", "1"}};
   const at::Tensor x = torch::randn({6, 4});
   const auto run = [&](Net& net, const std::shared_ptr<Artifact>& artifact, const at::Tensor& input,
@@ -542,7 +653,7 @@ TEST(CacheWorker, DISABLED_Run) {
 }
 
 TEST(CallCache, EightProcessesAtOnce) {
-  const Folder folder;
+  const CacheFolder folder;
   const fs::path cache = folder.path / "cache";
   std::vector<pid_t> processes;
   for (int i = 0; i < 8; ++i) {

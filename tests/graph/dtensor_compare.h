@@ -67,37 +67,42 @@ inline at::Tensor seed_like(const at::Tensor& result) {
                            placements, {.source_axis_rank = std::nullopt});
 }
 
-// Runs the function and its capture on equal inputs, three times with different values, and compares results,
-// gradients and mutated inputs.
+// Runs a function and a capture of it on equal inputs, the capture first, and compares results, gradients and
+// mutated inputs.
+inline void compare_call(const std::string& who, const Function& function, Compiled& compiled,
+                         const std::function<std::vector<at::Tensor>()>& make_inputs) {
+  const std::vector<at::Tensor> captured = make_inputs(), eager = make_inputs();
+  const Values actual = compiled(Values(captured.begin(), captured.end())),
+               expected = function(Values(eager.begin(), eager.end()));
+  ASSERT_EQ(actual.size(), expected.size());
+  std::vector<at::Tensor> roots, seeds, plain_roots, plain_seeds;
+  for (std::size_t i = 0; i < actual.size(); ++i) {
+    const at::Tensor one = actual[i].toTensor(), other = expected[i].toTensor();
+    EXPECT_TRUE(same_tensor(one.detach(), other.detach())) << who << ", result " << i;
+    EXPECT_EQ(one.requires_grad(), other.requires_grad()) << who << ", result " << i;
+    if (!other.requires_grad()) continue;
+    roots.push_back(one);
+    seeds.push_back(seed_like(one));
+    plain_roots.push_back(other);
+    plain_seeds.push_back(seed_like(other));
+  }
+  if (!roots.empty()) {
+    torch::autograd::backward(roots, seeds);
+    torch::autograd::backward(plain_roots, plain_seeds);
+  }
+  for (std::size_t i = 0; i < eager.size(); ++i) {
+    EXPECT_TRUE(same_tensor(captured[i].detach(), eager[i].detach())) << who << ", input " << i;
+    EXPECT_TRUE(same_tensor(captured[i].grad(), eager[i].grad())) << who << ", gradient of input " << i;
+  }
+}
+
+// The same three times, with different values.
 inline void check(const comm::MeshGroups& mesh, const std::string& where, const Function& function,
                   const std::function<std::vector<at::Tensor>(int)>& make_inputs) {
   const std::string who = where + ", rank " + std::to_string(mesh.coordinate()[0]);
   Compiled compiled(function);
-  for (int step = 0; step < 3; ++step) {
-    const std::vector<at::Tensor> eager = make_inputs(step), captured = make_inputs(step);
-    const Values expected = function(Values(eager.begin(), eager.end())),
-                 actual = compiled(Values(captured.begin(), captured.end()));
-    ASSERT_EQ(actual.size(), expected.size());
-    std::vector<at::Tensor> roots, seeds, plain_roots, plain_seeds;
-    for (std::size_t i = 0; i < actual.size(); ++i) {
-      const at::Tensor one = actual[i].toTensor(), other = expected[i].toTensor();
-      EXPECT_TRUE(same_tensor(one.detach(), other.detach())) << who << ", result " << i;
-      EXPECT_EQ(one.requires_grad(), other.requires_grad()) << who << ", result " << i;
-      if (!other.requires_grad()) continue;
-      roots.push_back(one);
-      seeds.push_back(seed_like(one));
-      plain_roots.push_back(other);
-      plain_seeds.push_back(seed_like(other));
-    }
-    if (!roots.empty()) {
-      torch::autograd::backward(roots, seeds);
-      torch::autograd::backward(plain_roots, plain_seeds);
-    }
-    for (std::size_t i = 0; i < eager.size(); ++i) {
-      EXPECT_TRUE(same_tensor(captured[i].detach(), eager[i].detach())) << who << ", input " << i;
-      EXPECT_TRUE(same_tensor(captured[i].grad(), eager[i].grad())) << who << ", gradient of input " << i;
-    }
-  }
+  for (int step = 0; step < 3; ++step)
+    compare_call(who, function, compiled, [&] { return make_inputs(step); });
   EXPECT_EQ(compiled.captures(), 1u) << who;
 }
 

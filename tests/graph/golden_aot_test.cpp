@@ -205,7 +205,7 @@ json to_json(const ViewAndMutationMeta& meta) {
   result["num_outputs_aliased"] = meta.aliased_outputs().size();
   result["num_unsafe_view_outputs"] = meta.unsafe_view_outputs().size();
   result["num_forward_returns"] = meta.forward_returns();
-  result["num_forward"] = meta.forward_returns();
+  result["num_forward"] = meta.forward_outputs();
   result["num_traced_tangents"] = meta.tangents.size();
   result["traced_tangent_shapes"] = json::array();
   result["traced_tangent_origin"] = json::array();
@@ -218,8 +218,8 @@ json to_json(const ViewAndMutationMeta& meta) {
         tangent.kind == TangentInfo::Kind::Output ? "output:" + std::to_string(tangent.index) : origin);
   }
   result["grad_enabled_mutation"] = meta.grad_mode_after ? json(*meta.grad_mode_after) : json();
-  result["num_tokens"] = 0;
-  result["is_rng_op_functionalized"] = false;
+  result["num_tokens"] = meta.tokens.size();
+  result["is_rng_op_functionalized"] = meta.explicit_random_states;
   return result;
 }
 

@@ -4,12 +4,17 @@
 #include <torch/torch.h>
 
 #include <cstdlib>
+#include <functional>
 #include <string>
+#include <vector>
 
 #include "penstock/compile.h"
+#include "penstock/graph/run/compiled.h"
 #include "penstock/graph/run/compiled_module_internals.h"
+#include "penstock/recompute.h"
 #include "penstock/torch/compat/device_memory.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
+#include "penstock/torch/random/generator_state.h"
 #include "penstock/transformer.h"
 
 namespace penstock::graph {
@@ -132,6 +137,107 @@ TEST(GraphOnAGpu, ModulesWithTheirOwnKernels) {
             .ptr();
       },
       torch::randn({5, 4}));
+}
+
+// ---- states of the GPU's generator: seed and offset ----
+
+struct NoisyGradient : torch::autograd::Function<NoisyGradient> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x) { return x * 2; }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 torch::autograd::variable_list gradients) {
+    return {gradients[0] * torch::rand_like(gradients[0])};
+  }
+};
+
+at::Tensor state_of_gpu() { return generator_state(default_generator(kGpu)); }
+
+TEST(RandomStatesOnAGpu, AreSeedAndOffset) {
+  torch::manual_seed(17);
+  const at::Tensor before = state_of_gpu();
+  EXPECT_EQ(before.scalar_type(), at::kLong);
+  EXPECT_TRUE(before.device().is_cpu());
+  EXPECT_EQ(before[0].item<std::int64_t>(), 17);
+  EXPECT_EQ(before[1].item<std::int64_t>(), 0);
+  const at::Tensor a = torch::rand({1000}, kGpu), after = state_of_gpu();
+  EXPECT_EQ(after[0].item<std::int64_t>(), 17);
+  EXPECT_GT(after[1].item<std::int64_t>(), 0);
+  set_generator_state(default_generator(kGpu), before);
+  EXPECT_TRUE(torch::equal(torch::rand({1000}, kGpu), a));
+  EXPECT_TRUE(torch::equal(state_of_gpu(), after));
+}
+
+// Dropout, draws in backward, a part that is recomputed, and draws on the CPU: bit for bit, with other draws
+// between, and the same states in the end.
+TEST(RandomStatesOnAGpu, CallsEqualThePlainFunction) {
+  const Function function = [](const Values& in) -> Values {
+    const at::Tensor x = in[0].toTensor();
+    const at::Tensor part = recompute(
+        [](const std::vector<at::Tensor>& inputs) { return torch::dropout(inputs[0].sin(), 0.4, true); },
+        {torch::dropout(x, 0.3, true)});
+    const at::Tensor scaled = part * torch::rand({1}).to(kGpu) + torch::randn_like(x);
+    const at::Tensor rows = scaled.index_select(0, torch::randperm(x.size(0), kGpu));
+    return {NoisyGradient::apply(rows * torch::rand(x.sizes(), kGpu))};
+  };
+  const auto steps = [](const std::function<Values(const Values&)>& call) {
+    torch::manual_seed(23);
+    std::vector<at::Tensor> all;
+    for (int round = 0; round < 3; ++round) {
+      const at::Tensor x = torch::linspace(-1, 1, 64 * 256, kGpu).view({64, 256}).set_requires_grad(true);
+      const at::Tensor y = call({x})[0].toTensor();
+      all.push_back(torch::rand({5}, kGpu));
+      y.backward(torch::linspace(-1, 2, 64 * 256, kGpu).view({64, 256}));
+      all.insert(all.end(), {y.detach(), x.grad(), torch::randn({5}, kGpu), torch::rand({2})});
+    }
+    all.insert(all.end(), {state_of_gpu(), generator_state(default_generator(at::kCPU))});
+    return all;
+  };
+  const std::vector<at::Tensor> expected = steps(function);
+  for (const Partitioner partitioner : {Partitioner::Default, Partitioner::MinCut})
+    for (const bool is_explicit : {false, true}) {
+      SCOPED_TRACE(is_explicit ? "explicit" : "not explicit");
+      Compiled compiled(function, {.partitioner = partitioner, .explicit_random_states = is_explicit});
+      const std::vector<at::Tensor> actual = steps([&](const Values& in) { return compiled(in); });
+      ASSERT_EQ(actual.size(), expected.size());
+      for (std::size_t i = 0; i < actual.size(); ++i) EXPECT_TRUE(torch::equal(actual[i], expected[i])) << i;
+      if (!is_explicit) continue;
+      EXPECT_EQ(compiled.meta(0).random_states, (std::vector<std::string>{"cuda:0", "cpu"}));
+      EXPECT_EQ(compiled.meta(0).backward_random_states, 1u);
+      const Graph& graph = compiled.joint(0).graph;
+      const std::size_t first = compiled.joint(0).first_state_input();
+      EXPECT_EQ(graph.inputs[first].name, "random_state[cuda:0]");
+      EXPECT_EQ(graph[graph.inputs[first].value].geometry.dtype, at::kLong);
+      EXPECT_TRUE(graph[graph.inputs[first].value].geometry.device.is_cpu());
+    }
+}
+
+// Attention with dropout returns the seed and the offset that its backward draws from again.
+TEST(RandomStatesOnAGpu, AttentionWithDropout) {
+  const Deterministic deterministic(/*strict=*/false);
+  const Function function = [](const Values& in) -> Values {
+    const at::Tensor q = in[0].toTensor();
+    return {at::scaled_dot_product_attention(q, q, q, {}, /*dropout_p=*/0.3, /*is_causal=*/true)};
+  };
+  const auto steps = [](const std::function<Values(const Values&)>& call) {
+    torch::manual_seed(29);
+    std::vector<at::Tensor> all;
+    for (int round = 0; round < 2; ++round) {
+      const at::Tensor q = torch::linspace(-1, 1, 2 * 4 * 64 * 32, kGpu)
+                               .view({2, 4, 64, 32})
+                               .to(at::kHalf)
+                               .set_requires_grad(true);
+      const at::Tensor y = call({q})[0].toTensor();
+      all.push_back(torch::rand({5}, kGpu));
+      y.sum().backward();
+      all.insert(all.end(), {y.detach(), q.grad()});
+    }
+    all.push_back(state_of_gpu());
+    return all;
+  };
+  const std::vector<at::Tensor> expected = steps(function);
+  Compiled compiled(function, {.explicit_random_states = true});
+  const std::vector<at::Tensor> actual = steps([&](const Values& in) { return compiled(in); });
+  ASSERT_EQ(actual.size(), expected.size());
+  for (std::size_t i = 0; i < actual.size(); ++i) EXPECT_TRUE(torch::equal(actual[i], expected[i])) << i;
 }
 
 }  // namespace graph_gpu_test

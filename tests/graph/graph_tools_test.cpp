@@ -355,7 +355,7 @@ TEST(GraphFiles, DamageIsAnErrorNeverACrash) {
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { decode_graph({}); }), "this is not a graph file"));
   std::vector<std::uint8_t> newer = bytes;
   newer[8] = 9;
-  EXPECT_TRUE(has_text(message_of<ValueError>([&] { decode_graph(newer); }), "version 9, expected 5"));
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] { decode_graph(newer); }), "version 9, expected 6"));
 }
 
 TEST(GraphFiles, UnknownOperatorsAreNamed) {

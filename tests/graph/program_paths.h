@@ -29,6 +29,8 @@ struct PathUnderTest {
 PathUnderTest path_of_compiler(const std::string& name);
 // Compiled, which chooses between captures.
 PathUnderTest path_of_compiled();
+// Each call by a new Compiled with the same cache folder: stored by the first one, loaded by the second.
+PathUnderTest path_of_cache(const std::string& compiler);
 
 struct ProgramRange {
   unsigned first = 0, programs = 0;

@@ -12,6 +12,7 @@
 #include "penstock/graph/run/compiled.h"
 #include "penstock/graph/run/compiled_call.h"
 #include "penstock/graph_compiler.h"
+#include "tests/graph/cache_folder.h"
 #include "tests/graph/call_trace.h"
 #include "tests/graph/program_paths.h"
 #include "tests/graph/random_program.h"
@@ -35,6 +36,25 @@ PathUnderTest path_of_compiled() {
   return {"Compiled", [](const Function& function, const CompileOptions& options) -> CallOfProgram {
             const auto compiled = std::make_shared<Compiled>(function, options);
             return [=](const Values& inputs) { return (*compiled)(inputs); };
+          }};
+}
+
+PathUnderTest path_of_cache(const std::string& compiler) {
+  return {"cache, compiler " + compiler,
+          [compiler](const Function& function, const CompileOptions& options) -> CallOfProgram {
+            const auto folder = std::make_shared<CacheFolder>();
+            CompileOptions kept = folder->options("a program", options);
+            kept.compiler = compiler;
+            const auto calls = std::make_shared<int>(0);
+            return [=](const Values& inputs) {
+              static_cast<void>(folder);  // it lives as long as the call
+              Compiled compiled(function, kept);
+              Values results = compiled(inputs);
+              if (++*calls == 2) {
+                EXPECT_EQ(compiled.loaded(), 1u) << compiled.cache_counts().text();
+              }
+              return results;
+            };
           }};
 }
 
@@ -81,6 +101,7 @@ Outcome compare(const PathUnderTest& path, unsigned seed, Kind kind) {
   if (kind == Kind::Dynamic) options.dynamic.dims = {{0, 0, "B", 2}, {1, 0, "B", 2}};
   const CallOfProgram call = path.prepare(function, options);
   bool same = false;
+  Tensors first;  // gradients; a run with equal inputs has the same, bit for bit
   for (const std::int64_t rows : {3, 3, kind == Kind::Dynamic ? 5 : 3}) {
     const Tensors leaves = leaves_of(seed, kind, rows);
     const auto prepare = [&](const Tensors& fresh) { return inputs_of(seed, kind, fresh); };
@@ -98,6 +119,9 @@ Outcome compare(const PathUnderTest& path, unsigned seed, Kind kind) {
       if (!expected.refused) {
         EXPECT_FALSE(actual.refused);
         expect_same(actual.gradients, expected.gradients, "gradient", Compare::Closely);
+        if (!first.empty() && rows == 3)
+          expect_same(actual.gradients, first, "in another run, gradient", Compare::Exactly);
+        first = actual.gradients;
       }
       expect_same_memory(actual, expected);
       same = true;
@@ -155,6 +179,14 @@ TEST(RandomPrograms, ThroughEveryCompiler) {
     EXPECT_GE(compare_random_programs(path_of_compiler(name),
                                       {.first = 100000, .programs = programs(), .dynamic = false}) *
                   4,
+              programs())
+        << name;
+}
+
+// Each call is made by an object of its own: the first one stores it, the second one must load it.
+TEST(RandomPrograms, ThroughTheCacheAndEveryCompiler) {
+  for (const std::string& name : graph_compiler_names())
+    EXPECT_GE(compare_random_programs(path_of_cache(name), {.first = 200000, .programs = programs()}) * 4,
               programs())
         << name;
 }

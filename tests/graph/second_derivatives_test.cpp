@@ -12,7 +12,9 @@
 #include "penstock/compile.h"
 #include "penstock/errors.h"
 #include "penstock/graph/run/compiled.h"
+#include "penstock/graph/run/compiled_module_internals.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
+#include "tests/graph/cache_folder.h"
 #include "tests/graph/call_trace.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
@@ -51,8 +53,12 @@ std::vector<Tensors> derivatives(const OverTensors& call, const Tensors& leaves,
   return all;
 }
 
-void expect_same_derivatives(const OverTensors& function, const Tensors& leaves,
-                             const CompileOptions& options = {}) {
+// Where a call comes from.
+enum class From { Captured, Stored, Loaded };
+
+void expect_same_derivatives(const OverTensors& function, const Tensors& leaves, From from,
+                             const CompileOptions& options) {
+  SCOPED_TRACE(static_cast<int>(from));
   const std::vector<Tensors> expected = derivatives(function, leaves);
   Compiled compiled(over_tensors(function), options);
   const WarningCapture warnings;
@@ -76,8 +82,18 @@ void expect_same_derivatives(const OverTensors& function, const Tensors& leaves,
       }
   }
   EXPECT_EQ(compiled.captures(), 1u);
+  EXPECT_EQ(compiled.loaded(), from == From::Loaded ? 1u : 0u) << compiled.cache_counts().text();
   ASSERT_EQ(warnings.warnings().size(), 1u);  // one, however often
   EXPECT_TRUE(has_text(warnings.warnings()[0].message, "create_graph"));
+}
+
+// Also of calls that are stored and loaded.
+void expect_same_derivatives(const OverTensors& function, const Tensors& leaves,
+                             const CompileOptions& options = {}) {
+  const CacheFolder folder;
+  for (const From from : {From::Captured, From::Stored, From::Loaded})
+    expect_same_derivatives(function, leaves, from,
+                            from == From::Captured ? options : folder.options("a function", options));
 }
 
 at::Tensor wide(at::IntArrayRef sizes, bool requires_grad = true) {
@@ -165,11 +181,16 @@ TEST(SecondDerivatives, RandomFunctions) {
 
 // The parameters of a module belong to the function; here one is also upstream of the input.
 TEST(SecondDerivatives, OfAModuleThatIsCalledTwice) {
+  const CacheFolder folder;
   torch::manual_seed(5);
   torch::nn::Sequential net(torch::nn::Linear(4, 4), torch::nn::Tanh());
   net->to(at::kDouble);
-  auto fast = compile(net);
   const at::Tensor x = wide({3, 4});
+  {
+    auto stored = compile(net, folder.options());
+    stored->forward(stored->forward(x));
+  }
+  auto fast = compile(net, folder.options());
   const auto penalty = [&](const std::function<at::Tensor(const at::Tensor&)>& call) {
     const at::Tensor y = call(call(x)).sum();
     const at::Tensor slope = grad({y}, {x}, {}, true, /*create_graph=*/true)[0];
@@ -186,6 +207,7 @@ TEST(SecondDerivatives, OfAModuleThatIsCalledTwice) {
   const Tensors actual = penalty([&](const at::Tensor& in) { return fast->forward(in); });
   for (std::size_t i = 0; i < expected.size(); ++i)
     EXPECT_TRUE(torch::allclose(actual[i], expected[i], 1e-9, 1e-10)) << i << actual[i] << expected[i];
+  EXPECT_EQ(compiled_entry(*fast, 0).loaded(), compiled_entry(*fast, 0).captures());
   const at::Tensor y = fast->forward(x).sum();
   fast->eval();
   EXPECT_TRUE(has_text(message_of<StateError>([&] { grad({y}, {x}, {}, true, true); }),
@@ -194,20 +216,82 @@ TEST(SecondDerivatives, OfAModuleThatIsCalledTwice) {
 
 TEST(SecondDerivatives, UnderTheAutocastOfForward) {
   const OverTensors function = [](const Tensors& in) { return Tensors{in[0].mm(in[1]).tanh()}; };
-  Compiled compiled(over_tensors(function));
   const Tensors leaves{torch::randn({3, 3}).set_requires_grad(true),
                        torch::randn({3, 3}).set_requires_grad(true)};
-  const auto slope_of = [&](bool captured) {
+  const auto slope_of = [&](const OverTensors& call) {
     at::Tensor y;
     {
       const AutocastScope casts(at::kCPU, at::kBFloat16);
-      y = captured ? compiled(values_of(leaves))[0].toTensor() : function(leaves)[0];
+      y = call(leaves)[0];
     }
     EXPECT_EQ(y.scalar_type(), at::kBFloat16);
     const at::Tensor slope = grad({y.sum()}, {leaves[0]}, {}, true, true)[0];
     return grad({slope.pow(2).sum()}, {leaves[1]})[0];
   };
-  EXPECT_TRUE(torch::equal(slope_of(true), slope_of(false)));
+  const CacheFolder folder;
+  for (const std::size_t loaded : {0u, 1u}) {
+    Compiled compiled(over_tensors(function), folder.options());
+    EXPECT_TRUE(torch::equal(
+        slope_of([&](const Tensors& in) { return Tensors{compiled(values_of(in))[0].toTensor()}; }),
+        slope_of(function)));
+    EXPECT_EQ(compiled.loaded(), loaded);
+  }
+}
+
+// A capture for all sizes, whose views and lazy inputs are made again.
+TEST(SecondDerivatives, OfLoadedCallsForAllSizes) {
+  torch::manual_seed(6);
+  const OverTensors function = [](const Tensors& in) {
+    return Tensors{(in[0].t().mm(in[0]) * in[1]).tanh() / in[0].size(0)};
+  };
+  const CacheFolder folder;
+  CompileOptions options = folder.options();
+  options.dynamic.dims = {{0, 0, "B"}};
+  for (const std::size_t loaded : {0u, 1u}) {
+    Compiled compiled(over_tensors(function), options);
+    for (const std::int64_t size : {5, 3}) {
+      const Tensors leaves{wide({size, 2}), wide({2, 2})};
+      const auto expected = derivatives(function, leaves),
+                 actual = derivatives(
+                     [&](const Tensors&in) { return Tensors{compiled(values_of(in))[0].toTensor()}; },
+                     leaves);
+      for (std::size_t order = 0; order < expected.size(); ++order)
+        for (std::size_t i = 0; i < leaves.size(); ++i)
+          EXPECT_TRUE(torch::allclose(actual[order][i], expected[order][i], 1e-9, 1e-10))
+              << "order " << order << ", leaf " << i;
+    }
+    EXPECT_EQ(compiled.loaded(), loaded) << compiled.cache_counts().text();
+    EXPECT_TRUE(compiled.is_dynamic(0)) << compiled.why_not_dynamic();
+  }
+}
+
+TEST(SecondDerivatives, OfALoadedCallWithALazyInput) {
+  const CacheFolder folder;
+  const OverTensors function = [](const Tensors& in) { return Tensors{at::real(in[0] * in[0] * in[1])}; };
+  torch::manual_seed(7);
+  const Tensors leaves{torch::randn({3}, at::kComplexDouble).set_requires_grad(true),
+                       torch::randn({3}, at::kComplexDouble).set_requires_grad(true)};
+  const auto of = [&](const OverTensors& call) {
+    return derivatives([&](const Tensors& in) { return call({in[0].conj(), in[1]}); }, leaves, 1);
+  };
+  const auto second = [&](const OverTensors& call) {
+    const at::Tensor lazy = leaves[0].conj();
+    const at::Tensor y = call({lazy, leaves[1]})[0].sum();
+    const at::Tensor slope = grad({y}, {leaves[0]}, {}, true, true)[0];
+    return grad({at::real(slope * slope).sum()}, {leaves[1]})[0];
+  };
+  const std::vector<Tensors> expected = of(function);
+  const at::Tensor expected_second = second(function);
+  for (const std::size_t loaded : {0u, 1u}) {
+    Compiled compiled(over_tensors(function), folder.options());
+    const OverTensors call = [&](const Tensors& in) {
+      return Tensors{compiled(values_of(in))[0].toTensor()};
+    };
+    EXPECT_TRUE(torch::allclose(of(call)[0][0], expected[0][0]));
+    EXPECT_TRUE(torch::allclose(second(call), expected_second));
+    EXPECT_EQ(compiled.loaded(), loaded) << compiled.cache_counts().text();
+    EXPECT_EQ(compiled.wrappers(0).front(), "lazy inputs");
+  }
 }
 
 std::string refusal_of(const OverTensors& function, const Tensors& inputs,
@@ -230,6 +314,16 @@ TEST(SecondDerivatives, RefusedWhereTheFunctionWouldDoSomethingElse) {
                            },
                            {leaf({3}), torch::ones({3})}),
                        "it writes input 1"));
+  // The reason is stored with the call.
+  const CacheFolder folder;
+  for (int run = 0; run < 2; ++run)
+    EXPECT_TRUE(has_text(refusal_of(
+                             [](const Tensors& in) {
+                               in[1].add_(1);
+                               return Tensors{in[0] * in[1]};
+                             },
+                             {leaf({3}), torch::ones({3})}, folder.options()),
+                         "it writes input 1"));
   EXPECT_TRUE(has_text(
       refusal_of([](const Tensors& in) { return Tensors{torch::dropout(in[0], 0.5, true)}; }, {leaf({3})}),
       "draws random numbers (aten::"));

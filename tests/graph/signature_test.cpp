@@ -105,8 +105,7 @@ TEST(Signature, NamesMatchWhatTheGraphComputes) {
   EXPECT_EQ(signature.inputs_to_buffers,
             (std::map<GraphInput, Qualified>{{GraphInput("mean"), Qualified("mean")}}));
   EXPECT_TRUE(signature.parameters_to_mutate.empty());
-  // Side effects are ordered by their nodes.
-  EXPECT_TRUE(signature.input_tokens.empty() && signature.output_tokens.empty());
+  EXPECT_EQ(signature.states, StateSignature());  // none: explicit_state_test.cpp
   EXPECT_EQ(signature.in_spec, "(*, *)");
   EXPECT_EQ(signature.out_spec, "(*, *)");
 
@@ -341,6 +340,9 @@ TEST(Metadata, EqualityIsThatOfTheStatedFields) {
   differs("number of results", [&](auto& m) { m.outputs.pop_back(); });
   differs("bases", [&](auto& m) { ++m.intermediate_bases; });
   differs("keep_input_mutations", [&](auto& m) { flip(m.keep_input_mutations); });
+  differs("explicit random states", [&](auto& m) { flip(m.explicit_random_states); });
+  differs("number of random states", [&](auto& m) { m.random_states = {"cpu"}; });
+  differs("backward tokens", [&](auto& m) { m.backward_tokens = 1; });
   differs("number of tangents", [&](auto& m) { m.tangents.pop_back(); });
   differs("sizes of a tangent", [&](auto& m) { m.tangents[0].geometry.sizes[0] = 7; });
   differs("dtype of a tangent", [&](auto& m) { m.tangents[0].geometry.dtype = at::kDouble; });
@@ -348,6 +350,8 @@ TEST(Metadata, EqualityIsThatOfTheStatedFields) {
   ignored("what a tangent belongs to", [&](auto& m) { ++m.tangents[0].index; });
   ignored("grad mode afterwards", [&](auto& m) { m.grad_mode_after = false; });
   ignored("symbols of backward", [&](auto& m) { ++m.symbols_for_backward; });
+  ignored("tokens", [&](auto& m) { m.tokens = {"ordered"}; });
+  ignored("random states of backward", [&](auto& m) { m.backward_random_states = 1; });
 }
 
 TEST(Metadata, WhatAFunctionDoesToItsInputs) {

@@ -41,21 +41,40 @@ struct MeshGroups::State {
         id(id),
         axes(shape.size()) {}
 
-  // Equal ones are the same object, which is found here as long as a handle exists.
-  static std::shared_ptr<State> intern(World world, DeviceMesh mesh) {
-    static std::mutex& mutex = *new std::mutex;
-    static auto& known = *new std::vector<std::weak_ptr<State>>;
-    static std::uint64_t next_id = 1;
-    // Destroyed after the lock is released: destroying the last handle of a World takes other locks.
-    std::vector<std::shared_ptr<State>> held;
-    const std::lock_guard lock(mutex);
-    std::erase_if(known, [](const std::weak_ptr<State>& state) { return state.expired(); });
-    for (const std::weak_ptr<State>& weak : known) {
-      held.push_back(weak.lock());
-      if (held.back() && held.back()->world.is(world) && held.back()->mesh == mesh) return held.back();
+  // All states to which there is a handle, oldest first.
+  struct Known {
+    std::mutex mutex;
+    std::vector<std::weak_ptr<State>> states;
+    std::uint64_t next_id = 1;
+
+    static Known& instance() {
+      static Known& known = *new Known;
+      return known;
     }
-    auto state = std::make_shared<State>(std::move(world), std::move(mesh), next_id++);
-    known.push_back(state);
+    // Needs the mutex. Destroy the list after it is released: destroying the last handle of a World takes
+    // other locks.
+    std::vector<std::shared_ptr<State>> held() {
+      std::vector<std::shared_ptr<State>> all;
+      std::erase_if(states, [&](const std::weak_ptr<State>& weak) {
+        all.push_back(weak.lock());
+        if (all.back()) return false;
+        all.pop_back();
+        return true;
+      });
+      return all;
+    }
+  };
+
+  // Equal ones are the same object.
+  static std::shared_ptr<State> intern(World world, DeviceMesh mesh) {
+    Known& known = Known::instance();
+    std::vector<std::shared_ptr<State>> held;
+    const std::lock_guard lock(known.mutex);
+    held = known.held();
+    for (const std::shared_ptr<State>& state : held)
+      if (state->world.is(world) && state->mesh == mesh) return state;
+    auto state = std::make_shared<State>(std::move(world), std::move(mesh), known.next_id++);
+    known.states.push_back(state);
     return state;
   }
 
@@ -101,6 +120,18 @@ Group MeshGroups::group_of(const DeviceMesh& part) const {
                               fmt::format("{} on rank {}", part.to_string(), state_->world.rank()),
                               "a mesh that contains this rank", "check contains(rank) first"));
   return state_->world.group_of(part.ranks());
+}
+
+std::vector<MeshGroups> MeshGroups::all() {
+  std::vector<std::shared_ptr<State>> held;
+  {
+    State::Known& known = State::Known::instance();
+    const std::lock_guard lock(known.mutex);
+    held = known.held();
+  }
+  std::vector<MeshGroups> meshes;
+  for (std::shared_ptr<State>& state : held) meshes.push_back(MeshGroups(std::move(state)));
+  return meshes;
 }
 
 MeshGroups MeshGroups::with_mesh(const DeviceMesh& mesh) const { return {state_->world, mesh}; }

@@ -9,11 +9,13 @@
 #include "penstock/base/describe.h"
 #include "penstock/base/env.h"
 #include "penstock/dtensor/tensor/composites.h"
+#include "penstock/dtensor/tensor/dtensor_codec.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
 #include "penstock/errors.h"
 #include "penstock/mesh/local_shard.h"
 #include "penstock/mode.h"
 #include "penstock/step_context.h"
+#include "penstock/tensor_parallel.h"
 #include "penstock/torch/compat/dtype.h"
 #include "penstock/torch/dispatch/operator_hook.h"
 
@@ -270,6 +272,10 @@ SpecPtr spec_of_parts(const at::Tensor& local, const comm::MeshGroups& mesh, con
 
 thread_local bool implicit_replication = false;
 
+// In this file, which every program with distributed tensors links: a stored call may make the first one of
+// the process.
+[[maybe_unused]] const bool has_codec = (detail::register_dtensor_codec(), true);
+
 }  // namespace
 
 namespace detail {
@@ -329,8 +335,9 @@ at::Tensor DTensorPayload::rebuild_gradient(const std::vector<at::Tensor>& inner
 bool DTensorPayload::same_context(const Payload& other) const {
   if (typeid(other) != typeid(DTensorPayload)) return false;
   const auto& theirs = static_cast<const DTensorPayload&>(other);
-  return spec == theirs.spec && boundary == theirs.boundary && copied_view == theirs.copied_view &&
-         mesh == theirs.mesh;
+  const bool same_boundary =
+      boundary == theirs.boundary || (boundary && theirs.boundary && *boundary == *theirs.boundary);
+  return spec == theirs.spec && same_boundary && copied_view == theirs.copied_view && mesh == theirs.mesh;
 }
 
 at::Tensor DTensorPayload::with_context_of(const at::Tensor&, const Payload& other) const {

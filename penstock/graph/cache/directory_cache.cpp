@@ -142,7 +142,7 @@ std::optional<Bytes> DirectoryCache::find(const CacheKey& key) const {
   return entry;
 }
 
-CacheLookup DirectoryCache::find_or_reserve(const CacheKey& key, std::string_view what) const {
+CacheLookup DirectoryCache::find_or_reserve(const CacheKey& key, std::string_view what, Busy busy) const {
   CacheLookup lookup;
   if (!usable_) {
     count([](CacheCounts& counts) { ++counts.misses; });
@@ -156,14 +156,15 @@ CacheLookup DirectoryCache::find_or_reserve(const CacheKey& key, std::string_vie
   const fs::path file = file_of(key);
   fs::path lock_file = file;
   lock_file.replace_extension(".lock");
-  EntryLock lock = EntryLock::acquire(lock_file, options_.longest_wait, [&] { return file_exists(file); });
+  const auto longest_wait = busy == Busy::Wait ? options_.longest_wait : std::chrono::milliseconds(0);
+  EntryLock lock = EntryLock::acquire(lock_file, longest_wait, [&] { return file_exists(file); });
   const bool waited = lock.waited();
   // Also if it did not wait: another process may have stored the entry, and released the lock, since the look
   // above.
   lookup.entry = read(key, /*first=*/false);
   if (!lookup.entry && lock.outcome() == EntryLock::Outcome::Done) {
     // A damaged entry, which another process is replacing.
-    lock = EntryLock::acquire(lock_file, options_.longest_wait, [] { return false; });
+    lock = EntryLock::acquire(lock_file, longest_wait, [] { return false; });
     lookup.entry = read(key, /*first=*/false);
   }
   if (lookup.entry) {
@@ -172,6 +173,7 @@ CacheLookup DirectoryCache::find_or_reserve(const CacheKey& key, std::string_vie
   }
   count([](CacheCounts& counts) { ++counts.misses; });
   if (!lock.held()) {
+    if (busy == Busy::GoOn && lock.outcome() == EntryLock::Outcome::TimedOut) return lookup;
     warn_about(lock_file, fmt::format("{}; {} is compiled without the cache", lock.why(), what));
     return lookup;
   }

@@ -79,8 +79,13 @@ class DirectoryCache {
  public:
   explicit DirectoryCache(DirectoryCacheOptions options);
 
-  // Returns the entry; or waits for the process that is making it; or reserves it. `what` is for messages.
-  CacheLookup find_or_reserve(const CacheKey& key, std::string_view what) const;
+  // What to do if another process is making the entry.
+  enum class Busy : std::uint8_t {
+    Wait,
+    GoOn  // without a reservation
+  };
+  // Returns the entry; or reserves it, or does what `busy` says. `what` is for messages.
+  CacheLookup find_or_reserve(const CacheKey& key, std::string_view what, Busy busy = Busy::Wait) const;
   // Returns the entry if there is one.
   std::optional<Bytes> find(const CacheKey& key) const;
   // Replaces an entry, or adds it, without a reservation.

@@ -18,8 +18,9 @@ enum class ConstantKind : std::uint8_t {
   BoolList,
   List,  // of anything
   StringList,
-  Tensor  // undefined, or a number wrapped in a tensor
+  Tensor,      // undefined, or a number wrapped in a tensor
+  ContextText  // text that differs between processes (ContextCodec::encode_text)
 };
-constexpr ConstantKind last_of(ConstantKind) { return ConstantKind::Tensor; }
+constexpr ConstantKind last_of(ConstantKind) { return ConstantKind::ContextText; }
 
 }  // namespace penstock::graph

@@ -7,7 +7,9 @@
 #pragma once
 
 #include <concepts>
+#include <memory>
 #include <type_traits>
+#include <utility>
 
 #include "penstock/graph/ir/joint_graph.h"
 #include "penstock/graph/ir/metadata.h"
@@ -26,6 +28,24 @@ constexpr OutputType last_of(OutputType) { return OutputType::Other; }
 constexpr TangentInfo::Kind last_of(TangentInfo::Kind) { return TangentInfo::Kind::IntermediateBase; }
 constexpr NumberExpression::Form last_of(NumberExpression::Form) {
   return NumberExpression::Form::QuotientOfRoot;
+}
+constexpr Phase last_of(Phase) { return Phase::Backward; }
+constexpr StateKind last_of(StateKind) { return StateKind::Generator; }
+
+// Something that may be absent.
+template <class Archive, class T>
+void archive_shared(Archive& archive, std::shared_ptr<const T>& shared) {
+  bool any = shared != nullptr;
+  archive(any);
+  if (!any) return;
+  T value;
+  archive(value);
+  shared = std::make_shared<const T>(std::move(value));
+}
+template <class Archive, class T>
+void archive_shared(Archive& archive, const std::shared_ptr<const T>& shared) {
+  archive(shared != nullptr);
+  if (shared) archive(*shared);
 }
 
 template <class Archive, Is<InputInfo> T>
@@ -58,8 +78,10 @@ void fields(Archive& archive, T& info) {
 
 template <class Archive, Is<ViewAndMutationMeta> T>
 void fields(Archive& archive, T& meta) {
-  auto& [inputs, outputs, bases, keep, tangents, grad_mode_after, symbols, static_inputs] = meta;
-  archive(inputs, outputs, bases, keep, tangents, grad_mode_after, symbols, static_inputs);
+  auto& [inputs, outputs, bases, keep, tangents, grad_mode_after, symbols, static_inputs, tokens,
+         backward_tokens, explicit_random_states, random_states, backward_random_states] = meta;
+  archive(inputs, outputs, bases, keep, tangents, grad_mode_after, symbols, static_inputs, tokens,
+          backward_tokens, explicit_random_states, random_states, backward_random_states);
 }
 
 template <class Archive, Is<PlainTensorMeta> T>
@@ -74,21 +96,20 @@ void fields(Archive& archive, T& layout) {
   archive(inputs, outputs, in_mutated_input, tangents, gradients);
 }
 
+// Without the generator that a function has passed itself: its nodes hold it, and are refused.
+template <class Archive, Is<StateChain> T>
+void fields(Archive& archive, T& chain) {
+  auto& [kind, phase, name, device, generator] = chain;
+  archive(kind, phase, name, device);
+}
+
 template <class Archive, Is<JointGraph> T>
 void fields(Archive& archive, T& joint) {
-  auto& [graph, primals, forward_outputs, tangents, written_in_backward, written_in_graph, subclasses] =
-      joint;
-  archive(graph, primals, forward_outputs, tangents, written_in_backward, written_in_graph);
-  bool any = subclasses != nullptr;
-  archive(any);
-  if (!any) return;
-  if constexpr (Archive::kReads) {
-    SubclassLayout layout;
-    archive(layout);
-    subclasses = std::make_shared<const SubclassLayout>(std::move(layout));
-  } else {
-    archive(*subclasses);
-  }
+  auto& [graph, primals, forward_outputs, tangents, written_in_backward, written_in_graph, subclasses,
+         states] = joint;
+  // First: text in the graph may refer to the contexts of subclasses.
+  archive_shared(archive, subclasses);
+  archive(graph, primals, forward_outputs, tangents, written_in_backward, written_in_graph, states);
 }
 
 template <class Archive, Is<SizeExpression::Term> T>

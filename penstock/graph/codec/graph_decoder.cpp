@@ -6,10 +6,9 @@
 #include <cstring>
 #include <limits>
 
-#include "penstock/context_codec.h"
 #include "penstock/errors.h"
 #include "penstock/fake.h"
-#include "penstock/graph/codec/constant_kind.h"
+#include "penstock/graph/ir/state_operator.h"
 #include "penstock/torch/compat/dtype.h"
 
 namespace penstock::graph {
@@ -34,7 +33,7 @@ void GraphDecoder::expect_end() {
 void GraphDecoder::read_tables() {
   for (std::size_t left = in_.count(16); left > 0; --left) {
     const std::string name = in_.text(), overload = in_.text();
-    const auto found = c10::Dispatcher::singleton().findSchema({name, overload});
+    const auto found = find_operator(name, overload);
     if (!found)
       fail(fmt::format("this LibTorch has no operator {}{}{}", name, overload.empty() ? "" : ".", overload));
     operators_.push_back(*found);
@@ -46,10 +45,7 @@ void GraphDecoder::read_tables() {
   for (std::size_t left = in_.count(1); left > 0; --left) tensors_.push_back(read_tensor());
   const std::size_t constants = in_.count(5);
   constants_.reserve(constants);
-  for (std::size_t i = 0; i < constants; ++i) {
-    const auto symbolic = in_.number<SymbolicId>();
-    constants_.push_back({read_constant(), symbolic});
-  }
+  for (std::size_t i = 0; i < constants; ++i) read_constant(constants_.emplace_back());
   for (std::size_t left = in_.count(1); left > 0; --left) {
     SymbolicTable table;
     item(table);
@@ -162,11 +158,57 @@ at::Tensor GraphDecoder::read_tensor() {
   return tensor;
 }
 
-c10::IValue GraphDecoder::read_constant(int depth) {
+ConstantKind GraphDecoder::read_kind() { return in_.choice(last_of(ConstantKind{})); }
+
+void GraphDecoder::read_constant(Constant& constant) {
+  constant.symbolic = in_.number<SymbolicId>();
+  const ConstantKind kind = read_kind();
+  if (kind != ConstantKind::ContextText) {
+    constant.value = read_value(kind, 0);
+    return;
+  }
+  std::string of = in_.text();
+  const auto bytes = in_.take(in_.count());
+  constant.text = ContextText{std::move(of), Bytes(bytes.begin(), bytes.end())};
+}
+
+template <class Decode>
+auto GraphDecoder::by_codec(const Decode& decode) const {
+  try {
+    return decode();
+  } catch (const StateError& error) {
+    throw StateError(fmt::format("{}: {}", in_.name(), error.what()));
+  } catch (const CommError&) {
+    throw;
+  } catch (const std::exception& error) {
+    fail(error.what());
+  }
+}
+
+const ContextCodec& GraphDecoder::codec_of(const std::string& kind) const {
+  const ContextCodec* codec = find_context_codec(kind);
+  if (!codec)
+    throw StateError(
+        fmt::format("{}: a tensor subclass of kind '{}', for which this process has no codec; call "
+                    "register_context_codec for it at the start of the program",
+                    in_.name(), kind));
+  return *codec;
+}
+
+const c10::IValue& GraphDecoder::value_of(Constant& constant) const {
+  if (!constant.text) return constant.value;
+  const ContextCodec& codec = codec_of(constant.text->kind);
+  if (!codec.decode_text) fail("text of a context whose codec has none");
+  constant.value = by_codec([&] { return codec.decode_text(constant.text->bytes, samples_); });
+  constant.text.reset();
+  return constant.value;
+}
+
+c10::IValue GraphDecoder::read_value(ConstantKind kind, int depth) {
   const auto list = [&](std::size_t least, const auto& each) {
     for (std::size_t left = in_.count(least); left > 0; --left) each();
   };
-  switch (in_.choice(last_of(ConstantKind{}))) {
+  switch (kind) {
     case ConstantKind::None:
       return {};
     case ConstantKind::Int:
@@ -204,13 +246,13 @@ c10::IValue GraphDecoder::read_constant(int depth) {
     case ConstantKind::List: {
       if (depth >= kDeepest) fail("lists nested too deeply");
       c10::impl::GenericList items(c10::AnyType::get());
-      list(1, [&] { items.push_back(read_constant(depth + 1)); });
+      list(1, [&] { items.push_back(read_value(read_kind(), depth + 1)); });
       return items;
     }
     case ConstantKind::StringList: {
       c10::List<std::string> items;
       list(1, [&] {
-        const c10::IValue each = read_constant(kDeepest);
+        const c10::IValue each = read_value(read_kind(), kDeepest);
         if (!each.isString()) fail("a list of strings that has something else");
         items.push_back(each.toStringRef());
       });
@@ -218,8 +260,10 @@ c10::IValue GraphDecoder::read_constant(int depth) {
     }
     case ConstantKind::Tensor:
       return entry(tensors_);
+    case ConstantKind::ContextText:
+      break;
   }
-  fail("a constant of unknown kind");
+  fail("a constant of unknown kind, or text of a context in a list");
 }
 
 void GraphDecoder::check(const InputInfo& info) const {
@@ -299,9 +343,8 @@ void GraphDecoder::read_operand(Operand& operand, std::size_t values) {
   switch (operand.kind) {
     case Operand::Kind::Constant: {
       if (payload >= constants_.size()) fail("a constant that does not exist");
-      const Constant& constant = constants_[payload];
-      operand.constant = constant.value;
-      operand.symbolic = constant.symbolic;
+      operand.constant = value_of(constants_[payload]);
+      operand.symbolic = constants_[payload].symbolic;
       return;
     }
     case Operand::Kind::Tensor:
@@ -419,14 +462,12 @@ void GraphDecoder::item(FlattenRecord& record) {
     next += attribute.count();
   }
   if (next != meta.first_flat + meta.count) fail("a subclass with another number of tensors");
-  const ContextCodec* codec = find_context_codec(flat.kind);
-  if (!codec)
-    fail(fmt::format("a tensor subclass of kind '{}', which this process does not know", flat.kind));
+  const ContextCodec& codec = codec_of(flat.kind);
   flat.geometry = meta.outer;
   for (const auto& [name, attribute] : meta.attributes) {
     at::Tensor inner;
     if (attribute.is_subclass()) {
-      inner = sample_of(attribute.subclass());
+      inner = attribute.subclass().sample();
     } else {
       if (!attribute.plain().geometry) fail("a subclass around something that is not a tensor");
       const Geometry& geometry = *attribute.plain().geometry;
@@ -437,22 +478,11 @@ void GraphDecoder::item(FlattenRecord& record) {
     }
     flat.tensors.emplace_back(name, std::move(inner));
   }
-  at::Tensor sample;
-  try {
-    sample = codec->decode(context, flat, samples_);
-  } catch (const std::exception& error) {
-    fail(error.what());
-  }
+  const at::Tensor sample = by_codec([&] { return codec.decode(context, flat, samples_); });
   if (!is_subclass(sample) || payload_of(sample)->kind() != flat.kind)
     fail("a codec that returns another kind");
   meta.like = PayloadPtr::reclaim_copy(payload_of(sample));
   record = FlattenRecord(std::move(meta));
-}
-
-at::Tensor GraphDecoder::sample_of(const SubclassMeta& meta) {
-  std::vector<at::Tensor> inner;
-  for (const auto& [name, tensor] : meta.like->inner_tensors()) inner.push_back(tensor);
-  return meta.like->rebuild(inner, meta.outer);
 }
 
 }  // namespace penstock::graph

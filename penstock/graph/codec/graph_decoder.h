@@ -6,7 +6,9 @@
 //
 // Bytes that are not what an encoder wrote are a ValueError with the name and the byte offset: nothing is
 // read outside of them, and no more memory is allocated than a multiple of their size. An operator that this
-// LibTorch does not have is one, too. Graphs are verified. Indices that refer from one item to another (a
+// LibTorch does not have is one, too. Sound bytes with contexts of subclasses that this process does not have
+// (a kind without a codec, a mesh) are a StateError; a graph whose text refers to contexts may wait for other
+// processes (ContextCodec::decode_text). Graphs are verified. Indices that refer from one item to another (a
 // base_index, a flat_index) are checked by who knows both (capture_codec.h). Thread safety: one thread at a
 // time.
 #pragma once
@@ -22,7 +24,9 @@
 #include <variant>
 #include <vector>
 
+#include "penstock/context_codec.h"
 #include "penstock/graph/cache/byte_stream.h"
+#include "penstock/graph/codec/constant_kind.h"
 #include "penstock/graph/codec/fields.h"
 #include "penstock/graph/ir/graph.h"
 #include "penstock/graph/ir/subclass_record.h"
@@ -101,7 +105,7 @@ class GraphDecoder {
   void item(StridedLayout& layout);
   void item(WrapperGeometry& geometry);
   void item(Geometry& geometry) { geometry = entry(geometries_); }
-  void item(c10::IValue& value) { value = entry(constants_).value; }
+  void item(c10::IValue& value) { value = value_of(entry(constants_)); }
   void item(at::Tensor& tensor) { tensor = entry(tensors_); }
   void item(Operand& operand);
   void item(Graph& graph);
@@ -110,13 +114,19 @@ class GraphDecoder {
   void item(FlattenRecord& record);
 
  private:
+  // ContextCodec::encode_text.
+  struct ContextText {
+    std::string kind;
+    Bytes bytes;
+  };
   struct Constant {
     c10::IValue value;
     SymbolicId symbolic = kNotSymbolic;
+    std::optional<ContextText> text;  // the value is known when it is asked for
   };
 
   template <class T>
-  const T& entry(const std::vector<T>& table) {
+  T& entry(std::vector<T>& table) {
     const auto index = in_.number<std::uint32_t>();
     if (index >= table.size()) fail("an entry of a table that does not exist");
     return table[index];
@@ -128,12 +138,17 @@ class GraphDecoder {
   }
   void read_tables();
   Geometry read_geometry();
-  c10::IValue read_constant(int depth = 0);
+  void read_constant(Constant& constant);
+  c10::IValue read_value(ConstantKind kind, int depth);
+  ConstantKind read_kind();
+  const c10::IValue& value_of(Constant& constant) const;
+  const ContextCodec& codec_of(const std::string& kind) const;
+  // Calls a codec, which throws its own errors.
+  template <class Decode>
+  auto by_codec(const Decode& decode) const;
   at::Tensor read_memory();
   at::Tensor read_tensor();
   ViewStep view_step();
-  // A tensor with the payload of a record, around fake tensors.
-  static at::Tensor sample_of(const SubclassMeta& meta);
   void read_operand(Operand& operand, std::size_t values);
   void check(const InputInfo& info) const;
   void check(const SymbolicTable& table) const;

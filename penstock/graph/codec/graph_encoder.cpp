@@ -124,11 +124,35 @@ GraphEncoder::Index GraphEncoder::tensor_index(const at::Tensor& tensor) {
   return enter(tensors_.known, tensors_.bytes, entry);
 }
 
-GraphEncoder::Index GraphEncoder::constant_index(const c10::IValue& value, SymbolicId symbolic) {
+GraphEncoder::Index GraphEncoder::constant_index(const c10::IValue& value, SymbolicId symbolic,
+                                                 const std::string& argument) {
   ByteWriter entry;
   entry.number(symbolic);
-  constant(entry, value);
+  const bool may_refer = !argument.empty() && !contexts_.empty() && value.isString();
+  const Bytes text = may_refer ? context_text(argument, value.toStringRef()) : Bytes();
+  if (text.empty())
+    constant(entry, value);
+  else
+    entry.raw(text);
   return enter(constants_.known, constants_.bytes, entry);
+}
+
+const Bytes& GraphEncoder::context_text(const std::string& argument, const std::string& text) {
+  const auto [known, is_new] = context_texts_.try_emplace({argument, text});
+  if (!is_new) return known->second;
+  for (const PayloadPtr& context : contexts_) {
+    const std::string kind(context->kind());
+    const auto bytes = find_context_codec(kind)->encode_text(*context, argument, text);
+    if (!bytes) continue;
+    ByteWriter entry;
+    entry.number(static_cast<std::uint8_t>(ConstantKind::ContextText));
+    entry.text(kind);
+    entry.count(bytes->size());
+    entry.raw(*bytes);
+    known->second = std::move(entry.bytes);
+    break;
+  }
+  return known->second;
 }
 
 void GraphEncoder::constant(ByteWriter& out, const c10::IValue& value) {
@@ -166,7 +190,7 @@ void GraphEncoder::constant(ByteWriter& out, const c10::IValue& value) {
   refuse(fmt::format("a constant of kind {}", value.tagKind()));
 }
 
-void GraphEncoder::operand_words(const Operand& operand) {
+void GraphEncoder::operand_words(const Operand& operand, const std::string& argument) {
   const auto& [kind, constant, values, symbolic] = operand;
   const auto word = [&](std::uint32_t payload) {
     PENSTOCK_INVARIANT(payload < (1U << 30), "a graph is too large for its stored form");
@@ -177,7 +201,7 @@ void GraphEncoder::operand_words(const Operand& operand) {
   };
   switch (kind) {
     case Operand::Kind::Constant:
-      return word(constant_index(constant, symbolic));
+      return word(constant_index(constant, symbolic, argument));
     case Operand::Kind::Tensor:
       return word(id(values[0]));
     case Operand::Kind::TensorList:
@@ -224,7 +248,9 @@ void GraphEncoder::item(const Graph& graph) {
                        "a node with too many operands");
     out_.number(static_cast<std::uint32_t>(arguments.size()) << 16 |
                 static_cast<std::uint32_t>(results.size()));
-    for (const Operand& operand : arguments) operand_words(operand);
+    const auto& schema = op.schema().arguments();
+    for (std::size_t i = 0; i < arguments.size(); ++i)
+      i < schema.size() ? operand_words(arguments[i], schema[i].name()) : operand_words(arguments[i]);
     for (const Operand& operand : results) operand_words(operand);
   }
   item(outputs);
@@ -251,7 +277,22 @@ void GraphEncoder::item(const FlattenRecord& record) {
         "{}: a tensor subclass of kind {} cannot be saved, because its context has no form in bytes; call "
         "register_context_codec for it at the start of the program",
         who_, kind));
+  if (codec->encode_text) contexts_.push_back(like);
   (*this)(kind, first_flat, count, attributes, outer, codec->encode(*like));
+}
+
+void GraphEncoder::refer_to(const FlattenRecord& record) {
+  if (!record.is_subclass()) return;
+  const SubclassMeta& meta = record.subclass();
+  const ContextCodec* codec = find_context_codec(std::string(meta.kind()));
+  if (codec && codec->encode_text) contexts_.push_back(meta.like);
+  for (const auto& [name, attribute] : meta.attributes) refer_to(attribute);
+}
+
+void GraphEncoder::refer_to(const SubclassLayout& layout) {
+  for (const auto* records :
+       {&layout.inputs, &layout.forward_outputs, &layout.tangents, &layout.input_gradients})
+    for (const FlattenRecord& record : *records) refer_to(record);
 }
 
 Bytes GraphEncoder::finish() {

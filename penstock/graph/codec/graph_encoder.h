@@ -7,16 +7,18 @@
 // What occurs many times is written once, in tables in front: operators by name, geometries, constants,
 // tensors by the memory that they use, tables of symbols. The same tensor, or table, of several graphs is the
 // same again after reading. Every bit is kept: also strides, offsets, lazy conjugates and the payload of a
-// NaN.
+// NaN. Text that only this process understands, such as the name of a process group, is written as the
+// contexts of subclasses say (penstock/context_codec.h); they must be written, or referred to, before it.
 //
 // Throws NotImplemented, naming it, for what has no form in bytes: constants that are objects (generators),
-// subclasses among constants, kinds of subclasses without a codec (subclass_codec.h).
+// subclasses among constants, kinds of subclasses without a codec.
 // Thread safety: one thread at a time.
 #pragma once
 
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <span>
 #include <string>
@@ -47,6 +49,8 @@ class GraphEncoder {
   void operator()(const Items&... items) {
     (item(items), ...);
   }
+  // Text in graphs from here on may refer to the contexts of these tensors, which are not written.
+  void refer_to(const SubclassLayout& layout);
   // The tables, then everything that was written. The encoder is empty afterwards.
   Bytes finish();
 
@@ -102,12 +106,16 @@ class GraphEncoder {
 
   Index operator_index(const c10::OperatorHandle& op);
   Index geometry_index(const Geometry& geometry);
-  Index constant_index(const c10::IValue& value, SymbolicId symbolic);
+  Index constant_index(const c10::IValue& value, SymbolicId symbolic, const std::string& argument = {});
   Index tensor_index(const at::Tensor& tensor);
   Index memory_index(const at::Tensor& tensor);
   Index table_index(const std::shared_ptr<const SymbolicTable>& table);
   void constant(ByteWriter& out, const c10::IValue& value);
-  void operand_words(const Operand& operand);
+  // `argument`: what the operand is for its operator; empty if it is none.
+  void operand_words(const Operand& operand, const std::string& argument = {});
+  void refer_to(const FlattenRecord& record);
+  // The entry of text that a context has bytes for; empty if none has.
+  const Bytes& context_text(const std::string& argument, const std::string& text);
   // Adds an entry to a table unless it is there.
   static Index enter(Table& table, ByteWriter& entries, const ByteWriter& entry);
   [[noreturn]] void refuse(const std::string& what) const;
@@ -122,7 +130,9 @@ class GraphEncoder {
   std::unordered_map<std::size_t, Index> operator_of_;  // by operator_index()
   std::unordered_map<const void*, Index> memory_of_, table_of_;
   std::vector<std::shared_ptr<const SymbolicTable>> tables_;
-  std::vector<at::Tensor> held_;  // so that no memory is used again under the same address
+  std::vector<at::Tensor> held_;      // so that no memory is used again under the same address
+  std::vector<PayloadPtr> contexts_;  // those with text of their own
+  std::map<std::pair<std::string, std::string>, Bytes> context_texts_;  // by argument and text
 };
 
 }  // namespace penstock::graph

@@ -66,7 +66,8 @@ class Planner {
     std::vector<char> kept(static_cast<std::size_t>(graph_.storages), 0);
     const auto keep = [&](ValueId value) { kept[index_of(graph_[value].storage)] = 1; };
     for (const Node& node : graph_.nodes) {
-      if (node.op.operator_name().name.starts_with("aten::")) continue;
+      const std::string& name = node.op.operator_name().name;
+      if (name.starts_with("aten::") || name.starts_with("penstock_random::aten__")) continue;
       for_each_value(node.arguments, keep);
       for_each_value(node.results, keep);
     }

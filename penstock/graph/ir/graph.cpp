@@ -5,13 +5,14 @@
 #include <algorithm>
 #include <array>
 #include <functional>
+#include <map>
 #include <mutex>
-#include <set>
 #include <string_view>
 
 #include "penstock/base/describe.h"
 #include "penstock/compile_options.h"
 #include "penstock/errors.h"
+#include "penstock/graph/ir/state_operator.h"
 #include "penstock/graph/ir/symbolic_table.h"
 #include "penstock/operator_traits.h"
 
@@ -42,22 +43,59 @@ bool is_true(const Operand& operand) {
   return operand.kind == Operand::Kind::Constant && operand.constant.isBool() && operand.constant.toBool();
 }
 
-// Operators with side effects by name, without overloads. Includes the collectives of this library from the
-// start, and the wait for a collective whose result is unused, because it releases what the collective holds.
+// Operators with side effects by name, without overloads, and their effects. Includes the collectives of this
+// library from the start, and the wait for a collective whose result is unused, because it releases what the
+// collective holds.
 struct SideEffects {
+  SideEffects() {
+    for (const char* name :
+         {"all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast",
+          "all_gather_flat", "reduce_scatter_flat", "wait_tensor"})
+      effects.emplace(fmt::format("penstock::{}", name), kOrdered);
+  }
+
+  static constexpr const char* kOrdered = "ordered";
   std::mutex mutex;
-  std::set<std::string, std::less<>> names{"penstock::all_reduce",
-                                           "penstock::all_gather_into_tensor",
-                                           "penstock::reduce_scatter_tensor",
-                                           "penstock::all_to_all_single",
-                                           "penstock::broadcast",
-                                           "penstock::all_gather_flat",
-                                           "penstock::reduce_scatter_flat",
-                                           "penstock::wait_tensor"};
+  std::map<std::string, std::string, std::less<>> effects;
   static SideEffects& instance() {
     static SideEffects& effects = *new SideEffects;
     return effects;
   }
+};
+
+// Which operators draw random numbers: those with LibTorch's tag, and those that take a generator, since not
+// all have the tag in all versions.
+class RandomOperators {
+ public:
+  static RandomOperators& instance() {
+    static RandomOperators& operators = *new RandomOperators;
+    return operators;
+  }
+  bool contains(const c10::OperatorHandle& op) {
+    const std::size_t index = operator_index(op);
+    const std::lock_guard lock(mutex_);
+    if (index >= known_.size()) known_.resize(index + 64, Known::No);
+    if (known_[index] == Known::No) known_[index] = draws(op) ? Known::Random : Known::Other;
+    return known_[index] == Known::Random;
+  }
+
+ private:
+  enum class Known : std::uint8_t { No, Random, Other };
+
+  static bool draws(const c10::OperatorHandle& op) {
+    if (op.hasTag(at::Tag::nondeterministic_seeded)) return true;
+    // Draws from a state that it is given.
+    if (operator_inside(op)) return false;
+    for (const c10::Argument& argument : op.schema().arguments()) {
+      c10::TypePtr type = argument.type();
+      if (const auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
+      if (type->kind() == c10::TypeKind::GeneratorType) return true;
+    }
+    return false;
+  }
+
+  std::mutex mutex_;
+  std::vector<Known> known_;  // by operator_index()
 };
 
 [[noreturn]] void malformed(const Graph& graph, std::size_t node, const std::string& why) {
@@ -235,18 +273,29 @@ bool has_side_effect(const Node& node) {
   if (traits.returns.empty()) return !traits.mutates;
   const std::string& name = node.op.operator_name().name;
   if (name.starts_with("aten::")) return false;
+  if (name.starts_with("penstock_effect::")) return true;
   SideEffects& effects = SideEffects::instance();
   const std::lock_guard lock(effects.mutex);
-  return effects.names.contains(name);
+  return effects.effects.contains(name);
 }
 
-void register_side_effect(const std::string& op) {
+std::string effect_of(const Node& node) {
   SideEffects& effects = SideEffects::instance();
   const std::lock_guard lock(effects.mutex);
-  effects.names.insert(op);
+  const auto found = effects.effects.find(node.op.operator_name().name);
+  return found == effects.effects.end() ? SideEffects::kOrdered : found->second;
 }
 
-bool is_random(const Node& node) { return node.op.hasTag(at::Tag::nondeterministic_seeded); }
+void register_side_effect(const std::string& op, const std::string& effect) {
+  if (effect.empty() || effect.find_first_of("[]\n") != std::string::npos)
+    throw ValueError(describe(fmt::format("graph: the effect of {}", op), "'" + effect + "'",
+                              "a name without brackets", "leave it out for the usual one"));
+  SideEffects& effects = SideEffects::instance();
+  const std::lock_guard lock(effects.mutex);
+  effects.effects.insert_or_assign(op, effect);
+}
+
+bool is_random(const Node& node) { return RandomOperators::instance().contains(node.op); }
 
 std::size_t count_writes(const Graph& graph) {
   return static_cast<std::size_t>(

@@ -159,13 +159,17 @@ bool ViewAndMutationMeta::operator==(const ViewAndMutationMeta& other) const {
   return inputs == other.inputs && outputs == other.outputs &&
          intermediate_bases == other.intermediate_bases &&
          keep_input_mutations == other.keep_input_mutations &&
+         explicit_random_states == other.explicit_random_states &&
+         random_states.size() == other.random_states.size() && backward_tokens == other.backward_tokens &&
          std::equal(tangents.begin(), tangents.end(), other.tangents.begin(), other.tangents.end(),
                     same_tangent);
 }
 
 bool ViewAndMutationMeta::same_in_every_field(const ViewAndMutationMeta& other) const {
   return *this == other && tangents == other.tangents && grad_mode_after == other.grad_mode_after &&
-         symbols_for_backward == other.symbols_for_backward && static_inputs == other.static_inputs;
+         symbols_for_backward == other.symbols_for_backward && static_inputs == other.static_inputs &&
+         tokens == other.tokens && random_states == other.random_states &&
+         backward_random_states == other.backward_random_states;
 }
 
 bool ViewAndMutationMeta::needs_autograd() const {

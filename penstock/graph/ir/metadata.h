@@ -103,6 +103,15 @@ struct ViewAndMutationMeta {
   std::size_t symbols_for_backward = 0;
   // Inputs that are the same tensors in every call, normally at the same address: parameters and buffers.
   std::vector<std::size_t> static_inputs;
+  // The effects whose tokens forward takes and returns, in the order of these inputs, and the number of those
+  // of backward (CompileOptions::effect_tokens).
+  std::vector<std::string> tokens;
+  std::size_t backward_tokens = 0;
+  // Random operators take and return the states of generators (CompileOptions::explicit_random_states): those
+  // that forward draws from, in the order of these inputs, and the number of those of backward.
+  bool explicit_random_states = false;
+  std::vector<std::string> random_states;
+  std::size_t backward_random_states = 0;
 
   // ---- derived ----
   std::vector<std::size_t> mutated_at_run_time() const;  // written after the graph has run
@@ -119,6 +128,8 @@ struct ViewAndMutationMeta {
   std::size_t forward_returns() const {
     return mutated_at_run_time().size() + outputs.size() + intermediate_bases;
   }
+  // With the states of generators, which come after them. Tokens come before and are not counted.
+  std::size_t forward_outputs() const { return forward_returns() + random_states.size(); }
   // The index, among the forward returns, of the value that a tangent is the gradient of.
   std::size_t forward_return_of(const TangentInfo& tangent) const;
   // Whether some result has a gradient.
@@ -127,11 +138,12 @@ struct ViewAndMutationMeta {
   bool dynamic_outputs() const;
 
   // Whether two functions may use one compiled graph: inputs, outputs, the number of bases,
-  // keep_input_mutations, and the number, sizes and dtypes of the tangents are equal. Nothing else counts:
-  // what a tangent belongs to follows from inputs and outputs, and symbols_for_backward from the graph.
+  // keep_input_mutations, explicit_random_states, the number of random_states, the number, sizes and dtypes
+  // of the tangents, and the number of backward_tokens are equal. Nothing else counts: what a tangent belongs
+  // to follows from inputs and outputs, and symbols_for_backward from the graph.
   bool operator==(const ViewAndMutationMeta& other) const;
-  // Also what operator== ignores: tangents by their whole layout, the grad mode afterwards, and the number of
-  // symbols of backward.
+  // Also what operator== ignores: tangents by their whole layout, the grad mode afterwards, the number of
+  // symbols of backward, and which tokens and generators there are.
   bool same_in_every_field(const ViewAndMutationMeta& other) const;
 };
 

@@ -53,6 +53,12 @@ std::vector<at::Tensor> plain_parts(const at::Tensor& tensor) {
 
 at::Tensor to_fake_parts(const at::Tensor& tensor) { return penstock::to_fake_parts(tensor); }
 
+at::Tensor SubclassMeta::sample() const {
+  std::vector<at::Tensor> inner;
+  for (const auto& [name, tensor] : like->inner_tensors()) inner.push_back(tensor);
+  return like->rebuild(inner, outer);
+}
+
 std::string SubclassMeta::to_text() const { return kind_and_context(*like); }
 
 bool SubclassMeta::operator==(const SubclassMeta& other) const {

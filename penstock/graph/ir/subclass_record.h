@@ -58,6 +58,8 @@ struct SubclassMeta {
   PayloadPtr like;                                                // kind and context, around fake tensors
 
   std::string_view kind() const { return like->kind(); }
+  // A tensor of this kind and context, around fake tensors.
+  at::Tensor sample() const;
   // "DTensor [S(0)]"
   std::string to_text() const;
   bool operator==(const SubclassMeta& other) const;

@@ -285,7 +285,8 @@ JointGraph bind(const JointGraph& joint, const SymbolValues& values) {
                    joint.tangents,
                    joint.written_in_backward,
                    joint.written_in_graph,
-                   {}};
+                   {},
+                   joint.states};
   if (!joint.graph.table) return bound;
   const Binding binding(*joint.graph.table, values);
   for (TangentInfo& tangent : bound.tangents) binding.bind(tangent.geometry, /*may_be_unknown=*/false);

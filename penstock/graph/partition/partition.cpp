@@ -111,9 +111,12 @@ ForwardBackwardSplit forward_backward_split(const JointGraph& joint) {
                               std::vector<char>(graph.values.size(), 0),
                               std::vector<char>(graph.values.size(), 0)};
   std::vector<char> needed(graph.values.size(), 0);
-  for (std::size_t i = 0; i < joint.forward_outputs; ++i)
-    for (const ValueId value : graph.outputs[i].values)
+  const auto need = [&](std::size_t output) {
+    for (const ValueId value : graph.outputs[output].values)
       if (value != kNoValue) needed[index_of(value)] = 1;
+  };
+  for (std::size_t i = 0; i < joint.forward_outputs; ++i) need(i);
+  for (std::size_t i = 0; i < joint.states_of(Phase::Forward); ++i) need(joint.first_state_output() + i);
   for (std::size_t i = graph.nodes.size(); i-- > 0;) {
     const Node& node = graph.nodes[i];
     bool needs = must_run(node) && node.phase == Phase::Forward;
@@ -123,7 +126,12 @@ ForwardBackwardSplit forward_backward_split(const JointGraph& joint) {
     for_each_value(node.results, [&](ValueId value) { halves.from_forward[index_of(value)] = 1; });
     for_each_value(node.arguments, [&](ValueId value) { needed[index_of(value)] = 1; });
   }
-  for (std::size_t i = 0; i < joint.primals; ++i) halves.from_forward[index_of(graph.inputs[i].value)] = 1;
+  const auto is_of_forward = [&](std::size_t input) {
+    halves.from_forward[index_of(graph.inputs[input].value)] = 1;
+  };
+  for (std::size_t i = 0; i < joint.primals; ++i) is_of_forward(i);
+  for (std::size_t i = 0; i < joint.states_of(Phase::Forward); ++i)
+    is_of_forward(joint.first_state_input() + i);
   for (const ConstantTensor& constant : graph.constants) halves.is_constant[index_of(constant.value)] = 1;
   return halves;
 }
@@ -131,9 +139,10 @@ ForwardBackwardSplit forward_backward_split(const JointGraph& joint) {
 std::vector<char> used_by_backward(const JointGraph& joint, const ForwardBackwardSplit& halves) {
   const Graph& graph = joint.graph;
   std::vector<char> wanted(graph.values.size(), 0);
-  for (std::size_t i = joint.forward_outputs; i < graph.outputs.size(); ++i)
-    for (const ValueId value : graph.outputs[i].values)
+  for_each_backward_output(joint, [&](std::size_t output) {
+    for (const ValueId value : graph.outputs[output].values)
       if (value != kNoValue) wanted[index_of(value)] = 1;
+  });
   for (std::size_t i = graph.nodes.size(); i-- > 0;) {
     if (halves.in_forward[i]) continue;
     bool needs = must_run(graph.nodes[i]);
@@ -148,9 +157,10 @@ Partition split(const JointGraph& joint, const ForwardBackwardSplit& halves,
                 const std::vector<char>& is_saved) {
   const Graph& graph = joint.graph;
   std::vector<char> wanted(graph.values.size(), 0), in_backward(graph.nodes.size(), 0);
-  for (std::size_t i = joint.forward_outputs; i < graph.outputs.size(); ++i)
-    for (const ValueId value : graph.outputs[i].values)
+  for_each_backward_output(joint, [&](std::size_t output) {
+    for (const ValueId value : graph.outputs[output].values)
       if (value != kNoValue) wanted[index_of(value)] = 1;
+  });
   for (std::size_t i = graph.nodes.size(); i-- > 0;) {
     bool needs = must_run(graph.nodes[i]) && !halves.in_forward[i];
     for_each_value(graph.nodes[i].results,
@@ -163,21 +173,27 @@ Partition split(const JointGraph& joint, const ForwardBackwardSplit& halves,
   Partition result;
   for (std::size_t i = 0; i < graph.values.size(); ++i)
     if (is_saved[i] && wanted[i]) result.saved.push_back(ValueId{static_cast<std::int32_t>(i)});
+  const std::size_t states = joint.first_state_input(),
+                    backward_states = states + joint.states_of(Phase::Forward);
   PartOfGraph forward(graph), backward(graph);
-  for (std::size_t i = 0; i < joint.primals; ++i)
-    forward.add_input(graph.inputs[i].value, graph.inputs[i].name);
+  const auto add_inputs = [&](PartOfGraph& part, std::size_t first, std::size_t end) {
+    for (std::size_t i = first; i < end; ++i) part.add_input(graph.inputs[i].value, graph.inputs[i].name);
+  };
+  add_inputs(forward, 0, joint.primals);
+  add_inputs(forward, states, backward_states);
   for (const ValueId value : result.saved)
     backward.add_input(value, fmt::format("saved_{}", index_of(value)));
-  for (std::size_t i = joint.primals; i < graph.inputs.size(); ++i)
-    backward.add_input(graph.inputs[i].value, graph.inputs[i].name);
+  add_inputs(backward, joint.primals, states);
+  add_inputs(backward, backward_states, graph.inputs.size());
   for (std::size_t i = 0; i < graph.nodes.size(); ++i) {
     if (halves.in_forward[i]) forward.add_node(graph.nodes[i]);
     if (in_backward[i]) backward.add_node(graph.nodes[i], is_saved);
   }
   for (std::size_t i = 0; i < joint.forward_outputs; ++i) forward.add_output(graph.outputs[i]);
+  for (std::size_t i = 0; i < joint.states_of(Phase::Forward); ++i)
+    forward.add_output(graph.outputs[joint.first_state_output() + i]);
   for (const ValueId value : result.saved) forward.add_output(Operand::of(value));
-  for (std::size_t i = joint.forward_outputs; i < graph.outputs.size(); ++i)
-    backward.add_output(graph.outputs[i]);
+  for_each_backward_output(joint, [&](std::size_t output) { backward.add_output(graph.outputs[output]); });
   result.forward = forward.finish();
   result.backward = backward.finish();
   return result;

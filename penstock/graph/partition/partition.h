@@ -3,13 +3,15 @@
 //   const Partition halves = partition_default(joint);
 //   halves.forward: primals -> the joint graph's forward outputs, then the values saved for backward
 //   halves.backward: saved values, tangents -> one gradient for each primal
+// States (JointGraph::states) of forward come after the primals and after the forward outputs, those of
+// backward after the tangents and after everything that backward returns.
 //
 // partition_default: forward computes what its results need, backward everything else; forward saves each
 // value that backward uses. Nodes that draw random numbers or have side effects run in the phase in which
 // they were recorded.
 // partition_min_cut: backward recomputes cheap values (views, pointwise operators) where that reduces the
 // saved bytes: a minimum cut between what backward needs and what must not be computed twice. The results are
-// bitwise the same.
+// bitwise the same. Random operators with explicit states may be computed twice, from the same state.
 #pragma once
 
 #include <cstddef>
@@ -45,6 +47,15 @@ struct ForwardBackwardSplit {
   std::vector<char> is_constant;   // by value
 };
 ForwardBackwardSplit forward_backward_split(const JointGraph& joint);
+
+// Calls `visit(place)` for the outputs of the joint graph that backward returns.
+template <class Visit>
+void for_each_backward_output(const JointGraph& joint, Visit&& visit) {
+  const std::size_t states = joint.first_state_output();
+  for (std::size_t i = joint.forward_outputs; i < states; ++i) visit(i);
+  for (std::size_t i = states + joint.states_of(Phase::Forward); i < joint.graph.outputs.size(); ++i)
+    visit(i);
+}
 
 // The values of forward that backward uses if it recomputes none of forward's nodes.
 std::vector<char> used_by_backward(const JointGraph& joint, const ForwardBackwardSplit& halves);

@@ -144,10 +144,22 @@ constexpr std::array kCheap = std::to_array<std::string_view>({"aten::_to_copy",
                                                                "aten::zeros",
                                                                "aten::zeros_like"});
 
+// Random operators with one pass over memory. Drawing costs more than computing, but less than the memory of
+// what was drawn.
+constexpr std::array kCheapRandom = std::to_array<std::string_view>(
+    {"aten::_fused_dropout", "aten::bernoulli", "aten::cauchy", "aten::exponential", "aten::geometric",
+     "aten::log_normal", "aten::native_dropout", "aten::normal", "aten::normal_functional", "aten::rand",
+     "aten::rand_like", "aten::randint", "aten::randint_like", "aten::randn", "aten::randn_like",
+     "aten::random", "aten::rrelu_with_noise_functional", "aten::uniform"});
+
 bool is_recomputable(const Node& node) {
-  if (is_random(node)) return false;
+  if (must_run(node)) return false;
   if (traits_of(node.op).pure_view) return true;
   const std::string& name = node.op.operator_name().name;
+  if (const auto inside = operator_inside(node.op)) {
+    const std::string& drawing = inside->op.operator_name().name;
+    return std::find(kCheapRandom.begin(), kCheapRandom.end(), drawing) != kCheapRandom.end();
+  }
   return std::find(kCheap.begin(), kCheap.end(), name) != kCheap.end();
 }
 
@@ -157,8 +169,10 @@ std::vector<char> nodes_without_tangents(const JointGraph& joint,
                                          const detail::ForwardBackwardSplit& halves) {
   const Graph& graph = joint.graph;
   std::vector<char> early(graph.nodes.size(), 0), depends(graph.values.size(), 0);
+  const std::size_t states = joint.first_state_input(),
+                    backward_states = states + joint.states_of(Phase::Forward);
   for (std::size_t i = joint.primals; i < graph.inputs.size(); ++i)
-    depends[index_of(graph.inputs[i].value)] = 1;
+    if (i < states || i >= backward_states) depends[index_of(graph.inputs[i].value)] = 1;
   for (std::size_t i = 0; i < graph.nodes.size(); ++i) {
     const Node& node = graph.nodes[i];
     if (halves.in_forward[i]) continue;
@@ -194,8 +208,12 @@ class SavedValuesCut {
               geometry.numel() * static_cast<std::int64_t>(c10::elementSize(geometry.dtype)) + 1);
       if (used[i]) connect(after(i), sink_, kUnlimited);
     }
-    for (std::size_t i = 0; i < joint_.primals; ++i)
-      connect(source_, before(index_of(graph.inputs[i].value)), kUnlimited);
+    const auto begin_at = [&](std::size_t input) {
+      connect(source_, before(index_of(graph.inputs[input].value)), kUnlimited);
+    };
+    for (std::size_t i = 0; i < joint_.primals; ++i) begin_at(i);
+    for (std::size_t i = 0; i < joint_.states_of(Phase::Forward); ++i)
+      begin_at(joint_.first_state_input() + i);
     for (std::size_t i = 0; i < graph.nodes.size(); ++i)
       if (halves_.in_forward[i]) connect_node(graph.nodes[i], early_[i] != 0);
     boost::boykov_kolmogorov_max_flow(flow_, source_, sink_);

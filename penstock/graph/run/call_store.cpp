@@ -7,12 +7,14 @@
 #include <sstream>
 
 #include "penstock/base/warnings.h"
+#include "penstock/context_codec.h"
 #include "penstock/errors.h"
 #include "penstock/graph/cache/program_id.h"
 #include "penstock/graph/codec/graph_decoder.h"
 #include "penstock/graph/codec/graph_encoder.h"
 #include "penstock/graph/run/capture_codec.h"
 #include "penstock/graph/run/capture_fields.h"
+#include "penstock/graph/run/graph_call.h"
 #include "penstock/torch/compat/device_name.h"
 #include "penstock/torch/compat/version.h"
 #include "penstock/torch/dispatch/constant_tensor.h"
@@ -70,11 +72,30 @@ std::optional<std::string> tensor_of_the_program(const FunctionCapture& capture)
   return std::nullopt;
 }
 
-std::vector<at::Tensor> tensors_of_values(const Values& inputs) {
-  std::vector<at::Tensor> tensors;
-  for (const c10::IValue& input : inputs)
-    if (is_defined_tensor(input)) tensors.push_back(input.toTensor());
-  return tensors;
+// Whether capturing a call may wait for other processes.
+bool may_wait_in_capture(const at::Tensor& tensor) {
+  const Payload* payload = is_subclass(tensor) ? payload_of(tensor) : nullptr;
+  if (!payload) return false;
+  const ContextCodec* codec = find_context_codec(std::string(payload->kind()));
+  if (codec && codec->capture_waits) return true;
+  const auto inner = payload->inner_tensors();
+  return std::any_of(inner.begin(), inner.end(),
+                     [](const auto& each) { return may_wait_in_capture(each.second); });
+}
+bool may_wait_in_capture(const Values& inputs) {
+  const std::vector<at::Tensor> tensors = tensors_among(inputs);
+  return std::any_of(tensors.begin(), tensors.end(),
+                     [](const at::Tensor& tensor) { return may_wait_in_capture(tensor); });
+}
+
+// Tensors with the contexts of a capture, for what refers to them.
+std::vector<at::Tensor> samples_of(const SubclassLayout& layout) {
+  std::vector<at::Tensor> samples;
+  for (const auto* records :
+       {&layout.inputs, &layout.forward_outputs, &layout.tangents, &layout.input_gradients})
+    for (const FlattenRecord& record : *records)
+      if (record.is_subclass()) samples.push_back(record.subclass().sample());
+  return samples;
 }
 
 // The first lines in which two texts differ.
@@ -101,6 +122,8 @@ std::string option_fields(const CompileOptions& options) {
   choice(options.compile_backward);
   out.flag(options.joint_checks);
   out.flag(options.keep_input_mutations);
+  out.flag(options.explicit_random_states);
+  out.flag(options.effect_tokens);
   out.count(options.dynamic.dims.size());
   for (const DynamicDim& dim : options.dynamic.dims) {
     out.text(std::holds_alternative<std::size_t>(dim.input.get())
@@ -234,7 +257,9 @@ CallStore::Place CallStore::find(const CallGuard& guard, Sizes sizes, const Valu
     }
     ++artifact_hits_;
   } else {
-    CacheLookup lookup = cache_->find_or_reserve(place.key, options_.name.empty() ? "a call" : options_.name);
+    CacheLookup lookup = cache_->find_or_reserve(
+        place.key, name_or("a call"),
+        may_wait_in_capture(inputs) ? DirectoryCache::Busy::GoOn : DirectoryCache::Busy::Wait);
     bytes = std::move(lookup.entry);
     place.reservation = std::move(lookup.reservation);
     place.keeps = static_cast<bool>(place.reservation);
@@ -248,6 +273,9 @@ CallStore::Place CallStore::find(const CallGuard& guard, Sizes sizes, const Valu
     if (artifact_) throw ConfigError(error.what());
     cache_->discard(place.key, error.what());
     place.keeps = true;
+  } catch (const StateError& error) {
+    if (artifact_) throw;
+    refuse(error.what());  // the entry is sound: another process may use it
   }
   return place;
 }
@@ -260,15 +288,16 @@ void CallStore::refuse_missing(const CallGuard& guard, const Values& inputs) con
       ++of_module;
       try {
         const Bytes bytes = artifact_->read(entry);
-        const StoredCall call = decode(bytes, inputs, "artifact");
-        known = call.capture.capture.guard.difference(inputs);
-      } catch (const ValueError& error) {
+        ByteReader in(bytes, "artifact");
+        known = decode_guard_of_capture(in.take(in.count()), tensors_among(inputs), "artifact")
+                    .difference(inputs);
+      } catch (const Error& error) {
         known = error.what();
       }
     }
   throw StateError(fmt::format(
       "artifact {}: {} has no call like this one ({}); {}; compile the artifact with this call, too",
-      artifact_->folder().string(), options_.name.empty() ? "the module" : options_.name, call_text(guard),
+      artifact_->folder().string(), name_or("the module"), call_text(guard),
       of_module == 0 ? std::string("it has none of this module")
                      : fmt::format("of {} it has, the last differs: {}", of_module,
                                    known.empty() ? "in the types of the arguments or the options" : known)));
@@ -292,7 +321,7 @@ StoredCall CallStore::decode(std::span<const std::uint8_t> bytes, const Values& 
                              const std::string& name) const {
   ByteReader in(bytes, name);
   const auto capture = in.take(in.count()), recorded = in.take(in.count()), others = in.take(in.count());
-  StoredCall call{decode_capture(capture, default_call_wrappers(), tensors_of_values(inputs), name), {}, {}};
+  StoredCall call{decode_capture(capture, default_call_wrappers(), tensors_among(inputs), name), {}, {}};
   GraphDecoder rest(others, name, "");
   rest(call.code, call.checked_sizes);
   rest.expect_end();
@@ -325,12 +354,15 @@ void CallStore::keep(Place& place, const CompiledCall& call) {
     if (artifact_)
       throw NotImplemented(
           fmt::format("artifact {}: {}: {}", artifact_->folder().string(), options_.name, error.what()));
-    cache_->refuse(error.what());
-    warn_once("cache", fmt::format("compile cache: {} is compiled in every run: {}",
-                                   options_.name.empty() ? "a call" : options_.name, error.what()));
+    refuse(error.what());
   }
   place.reservation.release();
   place.keeps = false;
+}
+
+void CallStore::refuse(const std::string& why) const {
+  cache_->refuse(why);
+  warn_once("cache", fmt::format("compile cache: {} is compiled in every run: {}", name_or("a call"), why));
 }
 
 void CallStore::keep_again(const CacheKey& key, const CompiledCall& call) {
@@ -350,10 +382,12 @@ CallStore::Halves CallStore::halves_of(FunctionCapture capture, Partitioner part
     cache_->refuse(error.what());
     return {partition(std::move(capture), partitioner), {}, {}, {}};
   }
-  CacheLookup lookup = cache_->find_or_reserve(halves.key, options_.name.empty() ? "a graph" : options_.name);
+  CacheLookup lookup = cache_->find_or_reserve(halves.key, name_or("a graph"));
   if (lookup.entry) {
     try {
-      GraphDecoder decoder(*lookup.entry, cache_->file_of(halves.key).string(), "");
+      const SubclassLayout* layout = capture.joint.subclasses.get();
+      GraphDecoder decoder(*lookup.entry, cache_->file_of(halves.key).string(), "",
+                           layout ? samples_of(*layout) : std::vector<at::Tensor>());
       Graph joint;
       Partition parts;
       std::size_t symbols = 0;
@@ -379,7 +413,10 @@ CallStore::Halves CallStore::halves_of(FunctionCapture capture, Partitioner part
       return halves;
     } catch (const ValueError& error) {
       cache_->discard(halves.key, error.what());
+      // It may have been moved already.
       if (!halves.capture.capture.joint.graph.values.empty()) capture = std::move(halves.capture.capture);
+    } catch (const StateError& error) {
+      refuse(error.what());
     }
   }
   halves.code = {};
@@ -392,6 +429,7 @@ void CallStore::keep_halves(Halves& halves, const CompiledCall& call) {
   if (!halves.reservation) return;
   try {
     GraphEncoder encoder("compile cache");
+    if (const SubclassLayout* layout = call.capture().joint.subclasses.get()) encoder.refer_to(*layout);
     encoder(call.capture().joint.graph, call.halves(), call.code(), call.capture().meta.symbols_for_backward);
     halves.reservation.store(encoder.finish());
   } catch (const NotImplemented& error) {
@@ -411,7 +449,7 @@ void CallStore::verify(const PartitionedCapture& stored, const PartitionedCaptur
   if (what.empty()) what = "the values of tensors that it uses, or layouts of subclasses";
   throw StateError(fmt::format(
       "compile cache: the entry of {} is that of another function: {}; add to the identity what decides this",
-      options_.name.empty() ? "this call" : options_.name, what));
+      name_or("this call"), what));
 }
 
 }  // namespace penstock::graph

@@ -53,7 +53,8 @@ class CallStore {
   static std::unique_ptr<CallStore> open(const CompileOptions& options, FunctionIdentity function,
                                          CompilerChoice compilers);
 
-  // Looks up a call. An artifact that is only read throws StateError if it has no such call.
+  // Looks up a call. An artifact that is only read throws StateError if it has no such call, or a call with
+  // contexts of subclasses that this process does not have.
   Place find(const CallGuard& guard, Sizes sizes, const Values& inputs);
   // Must be called with a new capture before it is partitioned: notes whether it can be kept at all.
   void inspect(Place& place, const FunctionCapture& capture) const;
@@ -86,6 +87,12 @@ class CallStore {
   KeyBuilder environment(const CallGuard& guard) const;
   CacheKey call_key(const CallGuard& guard, Sizes sizes) const;
   [[noreturn]] void refuse_missing(const CallGuard& guard, const Values& inputs) const;
+  // Counts a call that the cache cannot keep or load, and warns.
+  void refuse(const std::string& why) const;
+  // For messages.
+  std::string name_or(const char* otherwise) const {
+    return options_.name.empty() ? std::string(otherwise) : options_.name;
+  }
 
   CacheOptions options_;
   std::string fields_;  // of the other options that change a capture

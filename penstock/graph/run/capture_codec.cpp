@@ -33,6 +33,20 @@ WrapperInUse decode_wrapper(GraphDecoder& decoder, const CallWrappers& wrappers)
   return used;
 }
 
+// What a capture begins with.
+std::vector<WrapperInUse> decode_wrappers(GraphDecoder& decoder, const CallWrappers& wrappers) {
+  std::uint32_t version = 0;
+  decoder(version);
+  if (version != kCaptureVersion)
+    decoder.fail(fmt::format("version {}, expected {}", version, kCaptureVersion));
+  std::size_t count = 0;
+  decoder(count);
+  if (count > wrappers.size()) decoder.fail("more wrappers than the program has");
+  std::vector<WrapperInUse> used;
+  for (; count > 0; --count) used.push_back(decode_wrapper(decoder, wrappers));
+  return used;
+}
+
 // Checks the indices of a decoded capture.
 class CaptureCheck {
  public:
@@ -45,11 +59,13 @@ class CaptureCheck {
             "the guard has another number of inputs");
     for_each_meta(capture_, [&](const ViewAndMutationMeta& meta) { check(meta); });
     const std::size_t inputs = joint.graph.inputs.size(), outputs = joint.graph.outputs.size();
-    require(joint.primals <= inputs && joint.primals + joint.tangents.size() == inputs,
+    require(joint.states.size() <= std::min(inputs, outputs) && joint.primals <= inputs &&
+                joint.primals + joint.tangents.size() == joint.first_state_input(),
             "inconsistent number of inputs and tangents");
-    require(joint.forward_outputs <= outputs &&
-                joint.written_in_backward.size() <= outputs - joint.forward_outputs,
+    require(joint.forward_outputs <= joint.first_state_output() &&
+                joint.written_in_backward.size() <= joint.backward_returns(),
             "inconsistent number of outputs");
+    check_states();
     for (const std::size_t primal : joint.written_in_backward)
       require(primal < joint.primals, "an input that does not exist is written in backward");
     require(joint.written_in_graph.size() <= joint.forward_outputs &&
@@ -63,6 +79,7 @@ class CaptureCheck {
       require(output.kind == Operand::Kind::Constant || output.kind == Operand::Kind::Tensor,
               "an output that is a list");
     check_tensors();
+    check_run_again();
     check_halves();
     if (joint.subclasses) check(*joint.subclasses);
     check_symbols();
@@ -133,6 +150,27 @@ class CaptureCheck {
                 std::find(mutated.begin(), mutated.end(), tangent.index) != mutated.end(),
             "a tangent of an input that is not written");
   }
+  void check_states() const {
+    const JointGraph& joint = capture_.joint;
+    const auto in_order = [](const StateChain& a, const StateChain& b) {
+      return a.phase < b.phase || (a.phase == b.phase && a.kind < b.kind);
+    };
+    require(std::is_sorted(joint.states.begin(), joint.states.end(), in_order), "states in another order");
+    for (std::size_t i = 0; i < joint.states.size(); ++i) {
+      const StateChain& state = joint.states[i];
+      require(state.kind == StateKind::Token || state.device.is_cpu() || state.device.is_cuda(),
+              "the state of a generator of another kind of device");
+      const Operand& output = joint.graph.outputs[joint.first_state_output() + i];
+      require(output.value() != kNoValue, "a state that is not returned");
+    }
+    for_each_meta(capture_, [&](const ViewAndMutationMeta& meta) {
+      require(meta.tokens.size() == joint.states_of(Phase::Forward, StateKind::Token) &&
+                  meta.backward_tokens == joint.states_of(Phase::Backward, StateKind::Token) &&
+                  meta.random_states.size() == joint.states_of(Phase::Forward, StateKind::Generator) &&
+                  meta.backward_random_states == joint.states_of(Phase::Backward, StateKind::Generator),
+              "inconsistent number of states");
+    });
+  }
   void check_tensors() const {
     const JointGraph& joint = capture_.joint;
     const ViewAndMutationMeta& meta = capture_.meta;
@@ -155,16 +193,26 @@ class CaptureCheck {
     for (const TangentInfo& tangent : joint.tangents) check(meta, tangent);
     capture_.guard.for_each_geometry([&](std::size_t, const Geometry& geometry) { check(geometry); });
   }
+  void check_run_again() const {
+    const JointGraph& joint = capture_.joint;
+    require(!capture_.run_again ||
+                capture_.run_again->fits(
+                    capture_.meta.inputs.size(), capture_.primal_written.size(),
+                    joint.subclasses ? joint.subclasses->tangents.size() : joint.tangents.size()),
+            "a function that runs again with other inputs or results");
+  }
   void check_halves() const {
     const auto& [forward, backward, saved] = partitioned_.halves;
     const JointGraph& joint = capture_.joint;
     for (const ValueId value : saved)
       require(static_cast<std::int32_t>(value) >= 0 && index_of(value) < joint.graph.values.size(),
               "a saved value that does not exist");
-    require(forward.inputs.size() == joint.primals &&
-                forward.outputs.size() == joint.forward_returns() + saved.size() &&
-                backward.inputs.size() == saved.size() + joint.tangents.size() &&
-                backward.outputs.size() == joint.graph.outputs.size() - joint.forward_outputs,
+    const std::size_t of_forward = joint.states_of(Phase::Forward),
+                      of_backward = joint.states_of(Phase::Backward);
+    require(forward.inputs.size() == joint.primals + of_forward &&
+                forward.outputs.size() == joint.forward_returns() + of_forward + saved.size() &&
+                backward.inputs.size() == saved.size() + joint.tangents.size() + of_backward &&
+                backward.outputs.size() == joint.backward_returns() + of_backward,
             "halves that do not fit the joint graph");
   }
   void check(const SubclassLayout& layout) const {
@@ -185,7 +233,7 @@ class CaptureCheck {
     within(layout.inputs, joint.primals);
     within(layout.forward_outputs, joint.forward_outputs);
     within(layout.tangents, joint.tangents.size());
-    within(layout.input_gradients, joint.graph.outputs.size() - joint.forward_outputs);
+    within(layout.input_gradients, joint.backward_returns());
     require(layout.inputs.size() == capture_.primal_written.size() &&
                 layout.forward_outputs.size() == capture_.meta.forward_returns() &&
                 layout.in_mutated_input.size() == joint.forward_outputs,
@@ -232,21 +280,23 @@ Bytes encode_capture(const PartitionedCapture& partitioned) {
 PartitionedCapture decode_capture(std::span<const std::uint8_t> bytes, const CallWrappers& wrappers,
                                   const std::vector<at::Tensor>& samples, const std::string& name) {
   GraphDecoder decoder(bytes, name, kMakeAgain, samples);
-  std::uint32_t version = 0;
-  decoder(version);
-  if (version != kCaptureVersion)
-    decoder.fail(fmt::format("version {}, expected {}", version, kCaptureVersion));
   PartitionedCapture partitioned;
-  std::size_t count = 0;
-  decoder(count);
-  if (count > wrappers.size()) decoder.fail("more wrappers than the program has");
-  for (; count > 0; --count) partitioned.capture.wrappers.push_back(decode_wrapper(decoder, wrappers));
+  partitioned.capture.wrappers = decode_wrappers(decoder, wrappers);
   decoder(partitioned.capture);
   decoder.leave_verification_to_executor();
   decoder(partitioned.halves);
   decoder.expect_end();
   check_capture(partitioned, decoder);
   return partitioned;
+}
+
+CallGuard decode_guard_of_capture(std::span<const std::uint8_t> bytes, const std::vector<at::Tensor>& samples,
+                                  const std::string& name) {
+  GraphDecoder decoder(bytes, name, kMakeAgain, samples);
+  decode_wrappers(decoder, default_call_wrappers());
+  CallGuard guard;
+  decoder(guard);
+  return guard;
 }
 
 Bytes encode_guard(const CallGuard& guard) {

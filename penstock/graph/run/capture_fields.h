@@ -63,16 +63,7 @@ template <class Archive, Is<CallGuardFields::Input> T>
 void fields(Archive& archive, T& input) {
   auto& [tensor, subclass, value, requires_grad, is_leaf, is_view, same_as, shares_with] = input;
   archive(tensor, value, requires_grad, is_leaf, is_view, same_as, shares_with);
-  bool any = subclass != nullptr;
-  archive(any);
-  if (!any) return;
-  if constexpr (Archive::kReads) {
-    FlattenRecord record;
-    archive(record);
-    subclass = std::make_shared<const FlattenRecord>(std::move(record));
-  } else {
-    archive(*subclass);
-  }
+  archive_shared(archive, subclass);
 }
 
 template <class Archive, Is<CallGuard> T>
@@ -86,13 +77,44 @@ void fields(Archive& archive, T& code) {
   archive(forward, backward);
 }
 
-// Without the wrappers, which the program must know, and what runs the function again, which is code.
+// Gives the list of fields access to those of what runs a function again.
+struct RunAgainFields {
+  using Primal = RunAgain::Primal;
+  using Root = RunAgain::Root;
+
+  template <class Archive, class T>
+  static void list(Archive& archive, T& again) {
+    auto& [function, found, inputs, primals, roots, autocast, why_not] = again;
+    archive(found, inputs, primals, roots, autocast, why_not);
+  }
+};
+
+template <class Archive, Is<RunAgainFields::Primal> T>
+void fields(Archive& archive, T& primal) {
+  auto& [input, name] = primal;
+  archive(input, name);
+}
+
+template <class Archive, Is<RunAgainFields::Root> T>
+void fields(Archive& archive, T& root) {
+  auto& [output, base] = root;
+  archive(output, base);
+}
+
+// Without the function, which is code.
+template <class Archive, Is<RunAgain> T>
+void fields(Archive& archive, T& again) {
+  RunAgainFields::list(archive, again);
+}
+
+// Without the wrappers, which the program must know.
 template <class Archive, Is<FunctionCapture> T>
 void fields(Archive& archive, T& capture) {
   auto& [guard, wrappers, meta, convention, joint, written, shares_changed, geometry_after, memory_after,
          run_again, second_derivatives, memory_of_output, symbols] = capture;
   archive(guard, meta, convention, joint, written, shares_changed, geometry_after, memory_after,
           second_derivatives, memory_of_output, symbols);
+  archive_shared(archive, run_again);
 }
 
 }  // namespace penstock::graph

@@ -59,15 +59,7 @@ void CapturedNode::hold(const std::vector<at::Tensor>& primals) {
 }
 
 variable_list CapturedNode::apply(variable_list&& gradients) {
-  if (c10::GradMode::is_enabled()) {
-    if (call_->loaded)
-      throw NotImplemented(
-          "graph: the backward of a captured function is differentiated (create_graph), for which the "
-          "function must run again, but the call was loaded from the compile cache or an artifact; compile "
-          "it without CacheOptions::identity and without an artifact, call backward without create_graph, "
-          "or call the function itself");
-    return gradients_again(gradients);
-  }
+  if (c10::GradMode::is_enabled()) return gradients_again(gradients);
   std::vector<at::Tensor> inputs = unpack();
   for (std::size_t i = 0; i < gradients.size(); ++i)
     if (const auto& geometry = call_->tangents[i].geometry)

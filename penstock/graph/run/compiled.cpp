@@ -119,7 +119,8 @@ Values Compiled::check_and_run(CompiledCall& call, const Values& inputs,
         fmt::format("graph: the artifact was not compiled for {}; compile it with a call of these sizes, or "
                     "set dynamic.trust if the function does the same for all sizes",
                     call.dynamic()->table().text_of(sizes->values)));
-  FunctionCapture fixed = capture_function(function_, inputs, convention_);
+  FunctionCapture fixed =
+      with_explicit_states(capture_function(function_, inputs, convention_), explicit_states());
   const std::string difference = difference_at(call.capture(), fixed, *sizes);
   if (difference.empty()) {
     call.dynamic()->mark_checked(*sizes);
@@ -172,13 +173,20 @@ std::string Compiled::why_captured(const Values& inputs) const {
   return difference_of(*calls_.back(), inputs);
 }
 
+ExplicitStates Compiled::explicit_states() const {
+  return {.effects = options_.effect_tokens, .random_numbers = options_.explicit_random_states};
+}
+
 FunctionCapture Compiled::capture_as_called(const Values& inputs) const {
-  return capture_function(function_, inputs, convention_, wrappers_, options_.keep_input_mutations);
+  return with_explicit_states(
+      capture_function(function_, inputs, convention_, wrappers_, options_.keep_input_mutations),
+      explicit_states());
 }
 
 CompiledCall* Compiled::load(Lookup& lookup, const Values& inputs) {
   if (!lookup.place.call) return nullptr;
   StoredCall& stored = *lookup.place.call;
+  stored.capture.capture.set_function(function_);
   if (store_->verifies() && stored.capture.capture.symbols.empty()) {
     FunctionCapture now = capture_as_called(inputs);
     now.second_derivatives = options_.second_derivatives;
@@ -266,6 +274,7 @@ CompiledCall* Compiled::capture_dynamic(const Values& inputs) {
   }
   Generalized all = capture_for_all_sizes(function_, inputs, convention_, std::move(symbols));
   if (all.capture) {
+    all.capture = with_explicit_states(std::move(*all.capture), explicit_states());
     DynamicCall call(all.capture->symbols, all.capture->joint.graph.table, options_.dynamic.trust);
     const auto bound = call.bind(inputs, &all.refused);
     if (bound) all.refused = all.capture->guard.difference(inputs, bound.get(), &call.table());

@@ -19,8 +19,9 @@
 // and gradients are rebuilt.
 // Backward can run once unless the graph is retained, as usual. Differentiating it again (create_graph) runs
 // the function itself again (CompileOptions::second_derivatives). Modifying a saved tensor before backward is
-// an error, as usual. Random numbers are drawn from the default generators, in the order of the function.
-// Thread safety: calls of one object must not overlap; backward may run on any thread.
+// an error, as usual. Random numbers are drawn from the default generators, in the order of the function;
+// with CompileOptions::explicit_random_states their states are inputs and outputs of the graph. Thread
+// safety: calls of one object must not overlap; backward may run on any thread.
 #pragma once
 
 #include <cstddef>
@@ -45,6 +46,7 @@ class CallStore;
 class CompiledCall;
 class GraphCompiler;
 struct CompilerChoice;
+struct ExplicitStates;
 struct FunctionCapture;
 struct BoundSizes;
 
@@ -92,6 +94,7 @@ class Compiled {
   struct Refused;  // a kind of call that is captured for each of its sizes, and the reason
   Values capture(const Values& inputs);
   FunctionCapture capture_as_called(const Values& inputs) const;
+  ExplicitStates explicit_states() const;
   CompilerChoice compilers() const;
   bool captures_for_all_sizes() const {
     return !options_.dynamic.dims.empty() && !options_.dynamic.specialize;

@@ -11,6 +11,8 @@
 
 #include "penstock/graph/run/epilogue.h"
 #include "penstock/graph/run/graph_call.h"
+#include "penstock/graph/wrap/effect_tokens.h"
+#include "penstock/graph/wrap/random_numbers.h"
 #include "penstock/graph/wrap/subclasses.h"
 
 namespace penstock::graph {
@@ -138,6 +140,14 @@ CompiledCall::CompiledCall(PartitionedCapture capture, const CompilerChoice& com
   if (function.joint.subclasses)
     graph_wrappers_.push_back(
         std::make_shared<const Subclasses>(function.joint, function.meta, function.convention));
+  const auto has_states = [&](StateKind kind) {
+    return std::any_of(function.joint.states.begin(), function.joint.states.end(),
+                       [&](const StateChain& state) { return state.kind == kind; });
+  };
+  if (has_states(StateKind::Token))
+    graph_wrappers_.push_back(std::make_shared<const EffectTokens>(function.joint));
+  if (has_states(StateKind::Generator))
+    graph_wrappers_.push_back(std::make_shared<const RandomNumbers>(function.joint));
   const bool inference = function.joint.tangents.empty();
   forward_ = std::make_shared<const CompiledHalf>(
       partitioned_.halves.forward,

@@ -12,6 +12,9 @@
 #include "penstock/graph/partition/written_inputs.h"
 #include "penstock/graph/run/graph_call.h"
 #include "penstock/graph/trace/capture.h"
+#include "penstock/graph/wrap/effect_tokens.h"
+#include "penstock/graph/wrap/random_numbers.h"
+#include "penstock/graph/wrap/state_chains.h"
 #include "penstock/graph/wrap/subclasses.h"
 #include "penstock/graph/wrap/user_wrapper.h"
 
@@ -107,6 +110,14 @@ std::size_t count_symbols_for_backward(const JointGraph& joint, const Partition&
 
 }  // namespace
 
+void FunctionCapture::set_function(Function function) {
+  if (!run_again) return;
+  for (const WrapperInUse& used : wrappers) function = used.wrapper->inner_function(std::move(function));
+  RunAgain again = *run_again;
+  again.set_function(std::move(function));
+  run_again = std::make_shared<const RunAgain>(std::move(again));
+}
+
 FunctionCapture capture_function(const Function& function, const Values& inputs, const Convention& convention,
                                  const CallWrappers& wrappers, bool keep_input_mutations) {
   CallGuard guard(inputs, convention);
@@ -161,11 +172,22 @@ FunctionCapture capture_function(const Function& function, const Values& inputs,
     const ValueId value = joint.graph.outputs[i].value();
     capture.memory_of_output.push_back(value == kNoValue ? StorageId{-1} : joint.graph[value].storage);
   }
+  remove_idle_generator_accesses(joint.graph);
   if (!joint.tangents.empty()) capture.run_again = std::make_shared<const RunAgain>(form, joint);
   for (const std::size_t primal : joint.written_in_backward)
     check_written_in_backward(joint, primal, tensors_among(form.inputs()));
   joint.graph = functionalize(std::move(joint.graph), joint.forward_outputs);
   remove_dead_nodes(joint.graph);
+  return capture;
+}
+
+FunctionCapture with_explicit_states(FunctionCapture capture, const ExplicitStates& states) {
+  if (states.effects) make_effects_explicit(capture.joint);
+  if (states.random_numbers) make_random_states_explicit(capture.joint);
+  for_each_meta(capture, [&](ViewAndMutationMeta& meta) {
+    meta.explicit_random_states |= states.random_numbers;
+    note_states(capture.joint, meta);
+  });
   return capture;
 }
 

@@ -36,8 +36,7 @@ struct FunctionCapture {
   std::vector<Geometry> geometry_after;  // of the mutated inputs, in the order of the forward outputs
   // Of these: the input in whose memory an input is after set_, if it is one of them.
   std::vector<std::optional<std::size_t>> memory_after;
-  // How a backward that is differentiated is computed; null for a function without backward, and for captures
-  // that were not made in this process.
+  // How a backward that is differentiated is computed; null for a function without backward.
   std::shared_ptr<const RunAgain> run_again;
   SecondDerivatives second_derivatives = SecondDerivatives::RunAgain;
   std::vector<StorageId> memory_of_output;  // of the forward outputs, before the writes were removed
@@ -45,6 +44,8 @@ struct FunctionCapture {
 
   // Of the function as it is called.
   const ViewAndMutationMeta& user_meta() const { return wrappers.empty() ? meta : wrappers.front().outer; }
+  // Of a decoded capture: the function as it is called, which runs again for second derivatives.
+  void set_function(Function function);
 };
 
 // Runs the function on fake tensors: nothing is computed. `keep_input_mutations`: the graph itself writes
@@ -54,6 +55,15 @@ FunctionCapture capture_function(const Function& function, const Values& inputs,
                                  const Convention& convention = {},
                                  const CallWrappers& wrappers = default_call_wrappers(),
                                  bool keep_input_mutations = false);
+
+// Which states outside of the graph become inputs and outputs of it.
+struct ExplicitStates {
+  bool effects = false;         // of side effects: tokens (CompileOptions::effect_tokens)
+  bool random_numbers = false;  // of generators (CompileOptions::explicit_random_states)
+};
+// Changes the graph of a capture (wrap/effect_tokens.h, wrap/random_numbers.h), and notes it in the metadata.
+// Throws NotImplemented, naming it, for an operator whose state cannot be an argument.
+FunctionCapture with_explicit_states(FunctionCapture capture, const ExplicitStates& states);
 
 // Calls `visit(meta)` for the metadata of the function as it is called, and inside each of the wrappers.
 template <class Capture, class Visit>

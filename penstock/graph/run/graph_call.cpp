@@ -103,7 +103,6 @@ GraphCall::GraphCall(const PartitionedCapture& capture, CompiledHalves compiled)
   plan_saved(capture);
   if (capture.capture.second_derivatives == SecondDerivatives::Refuse) return;
   run_again = capture.capture.run_again;
-  loaded = !run_again && !joint.tangents.empty();
   if (capture.capture.second_derivatives == SecondDerivatives::RunAgainKeepingInputs)
     kept_inputs.assign(kept_inputs.size(), 1);
 }

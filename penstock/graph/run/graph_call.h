@@ -63,8 +63,7 @@ class GraphCall final : public torch::CustomClassHolder {
   Watched watched;
   std::vector<WrittenInBackward> written_in_backward;
   std::shared_ptr<const RunAgain> run_again;  // null: second derivatives are refused
-  bool loaded = false;            // they are refused because the capture was made in another process
-  std::vector<char> kept_inputs;  // by primal: kept alive for a second derivative
+  std::vector<char> kept_inputs;              // by primal: kept alive for a second derivative
 
  private:
   // A result that is returned to autograd: its index among the forward outputs.

@@ -6,11 +6,13 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <memory>
 #include <utility>
 
 #include "penstock/base/warnings.h"
 #include "penstock/errors.h"
+#include "penstock/graph/wrap/random_numbers.h"
 #include "penstock/torch/compat/autograd_node.h"
 
 namespace penstock::graph {
@@ -62,7 +64,7 @@ RunAgain::RunAgain(const FunctionForm& form, const JointGraph& joint)
     const bool same = last && last->kind == tangent.kind && last->index == tangent.index;
     last = &tangent;
     if (same) continue;
-    Root root{tangent.index, false, tangent.geometry};
+    Root root{tangent.index, false};
     if (tangent.kind == TangentInfo::Kind::IntermediateBase) {
       root.base = true;
       for (std::size_t i = 0; i < meta.outputs.size(); ++i)
@@ -70,8 +72,17 @@ RunAgain::RunAgain(const FunctionForm& form, const JointGraph& joint)
             meta.outputs[i].base_index == tangent.index)
           root.output = i;
     }
-    roots_.push_back(std::move(root));
+    roots_.push_back(root);
   }
+}
+
+bool RunAgain::fits(std::size_t inputs, std::size_t tensors, std::size_t tangents) const {
+  const auto is_tensor_of_call = [&](const Primal& primal) {
+    return primal.input < inputs_.size() && inputs_[primal.input].isTensor();
+  };
+  return inputs_.size() == inputs && found_ <= inputs && primals_.size() == tensors &&
+         std::all_of(primals_.begin(), primals_.end(), is_tensor_of_call) &&
+         (roots_.size() == tangents || !why_not_.empty());
 }
 
 std::string RunAgain::why_not(const FunctionForm& form, const JointGraph& joint) const {
@@ -81,6 +92,7 @@ std::string RunAgain::why_not(const FunctionForm& form, const JointGraph& joint)
   if (!joint.written_in_backward.empty())
     return fmt::format("its backward writes {}", joint.graph.inputs[joint.written_in_backward[0]].name);
   for (const Node& node : joint.graph.nodes) {
+    if (accesses_generator(node)) continue;  // the graph draws: others were removed
     const std::string op = c10::toString(node.op.operator_name());
     if (is_random(node)) return fmt::format("it draws random numbers ({}), and would draw others", op);
     if (has_side_effect(node)) return fmt::format("it has a side effect ({}), which would happen again", op);
@@ -94,6 +106,11 @@ void RunAgain::check_possible() const {
         "graph: the backward of a captured function is differentiated (create_graph), for which the function "
         "must run again: {}; call backward without create_graph, or the function itself",
         why_not_));
+  if (!function_)
+    throw NotImplemented(
+        "graph: the backward of a captured function is differentiated (create_graph), for which the function "
+        "must run again, but the call was decoded without it; load it through graph::compile of the module, "
+        "or call backward without create_graph");
 }
 
 std::vector<at::Tensor> RunAgain::gradients(const std::vector<at::Tensor>& primals,

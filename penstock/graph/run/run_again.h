@@ -1,13 +1,14 @@
 // Second derivatives of a captured function (create_graph): the backward graph cannot be differentiated, so
 // the function itself runs again, on the inputs of the call, and is differentiated by autograd as usual.
 //
-//   const RunAgain again(form, joint);           // when the function is captured; holds no tensors
+//   RunAgain again(form, joint);                 // when the function is captured; holds no tensors
 //   HeldInputs held;                             // in a call's autograd node
 //   held.hold(tensor, /*keep=*/false);           // for each tensor among the inputs
 //   again.gradients(held.get(again), tangents);  // in backward, with grad mode on
 //
 // Gradients are those of the function at the inputs, differentiable with respect to them and to the tangents
-// any number of times. Private to this folder. Thread safety: that of the function.
+// any number of times. Stored with a capture, except for the function, which who loads it must set. Private
+// to this folder. Thread safety: that of the function.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,6 +16,7 @@
 #include <cstddef>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "penstock/graph/ir/joint_graph.h"
@@ -25,11 +27,17 @@ namespace penstock::graph {
 
 class RunAgain {
  public:
+  RunAgain() = default;  // to be filled by a decoder
   // `joint`: of the function of the form, still with its writes. Must be made under the modes of the call.
   RunAgain(const FunctionForm& form, const JointGraph& joint);
 
+  // Sets the function, of a decoded capture: that of the form.
+  void set_function(Function function) { function_ = std::move(function); }
+  // Whether it is for a function with these numbers of inputs, tensors among them, and results with gradient.
+  bool fits(std::size_t inputs, std::size_t tensors, std::size_t tangents) const;
+
   // Throws NotImplemented for a function that would not do the same again, because it writes inputs, draws
-  // random numbers, or has side effects.
+  // random numbers, or has side effects, and for one that is not there.
   void check_possible() const;
   // `primals`: the tensors among the inputs. `tangents`: the gradients that backward got, undefined for
   // results that nobody used. Returns one gradient for each primal. Throws what check_possible() does,
@@ -40,6 +48,7 @@ class RunAgain {
   const std::string& name_of(std::size_t primal) const { return primals_[primal].name; }
 
  private:
+  friend struct RunAgainFields;
   struct Primal {
     std::size_t input = 0;  // of the function
     std::string name;
@@ -48,12 +57,11 @@ class RunAgain {
   struct Root {
     std::size_t output = 0;
     bool base = false;
-    Geometry geometry;
   };
   std::string why_not(const FunctionForm& form, const JointGraph& joint) const;
 
-  Function function_;
-  std::size_t found_;
+  Function function_;  // empty: it is not known in this process
+  std::size_t found_ = 0;
   Values inputs_;  // without tensors
   std::vector<Primal> primals_;
   std::vector<Root> roots_;

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <fstream>
 #include <map>
 #include <utility>
@@ -38,23 +39,31 @@ void names(Archive& archive, std::map<From, To>& all) {
 }
 
 template <class Archive>
+void state_fields(Archive& archive, StateSignature& states) {
+  auto& [input_tokens, input_random_states, output_tokens, output_random_states] = states;
+  names(archive, input_tokens), names(archive, input_random_states);
+  names(archive, output_tokens), names(archive, output_random_states);
+}
+
+template <class Archive>
 void signature_fields(Archive& archive, GraphSignature& signature) {
   auto& [parameters, buffers, user_inputs, user_outputs, inputs_to_parameters, inputs_to_buffers,
          buffers_to_mutate, parameters_to_mutate, user_inputs_to_mutate, in_spec, out_spec, backward,
-         input_tokens, output_tokens] = signature;
+         states] = signature;
   names(archive, parameters), names(archive, buffers), names(archive, user_inputs),
       names(archive, user_outputs);
   names(archive, inputs_to_parameters), names(archive, inputs_to_buffers), names(archive, buffers_to_mutate);
   names(archive, parameters_to_mutate), names(archive, user_inputs_to_mutate);
   archive(in_spec, out_spec);
-  names(archive, input_tokens), names(archive, output_tokens);
+  state_fields(archive, states);
   bool any = backward.has_value();
   archive(any);
   if (!any) return;
   if constexpr (Archive::kReads) backward.emplace();
-  auto& [to_parameters, to_user_inputs, loss_output] = *backward;
+  auto& [to_parameters, to_user_inputs, loss_output, backward_states] = *backward;
   names(archive, to_parameters), names(archive, to_user_inputs);
   archive(loss_output.text);
+  state_fields(archive, backward_states);
 }
 
 }  // namespace
@@ -83,9 +92,11 @@ GraphFile decode_graph(std::span<const std::uint8_t> bytes, const std::string& p
   decoder.expect_end();
   const JointGraph& joint = file.joint;
   const std::size_t inputs = joint.graph.inputs.size(), outputs = joint.graph.outputs.size();
-  if (joint.primals > inputs || joint.primals + joint.tangents.size() != inputs)
+  if (joint.states.size() > std::min(inputs, outputs) || joint.primals > inputs ||
+      joint.primals + joint.tangents.size() != joint.first_state_input())
     decoder.fail("inconsistent number of inputs and tangents");
-  if (joint.forward_outputs > outputs || joint.written_in_backward.size() > outputs - joint.forward_outputs)
+  if (joint.forward_outputs > joint.first_state_output() ||
+      joint.written_in_backward.size() > joint.backward_returns())
     decoder.fail("inconsistent number of outputs");
   for (const std::size_t primal : joint.written_in_backward)
     if (primal >= joint.primals) decoder.fail("an input that does not exist is written in backward");

@@ -14,7 +14,7 @@
 // file and allocates at most a multiple of its size.
 // Constants of kinds that the format cannot represent (generators, objects), and kinds of subclasses without
 // a ContextCodec, are NotImplemented on writing. `samples`: tensors of this process that contexts of
-// subclasses refer to (any DTensor on each mesh).
+// subclasses refer to (any DTensor on each mesh); a context that the process does not have is a StateError.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +36,7 @@ struct GraphFile {
   std::optional<GraphSignature> signature;
 };
 
-inline constexpr std::uint32_t kGraphFileVersion = 5;
+inline constexpr std::uint32_t kGraphFileVersion = 6;
 
 std::vector<std::uint8_t> encode_graph(const GraphFile& file);
 // `name` identifies the file in messages.

@@ -71,7 +71,10 @@ class GraphReport {
         std::count_if(graph_.nodes.begin(), graph_.nodes.end(),
                       [](const Node& node) { return node.phase == Phase::Backward; }));
     std::size_t random = 0, saved_bytes = 0, constant_bytes = 0;
-    for (const Node& node : graph_.nodes) random += is_random(node) ? 1 : 0;
+    for (const Node& node : graph_.nodes) {
+      const auto inside = operator_inside(node.op);
+      random += is_random(node) || (inside && inside->kind == StateKind::Generator) ? 1 : 0;
+    }
     for (const ValueId value : file_.saved) saved_bytes += bytes_of(graph_[value].geometry);
     for (const ConstantTensor& constant : graph_.constants)
       constant_bytes += bytes_of(graph_[constant.value].geometry);

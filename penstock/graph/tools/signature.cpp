@@ -7,6 +7,7 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
+#include "penstock/graph/wrap/effect_tokens.h"
 
 namespace penstock::graph {
 namespace {
@@ -22,6 +23,37 @@ std::vector<GraphOutput> names_of_outputs(const Graph& graph) {
     names.emplace_back(std::move(name));
   }
   return names;
+}
+
+void add_state(StateSignature& states, StateKind kind, GraphInput input, GraphOutput output) {
+  const bool token = kind == StateKind::Token;
+  (token ? states.input_tokens : states.input_random_states).push_back(std::move(input));
+  (token ? states.output_tokens : states.output_random_states).push_back(std::move(output));
+}
+
+// Where the states of a half begin.
+struct PlacesOfStates {
+  std::size_t tokens_in, tokens_out, generators_in, generators_out;
+};
+HalfSignature sign(const Graph& half, std::size_t tokens, std::size_t generators,
+                   const PlacesOfStates& places) {
+  HalfSignature signature;
+  for (const Placeholder& input : half.inputs) signature.inputs.emplace_back(input.name);
+  signature.outputs = names_of_outputs(half);
+  for (std::size_t i = 0; i < tokens; ++i)
+    add_state(signature.states, StateKind::Token, signature.inputs.at(places.tokens_in + i),
+              signature.outputs.at(places.tokens_out + i));
+  for (std::size_t i = 0; i < generators; ++i)
+    add_state(signature.states, StateKind::Generator, signature.inputs.at(places.generators_in + i),
+              signature.outputs.at(places.generators_out + i));
+  return signature;
+}
+
+Graph as_compiled(const JointGraph& joint, const Graph& half, GraphRole role) {
+  Graph graph = half;
+  CompileRequest request{.role = role};
+  EffectTokens(joint).before_compile(graph, request);
+  return graph;
 }
 
 class SignatureMaker {
@@ -43,6 +75,7 @@ class SignatureMaker {
     add_inputs();
     add_mutations();
     add_results();
+    signature_.states = states_of(Phase::Forward);
     if (!joint_.tangents.empty()) add_gradients();
     return std::move(signature_);
   }
@@ -57,10 +90,10 @@ class SignatureMaker {
           fmt::format("graph: the module has {} parameters and buffers, the graph {} inputs; create the "
                       "signature from a capture of this module",
                       state_size(), joint_.primals));
-    if (joint_.graph.inputs.size() != joint_.primals + joint_.tangents.size())
+    if (joint_.graph.inputs.size() != joint_.primals + joint_.tangents.size() + joint_.states.size())
       throw ValueError(fmt::format(
-          "graph: {} inputs, of which {} belong to the function and {} are gradients; the rest is unknown",
-          joint_.graph.inputs.size(), joint_.primals, joint_.tangents.size()));
+          "graph: {} inputs, of which {} belong to the function and {} are gradients{}; the rest is unknown",
+          joint_.graph.inputs.size(), joint_.primals, joint_.tangents.size(), states_text()));
     for (std::size_t i = 0; i < joint_.primals; ++i) {
       const GraphInput name(joint_.graph.inputs[i].name);
       inputs_.push_back(name);
@@ -130,10 +163,10 @@ class SignatureMaker {
 
   void add_gradients() {
     BackwardSignature backward;
-    if (outputs_.size() != joint_.forward_outputs + joint_.primals)
+    if (outputs_.size() != joint_.forward_outputs + joint_.primals + joint_.states.size())
       throw ValueError(fmt::format(
-          "graph: {} outputs, of which {} belong to forward; expected one gradient for each of {} inputs",
-          outputs_.size(), joint_.forward_outputs, joint_.primals));
+          "graph: {} outputs, of which {} belong to forward{}; expected one gradient for each of {} inputs",
+          outputs_.size(), joint_.forward_outputs, states_text(), joint_.primals));
     for (std::size_t i = 0; i < joint_.primals; ++i) {
       const std::size_t output = joint_.forward_outputs + i;
       if (joint_.graph.outputs[output].value() == kNoValue) continue;
@@ -150,7 +183,22 @@ class SignatureMaker {
                                 fmt::format("one of {} results", signature_.user_outputs.size()),
                                 "set loss_index"));
     backward.loss_output = signature_.user_outputs[*loss];
+    backward.states = states_of(Phase::Backward);
     signature_.backward = std::move(backward);
+  }
+
+  std::string states_text() const {
+    return joint_.states.empty() ? std::string() : fmt::format(", and {} are states", joint_.states.size());
+  }
+
+  StateSignature states_of(Phase phase) const {
+    StateSignature states;
+    for (std::size_t i = 0; i < joint_.states.size(); ++i)
+      if (joint_.states[i].phase == phase)
+        add_state(states, joint_.states[i].kind,
+                  GraphInput(joint_.graph.inputs[joint_.first_state_input() + i].name),
+                  outputs_[joint_.first_state_output() + i]);
+    return states;
   }
 
   const JointGraph& joint_;
@@ -167,6 +215,16 @@ void append_map(std::string& text, const char* title, const Map& map) {
     fmt::format_to(std::back_inserter(text), "  {} {} -> {}\n", title, from.text, to.text);
 }
 
+void append_states(std::string& text, const char* phase, const StateSignature& states) {
+  const auto append = [&](const char* title, const auto& inputs, const auto& outputs) {
+    for (std::size_t i = 0; i < inputs.size(); ++i)
+      fmt::format_to(std::back_inserter(text), "  {}{} {} -> {}\n", phase, title, inputs[i].text,
+                     outputs[i].text);
+  };
+  append("token", states.input_tokens, states.output_tokens);
+  append("random state", states.input_random_states, states.output_random_states);
+}
+
 }  // namespace
 
 GraphSignature make_signature(const JointGraph& joint, const ViewAndMutationMeta& meta,
@@ -174,8 +232,27 @@ GraphSignature make_signature(const JointGraph& joint, const ViewAndMutationMeta
   return SignatureMaker(joint, meta, options).run();
 }
 
+HalfSignature forward_signature(const JointGraph& joint, const Partition& halves) {
+  const std::size_t tokens = joint.states_of(Phase::Forward, StateKind::Token),
+                    generators = joint.states_of(Phase::Forward, StateKind::Generator);
+  HalfSignature signature = sign(as_compiled(joint, halves.forward, GraphRole::Forward), tokens, generators,
+                                 {0, 0, tokens + joint.primals, tokens + joint.forward_returns()});
+  signature.saved.assign(signature.outputs.end() - static_cast<std::ptrdiff_t>(halves.saved.size()),
+                         signature.outputs.end());
+  return signature;
+}
+
+HalfSignature backward_signature(const JointGraph& joint, const Partition& halves) {
+  const std::size_t tokens = joint.states_of(Phase::Backward, StateKind::Token),
+                    generators = joint.states_of(Phase::Backward, StateKind::Generator);
+  const std::size_t taken = halves.saved.size() + joint.tangents.size(), returned = joint.backward_returns();
+  return sign(as_compiled(joint, halves.backward, GraphRole::Backward), tokens, generators,
+              {taken, returned + generators, taken + tokens, returned});
+}
+
 std::string to_text(const GraphSignature& signature) {
   std::string text = "signature\n";
+  append_states(text, "", signature.states);
   append_map(text, "parameter", signature.inputs_to_parameters);
   append_map(text, "buffer", signature.inputs_to_buffers);
   for (const GraphInput& input : signature.user_inputs) text += "  input " + input.text + "\n";
@@ -187,6 +264,7 @@ std::string to_text(const GraphSignature& signature) {
     text += "  loss " + signature.backward->loss_output.text + "\n";
     append_map(text, "gradient", signature.backward->gradients_to_parameters);
     append_map(text, "gradient", signature.backward->gradients_to_user_inputs);
+    append_states(text, "backward ", signature.backward->states);
   }
   return text;
 }

@@ -9,11 +9,13 @@
 //   const GraphSignature signature = make_signature(compiled.joint(0), compiled.inner_meta(0), options);
 //   signature.inputs_to_parameters.at(GraphInput("0.weight"));      // Qualified("0.weight")
 //
-// The inputs of the graph are, in this order: tokens, parameters, buffers, user inputs, tangents. The
-// outputs: tokens, mutated inputs, user outputs, gradients. An output is named by its value ("%12"), or by
-// the value and a number ("%12.1") if the value occurred before.
-// Inputs and outputs are identified by position, never by name. Any count that does not match is a ValueError
-// that names the surplus entry.
+// The signature lists inputs in this order: tokens, parameters, buffers, user inputs, states of generators;
+// then those of backward. Outputs: tokens, mutated inputs, user outputs, states of generators; then gradients
+// and the states of backward. In a joint graph, states of both kinds come last (ir/joint_graph.h);
+// forward_signature() and backward_signature() describe the graphs that a compiler gets. An output is named
+// by its value ("%12"), or by the value and a number ("%12.1") if the value occurred before. Inputs and
+// outputs are identified by position, never by name. Any count that does not match is a ValueError that names
+// the surplus entry.
 #pragma once
 
 #include <compare>
@@ -24,6 +26,7 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/graph/partition/partition.h"
 #include "penstock/graph/run/module_state.h"
 #include "penstock/graph/trace/capture.h"
 
@@ -41,10 +44,20 @@ using GraphInput = NameOf<struct GraphInputTag>;
 using GraphOutput = NameOf<struct GraphOutputTag>;
 using Qualified = NameOf<struct QualifiedTag>;  // of a parameter or buffer, in its module
 
+// States that a graph takes and returns: "token[ordered]", "random_state[cpu]". An output is the state after
+// the input of the same index.
+struct StateSignature {
+  std::vector<GraphInput> input_tokens, input_random_states;
+  std::vector<GraphOutput> output_tokens, output_random_states;
+
+  bool operator==(const StateSignature&) const = default;
+};
+
 struct BackwardSignature {
   std::map<GraphOutput, Qualified> gradients_to_parameters;
   std::map<GraphOutput, GraphInput> gradients_to_user_inputs;
   GraphOutput loss_output;
+  StateSignature states;
 
   bool operator==(const BackwardSignature&) const = default;
 };
@@ -58,8 +71,7 @@ struct GraphSignature {
   std::map<GraphOutput, GraphInput> user_inputs_to_mutate;
   std::string in_spec, out_spec;  // the structure of arguments and results: TreeSpec::to_string
   std::optional<BackwardSignature> backward;
-  std::vector<GraphInput> input_tokens;
-  std::vector<GraphOutput> output_tokens;
+  StateSignature states;  // of forward
 
   bool operator==(const GraphSignature&) const = default;
 };
@@ -83,5 +95,21 @@ GraphSignature make_signature(const JointGraph& joint, const ViewAndMutationMeta
                               const SignatureOptions& options = {});
 
 std::string to_text(const GraphSignature& signature);
+
+// What the inputs and outputs of one half are as its compiler gets it.
+struct HalfSignature {
+  // Forward: tokens, then one for each tensor among the inputs, then states of generators.
+  // Backward: saved tensors and tangents, then tokens, then states of generators.
+  std::vector<GraphInput> inputs;
+  // Forward: tokens, mutated inputs, results and bases, states of generators, saved tensors.
+  // Backward: gradients and inputs that backward writes, states of generators, tokens.
+  std::vector<GraphOutput> outputs;
+  std::vector<GraphOutput> saved;  // of forward: the last outputs
+  StateSignature states;
+
+  bool operator==(const HalfSignature&) const = default;
+};
+HalfSignature forward_signature(const JointGraph& joint, const Partition& halves);
+HalfSignature backward_signature(const JointGraph& joint, const Partition& halves);
 
 }  // namespace penstock::graph

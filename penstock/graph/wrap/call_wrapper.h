@@ -46,6 +46,9 @@ class AppliedWrapper {
   // Turns a call of the function that the wrapper made into a call of the function that it was applied to,
   // which `outer` describes.
   virtual Call around(Call inner, const ViewAndMutationMeta& outer) const = 0;
+  // The function that the wrapper made of the one that it was applied to, which takes the inputs of the inner
+  // call. The default is for wrappers that leave the function alone.
+  virtual Function inner_function(Function function) const { return function; }
   // Whether the same was decided for another call of the same kind, regardless of sizes.
   virtual bool same_but_for_sizes(const AppliedWrapper& other) const = 0;
   // Writes what CallWrapper::load needs to make this again in another process. The default throws

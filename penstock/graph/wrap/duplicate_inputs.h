@@ -27,7 +27,7 @@ class DuplicateInputs final : public InputsWrapper {
   ViewAndMutationMeta derived_meta(ViewAndMutationMeta outer, const Values& inputs) const override;
 
   const std::vector<std::size_t>& kept() const { return kept_; }
-  Function inner_function(Function function) const;
+  Function inner_function(Function function) const override;
 
  private:
   std::vector<std::size_t> first_;

@@ -27,7 +27,7 @@ class LazyInputs final : public InputsWrapper {
   Values inner_inputs(const Values& inputs) const override;
   ViewAndMutationMeta derived_meta(ViewAndMutationMeta outer, const Values&) const override { return outer; }
 
-  Function inner_function(Function function) const;
+  Function inner_function(Function function) const override;
 
  private:
   std::vector<Bits> bits_;

@@ -41,7 +41,7 @@ class SyntheticBases final : public InputsWrapper {
   Values inner_inputs(const Values& inputs) const override;
   ViewAndMutationMeta derived_meta(ViewAndMutationMeta outer, const Values& inputs) const override;
 
-  Function inner_function(Function function) const;
+  Function inner_function(Function function) const override;
   Convention inner_convention(const Convention& outer) const;
   // For each inner input, the first outer one that it is or that is made from it.
   std::vector<std::size_t> came_from() const;

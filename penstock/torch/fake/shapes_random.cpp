@@ -3,6 +3,7 @@
 
 #include "penstock/torch/fake/shape_functions.h"
 #include "penstock/torch/fake/shape_helpers.h"
+#include "penstock/torch/random/generator_state.h"
 
 namespace penstock::detail {
 namespace {
@@ -50,6 +51,13 @@ Tensor randperm_generator(std::int64_t count, Generator, c10::optional<at::Scala
   return permutation(count, dtype);
 }
 
+// On the CPU, whatever the device of the generator is.
+Tensor state_of_generator(at::Device generator) {
+  const GeneratorStateForm form = generator_state_form(generator.type());
+  return at::empty({form.numel}, at::dtype(form.dtype).device(at::kMeta));
+}
+void set_state_of_generator(const Tensor&, at::Device) {}
+
 // A tensor of zeros without memory; only used by derivatives.
 Tensor efficient_zeros(IntArrayRef sizes, c10::optional<at::ScalarType> dtype, c10::optional<at::Layout>,
                        c10::optional<at::Device>, c10::optional<bool>) {
@@ -72,6 +80,8 @@ void add_random_shapes() {
   // Composite over an out= overload that fills memory.
   register_shape_function("aten::randperm", randperm);
   register_shape_function("aten::randperm.generator", randperm_generator);
+  register_shape_function("penstock::generator_state", state_of_generator);
+  register_shape_function("penstock::set_generator_state", set_state_of_generator);
 }
 
 }  // namespace penstock::detail

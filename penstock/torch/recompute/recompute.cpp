@@ -1,7 +1,6 @@
 #include "penstock/recompute.h"
 
 #include <ATen/ATen.h>
-#include <ATen/Context.h>
 #include <c10/core/GradMode.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -15,9 +14,11 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
+#include "penstock/mode.h"
 #include "penstock/step_context.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/torch/dispatch/gradient_sink.h"
+#include "penstock/torch/random/generator_state.h"
 #include "penstock/torch/random/unit_half.h"
 #include "penstock/torch/recompute/recomputed_state.h"
 #include "penstock/torch/recompute/saved_tensor_hooks.h"
@@ -42,7 +43,8 @@ struct RegisteredStates {
   }
 };
 
-// The states of the default generators of the CPU and of the devices of some tensors.
+// The states of the default generators of the CPU and of the devices of some tensors. While a graph is
+// recorded these are values of the graph: a replay exchanges the states of its own run.
 class GeneratorStates {
  public:
   explicit GeneratorStates(const std::vector<at::Tensor>& tensors) {
@@ -54,9 +56,11 @@ class GeneratorStates {
   // Exchanges these states with those of the generators.
   void exchange() {
     for (Entry& entry : entries_) {
-      const std::lock_guard lock(entry.generator.mutex());
-      const at::Tensor now = entry.generator.get_state();
-      entry.generator.set_state(entry.state);
+      const at::Tensor now = read(entry.device);
+      if (recorded_)
+        set_recorded_generator_state(entry.device, entry.state);
+      else
+        set_generator_state(default_generator(entry.device), entry.state);
       entry.state = now;
     }
   }
@@ -64,18 +68,19 @@ class GeneratorStates {
  private:
   struct Entry {
     at::Device device;
-    at::Generator generator;
     at::Tensor state;
   };
 
   void add(at::Device device) {
     for (const Entry& entry : entries_)
       if (entry.device == device) return;
-    at::Generator generator = at::globalContext().defaultGenerator(device);
-    const std::lock_guard lock(generator.mutex());
-    entries_.push_back({device, generator, generator.get_state()});
+    entries_.push_back({device, read(device)});
+  }
+  at::Tensor read(at::Device device) const {
+    return recorded_ ? recorded_generator_state(device) : generator_state(default_generator(device));
   }
 
+  const bool recorded_ = is_recording();
   std::vector<Entry> entries_;
 };
 

@@ -79,7 +79,7 @@ class PipelineCompiler {
         comm::World::fake_with_real_names(static_cast<int>(rank), static_cast<int>(of.ranks));
     const RankLayout layout(world, of);
     const at::Device device = device_of_rank(of, world);
-    const StageGraphs graphs = stage_graphs_of(layout, config_, artifact_);
+    const StageGraphs graphs = stage_graphs_of(layout, config_, schedule_, model_, artifact_);
     const SingleStage stage = make_single_stage(layout, config_, schedule_, model_, index, device, graphs,
                                                 [this](const StageCapture& capture) {
                                                   ++written_.graphs;
@@ -188,8 +188,8 @@ WrittenArtifact write_artifact(const TrainConfig& config, const fs::path& folder
       device_of_rank(config.layout, comm::World::fake(0, static_cast<int>(config.layout.ranks)));
   require_precision(config, device);
   if (device.is_cpu()) require_memory(minimum_memory_of_stage(config), machine_memory_bytes());
-  const auto artifact = graph::Artifact::create(
-      folder, artifact_configuration(config, schedule, model->plan()), {.device = device.str()});
+  const auto artifact = graph::Artifact::create(folder, artifact_configuration(config, schedule, *model),
+                                                {.device = device.str()});
   WrittenArtifact written;
   written.stages = static_cast<std::size_t>(schedule.stages().stages());
   const std::int64_t replicas = replicas_have_own_graphs(config) ? config.layout.dp : 1;

@@ -152,7 +152,7 @@ function(penstock_use_torch_test_header target)
 endfunction()
 
 function(penstock_use_torch_example_header target)
-  if(PENSTOCK_TESTS)
+  if(TARGET GTest::gtest)  # the header of the tests has it
     penstock_use_torch_test_header(${target})
   else()
     penstock_use_torch_header(${target})

@@ -17,7 +17,7 @@ option(PENSTOCK_UNITY "Compile the files of a folder several at a time; OFF is b
 function(penstock_use_unity target)
   if(PENSTOCK_UNITY)
     # In a unit of many files each of them counts as included, and classes with members of local types would be warned of.
-    set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 32)
+    set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 64)
     target_compile_options(${target} PRIVATE -Wno-subobject-linkage)
   endif()
 endfunction()
@@ -131,9 +131,12 @@ endfunction()
 
 # Precompiled Torch headers, each built once. A translation unit costs 13 s without; what it costs with one depends on how many
 # templates the header leaves to be instantiated at the end of every unit: 3 s with what the library needs (tensors, dispatcher,
-# autograd functions), 7 s with all of torch/torch.h (modules, optimizers), which programs and tests use. Tests are compiled
-# without optimization, which halves what they cost; the library they test is not.
+# autograd functions), 7 s with all of torch/torch.h (modules, optimizers), which programs and tests use. Tests and examples are
+# compiled without optimization, which halves what they cost, and benchmarks with little; the library they use is not.
 function(penstock_use_torch_header target)
+  if(CMAKE_BUILD_TYPE STREQUAL "Release" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)  # see penstock_make_library
+    target_compile_options(${target} PRIVATE -O1 -Wno-maybe-uninitialized)
+  endif()
   penstock_precompiled(${target} penstock_torch_header <torch/torch.h> <torch/library.h>
                        <torch/csrc/distributed/c10d/Store.hpp> ${penstock_fmt_instances} <spdlog/spdlog.h>)
 endfunction()
@@ -146,6 +149,14 @@ function(penstock_use_torch_test_header target)
   endforeach()
   set_property(TARGET penstock_torch_test_header APPEND PROPERTY COMPILE_OPTIONS -O0)
   target_compile_options(${target} PRIVATE -O0)
+endfunction()
+
+function(penstock_use_torch_example_header target)
+  if(TARGET GTest::gtest)  # the header of the tests has it
+    penstock_use_torch_test_header(${target})
+  else()
+    penstock_use_torch_header(${target})
+  endif()
 endfunction()
 
 function(penstock_use_torch_library_header target)

@@ -20,7 +20,7 @@
 //   Schedules that split the backward (ZBVZeroBubble, DualPipeV): not supported, because a graph has one
 //   backward.
 //   Blocks of a chain become one graph.
-//   Trial runs and recomputations call the original module.
+//   Trial runs, recomputations and forwards under a mode (mode.h) call the original module.
 //
 // Thread safety: that of the module.
 #pragma once

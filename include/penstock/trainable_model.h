@@ -198,6 +198,11 @@ class TrainableModel {
   // documents under the keyword "documents", and metadata under its own keywords. Documents of the batch
   // replace those of the metadata.
   virtual StageInputs inputs(const TokenBatch& batch) const;
+  // Returns text that names everything that decides what the stages compute besides the configuration and the
+  // program: options of the model that the configuration does not have. Graphs of the stages are then kept
+  // between runs (training.compile, docs/compile_cache.md): equal text promises equal computations. The
+  // default returns std::nullopt: nothing is promised, and every start captures.
+  virtual std::optional<std::string> identity() const { return std::nullopt; }
 };
 
 }  // namespace penstock::models

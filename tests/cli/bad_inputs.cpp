@@ -184,6 +184,14 @@ const std::map<std::string, GoodLine>& good_lines() {
         {"--keep"},
         true,
         false}},
+      {"compile",
+       {[](const GoodFiles& good) {
+          return Words{good.config.string(), "--output", "CASE/compiled"};
+        },
+        Input::File,
+        {"--output"},
+        true,
+        false}},
       {"inspect memory",
        {[](const GoodFiles& good) {
           return Words{good.config.string(), "--predict-only"};

@@ -63,6 +63,41 @@ TEST(CapturedCollectives, RunAsInThePlainFunction) {
   });
 }
 
+// Ordered by tokens, the collectives of both halves send what the plain function sends.
+TEST(CapturedCollectives, WithTokens) {
+  comm::run_ranks(2, 60s, [](comm::World& world) {
+    const comm::Group group = world.group();
+    const Function function = [&](const Values& in) -> Values {
+      const at::Tensor x = in[0].toTensor(), w = in[1].toTensor();
+      functional::broadcast(x.detach() * 3, 0, group);
+      const at::Tensor sum = functional::wait_tensor(functional::all_reduce(x * w, ReduceOp::Sum, group));
+      return {functional::wait_tensor(functional::all_gather(sum.sin(), group)).pow(2).sum()};
+    };
+    for (const Partitioner partitioner : {Partitioner::Default, Partitioner::MinCut}) {
+      Compiled compiled(function, {.partitioner = partitioner, .effect_tokens = true});
+      for (int step = 0; step < 2; ++step) {
+        auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(10 * step + world.rank()));
+        const at::Tensor x = at::randn({4, 3}, generator), w = at::randn({4, 3}, generator).requires_grad_();
+        const at::Tensor expected = function({x, w})[0].toTensor();
+        expected.backward();
+        const at::Tensor gradient = w.grad().clone();
+        w.mutable_grad() = at::Tensor();
+        const at::Tensor actual = compiled({x, w})[0].toTensor();
+        actual.backward();
+        EXPECT_TRUE(at::equal(actual, expected)) << "rank " << world.rank();
+        EXPECT_TRUE(at::equal(w.grad(), gradient)) << "rank " << world.rank();
+      }
+      const Partition& halves = compiled.partition(0);
+      EXPECT_EQ(count_of(halves.forward, "penstock_effect::penstock__broadcast"), 1u);
+      EXPECT_EQ(count_of(halves.forward, "penstock_effect::penstock__all_reduce"), 1u);
+      EXPECT_EQ(count_of(halves.backward, "penstock_effect::penstock__all_reduce"), 1u);
+      EXPECT_EQ(count_of(halves.backward, "penstock_effect::penstock__reduce_scatter_tensor"), 1u);
+      EXPECT_EQ(compiled.meta(0).tokens, std::vector<std::string>{"ordered"});
+      EXPECT_EQ(compiled.meta(0).backward_tokens, 1u);
+    }
+  });
+}
+
 TEST(CapturedCollectives, AreNeitherDroppedNorMerged) {
   const comm::World world = comm::World::fake(0, 4);
   const comm::Group& group = world.group();

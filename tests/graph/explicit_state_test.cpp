@@ -859,8 +859,7 @@ TEST(ExplicitStates, WithTensorSubclasses) {
                        w = torch::linspace(-1, 1, 20).set_requires_grad(true);
       const Values results = call({x, w});
       all.push_back(torch::rand({2}));
-      (results[0].toTensor().sum()).backward();
-      results[1].toTensor().sum().backward();
+      torch::autograd::backward({results[0].toTensor().sum(), results[1].toTensor().sum()});
       all.insert(all.end(), {payload_as<Boxed>(results[0].toTensor())->inner.detach(),
                              results[1].toTensor().detach(), payload_as<Boxed>(x.grad())->inner, w.grad()});
     }

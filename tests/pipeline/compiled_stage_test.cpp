@@ -14,9 +14,11 @@
 #include "penstock/base/files.h"
 #include "penstock/errors.h"
 #include "penstock/fake.h"
+#include "penstock/mode.h"
 #include "penstock/pipeline/compiled/prepare_stage.h"
 #include "penstock/random.h"
 #include "penstock/step_context.h"
+#include "penstock/torch/dispatch/constant_tensor.h"
 #include "penstock/torch/random/running_step.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
@@ -266,6 +268,30 @@ TEST(CompiledStage, NeedsBothCallbacksForValues) {
                        "give both or neither"));
 }
 
+// A mode sees what the module does, not a replay.
+TEST(CompiledStage, RunsTheModuleUnderAMode) {
+  struct Watch final : Mode {
+    void dispatch(const c10::OperatorHandle& op, Stack* stack) override {
+      ++operators;
+      op.callBoxed(stack);
+    }
+    int operators = 0;
+  };
+  Counted counted;
+  const StageModule fast = compiled_stage(linear_with(dropped), counted.options());
+  const at::Tensor x = torch::randn({6, 8});
+  const auto expected = run(linear_with(dropped), step_of(2, 1), x);
+  Watch watch;
+  {
+    const ModeGuard guard(watch);
+    expect_equal(run(fast, step_of(2, 1), x), expected);
+  }
+  EXPECT_GT(watch.operators, 3);
+  EXPECT_TRUE(counted.captures.empty());
+  expect_equal(run(fast, step_of(2, 1), x), expected);
+  EXPECT_EQ(counted.captures.size(), 1u);
+}
+
 // ---- graphs that are kept between runs ----
 
 class CacheFolder {
@@ -364,6 +390,28 @@ TEST(KeptStages, ArePreparedWithoutARun) {
   expect_equal(run(fast, step_of(1, 1), x), run(linear_with(dropped), step_of(1, 1), x));
   ASSERT_EQ(after.captures.size(), 1u);
   EXPECT_EQ(after.captures[0].source, GraphSource::Cache);
+}
+
+// A table that never changes is stored with its values; another tensor of the program may change.
+TEST(KeptStages, HoldConstantTables) {
+  const at::Tensor table = constant_tensor(torch::randn({8})), other = torch::randn({8});
+  const auto source_of_second = [](const at::Tensor& used) {
+    const CacheFolder folder;
+    Counted counted;
+    const at::Tensor x = torch::randn({6, 8});
+    const auto by_table = [&](const at::Tensor& y) { return y * used.narrow(0, 0, 8); };
+    for (int start = 0; start < 2; ++start)
+      expect_equal(run(compiled_stage(linear_with(by_table), folder.options(counted)), step_of(1, 1), x),
+                   run(linear_with(by_table), step_of(1, 1), x));
+    return counted.captures.at(1).source;
+  };
+  EXPECT_EQ(source_of_second(table), GraphSource::Cache);
+  EXPECT_EQ(source_of_second(other), GraphSource::Captured);
+  EXPECT_TRUE(is_constant_tensor(table.view({2, 4}).detach()));
+  table.add_(1);  // no constant any more
+  EXPECT_FALSE(is_constant_tensor(table));
+  EXPECT_FALSE(is_constant_tensor(other));
+  EXPECT_FALSE(is_constant_tensor(at::Tensor()));
 }
 
 // A stage that says that it does not depend on its rows is captured for all of them, or refused.

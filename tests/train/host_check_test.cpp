@@ -36,6 +36,14 @@ TEST(HostCheck, NeedsAreLowerBoundsOfWhatIsPredicted) {
   EXPECT_LT(sharded, 1.1 * need.bytes());
   EXPECT_LT(minimum_memory_of_parts(small).bytes(), 0.2 * kGibibyte);
   EXPECT_LT(minimum_memory_of_capture(small).bytes(), 0.2 * kGibibyte);
+  // One stage, which is smaller if there are more of them.
+  const auto of_stage = [](const char* stages) {
+    return minimum_memory_of_stage(config_of({"--preset", "small", "--model.vocabulary", "512", "--schedule",
+                                              "1F1B", "--pp", stages}))
+        .bytes();
+  };
+  EXPECT_LT(minimum_memory_of_stage(small).bytes(), minimum_memory_of_capture(small).bytes());
+  EXPECT_EQ(of_stage("1"), 2 * of_stage("2"));
 }
 
 // Blocks of other kinds than attention, and experts over ranks.
@@ -70,8 +78,8 @@ TEST(HostCheck, TooLittleMemoryNamesTheLargestNeed) {
                                       "--key_value_heads", "65536",      "--layers",       "65536",
                                       "--vocabulary",      "4294967296", "--context",      "16777216",
                                       "--microbatch_size", "1048576",    "--microbatches", "1"});
-  for (const MinimumMemory& need :
-       {minimum_memory(huge, 1), minimum_memory_of_parts(huge), minimum_memory_of_capture(huge)})
+  for (const MinimumMemory& need : {minimum_memory(huge, 1), minimum_memory_of_parts(huge),
+                                    minimum_memory_of_capture(huge), minimum_memory_of_stage(huge)})
     EXPECT_TRUE(has_text(message_of<ConfigError>([&] { require_memory(need, 8LL << 30); }), "TiB"));
 }
 

@@ -2,6 +2,8 @@
 // captured, and losses, gradients and parameters have the bits of a run that captures. Artifacts that do not
 // fit are refused by name, on every rank.
 #include <gtest/gtest.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
 
 #include <algorithm>
 #include <chrono>
@@ -10,18 +12,23 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <memory>
+#include <optional>
 #include <random>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "penstock/errors.h"
+#include "penstock/random.h"
 #include "penstock/train/config/compiled_fields.h"
 #include "penstock/train/config/configured_schedule.h"
 #include "penstock/train/job/configured_model.h"
 #include "penstock/train/job/job.h"
 #include "penstock/train/job/stage_graphs.h"
 #include "penstock/train/job/write_artifact.h"
+#include "penstock/trainable_model.h"
+#include "penstock/trainer.h"
 #include "penstock/world.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
@@ -161,6 +168,108 @@ TEST(KeptGraphsOfReplicas, HaveOneArtifactUnlessTheyDependOnRows) {
   EXPECT_EQ(doing,
             (std::vector<std::string>{"stage 0, dp rank 0: training", "stage 0, dp rank 0: validation",
                                       "stage 0, dp rank 1: training", "stage 0, dp rank 1: validation"}));
+}
+
+// ---- models of the program ----
+
+struct OwnStage : models::ModelStage {
+  OwnStage(const models::StagePart& which, const models::ModelPlan& plan, double given_factor)
+      : part_(which), plan_(plan), factor(given_factor) {
+    if (which.has_embed())
+      embed = register_module("embed", torch::nn::Embedding(plan.vocabulary, plan.width));
+    for (std::int64_t i = which.first_block; i < which.end_block; ++i)
+      mixes.push_back(register_module("mix" + std::to_string(i), torch::nn::Linear(plan.width, plan.width)));
+    if (which.has_head()) head = register_module("head", torch::nn::Linear(plan.width, plan.vocabulary));
+  }
+  const models::StagePart& part() const override { return part_; }
+  std::int64_t context() const override { return plan_.context; }
+  at::Tensor forward_with(at::Tensor x, const Tree&) override {
+    if (embed) x = embed->forward(x);
+    for (torch::nn::Linear& mix : mixes) x = x + factor * at::gelu(mix->forward(x));
+    return head ? head->forward(x) : x;
+  }
+  void set_initial_values(std::uint64_t seed) override {
+    const at::NoGradGuard no_grad;
+    for (auto& each : named_parameters())
+      keyed_normal_(each.value(), {.seed = seed, .layer = layer_from_name(each.key())}, 0, 0.05);
+  }
+  models::StagePart part_;
+  models::ModelPlan plan_;
+  double factor;
+  torch::nn::Embedding embed{nullptr};
+  std::vector<torch::nn::Linear> mixes;
+  torch::nn::Linear head{nullptr};
+};
+
+// Its factor is not in the configuration.
+struct OwnModel : models::TrainableModel {
+  OwnModel(const ModelConfig& model, double given_factor, bool states_it)
+      : factor(given_factor),
+        has_identity(states_it),
+        sizes{.vocabulary = model.vocabulary, .width = model.width, .context = model.context},
+        whole(plan_from_stages(sizes, model.layers, "mix",
+                               [this](const auto& part) { return make_stage(part); })) {}
+  const models::ModelPlan& plan() const override { return whole; }
+  std::shared_ptr<models::ModelStage> make_stage(const models::StagePart& part) const override {
+    return std::make_shared<OwnStage>(part, sizes, factor);
+  }
+  std::optional<std::string> identity() const override {
+    return has_identity ? std::optional("factor " + std::to_string(factor)) : std::nullopt;
+  }
+  double factor;
+  bool has_identity;
+  models::ModelPlan sizes, whole;
+};
+
+double factor_of_own = 1;
+
+Options own_model(bool states_identity) {
+  static const bool registered = [] {
+    for (const bool states : {false, true})
+      register_model(states ? "own with identity" : "own", [states](const TrainConfig& config) {
+        return std::make_shared<OwnModel>(config.model, factor_of_own, states);
+      });
+    return true;
+  }();
+  EXPECT_TRUE(registered);
+  return {"--model.type",    states_identity ? "own with identity" : "own",
+          "--document_mask", "false",
+          "--compile",       "graph"};
+}
+
+TEST(KeptGraphsOfOwnModels, AreKeptIfTheModelStatesItsOptions) {
+  const ScratchFolder folder;
+  const Layout layout{.name = "pp2", .pp = 2};
+  for (const bool states : {false, true}) {
+    SCOPED_TRACE(states);
+    const fs::path cache = folder / (states ? "with" : "without");
+    for (const double factor : {1.0, 0.5, 1.0}) {
+      factor_of_own = factor;
+      const TrainedJob captured = train(layout, own_model(states), 1);
+      const CacheFolder in(cache);
+      const TrainedJob cached = train(layout, own_model(states), 1);
+      EXPECT_EQ(cached.losses(), captured.losses());
+      EXPECT_EQ(cached.validation, captured.validation);
+      expect_equal_tensors(cached.local, captured.local);
+    }
+    const CacheFolder in(cache);
+    const TrainedJob again = train(layout, own_model(states), 1);
+    EXPECT_EQ(again.steps.at(0).loads, states ? 4 : 0);
+    EXPECT_EQ(again.steps.at(0).first_captures, states ? 0 : 4);
+  }
+  factor_of_own = 1;
+  const TrainConfig without = config_of(layout, own_model(false)),
+                    with_it = config_of(layout, own_model(true));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { write_artifact(without, folder / "none"); }),
+                       "override TrainableModel::identity"));
+  write_artifact(with_it, folder / "artifact");
+  const Options prepared = with(own_model(true), {"--artifact", (folder / "artifact").string()});
+  EXPECT_EQ(train(layout, prepared, 1).steps.at(0).loads, 4);
+  factor_of_own = 0.5;
+  EXPECT_THROW(open_artifact(config_of(layout, prepared), configured_schedule(with_it.layout),
+                             *configured_model(with_it), at::kCPU),
+               ConfigError);
+  factor_of_own = 1;
 }
 
 // ---- another configuration ----
@@ -323,6 +432,15 @@ TEST(DamagedArtifacts, AreRefusedWhereTheyAreWritten) {
   EXPECT_TRUE(has_text(message_of<ConfigError>([&] { write_artifact(config, folder / "file"); }),
                        "the folder cannot be made"));
   EXPECT_TRUE(has_text(message_of<ConfigError>([&] { write_artifact(config, folder / "texts"); }),
+                       "has files that are no artifact"));
+  // Another program's manifest is not touched.
+  folder.write("other/manifest.json", "{\"version\": 1}");
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { write_artifact(config, folder / "other"); }),
+                       "has files that are no artifact"));
+  EXPECT_EQ(text_of_file(folder / "other" / "manifest.json"), "{\"version\": 1}");
+  folder.write("both/manifest.json", "{");
+  folder.write("both/notes.txt", "text");
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { write_artifact(config, folder / "both"); }),
                        "has files that are no artifact"));
   EXPECT_TRUE(
       has_text(message_of<ConfigError>([&] { write_artifact(config_of({.name = "one"}), folder / "none"); }),

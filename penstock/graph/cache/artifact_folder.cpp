@@ -45,6 +45,19 @@ void write_file(const fs::path& file, std::span<const std::uint8_t> bytes, const
   }
 }
 
+enum class ManifestKind : std::uint8_t { None, OfAnArtifact, Unreadable, OfSomethingElse };
+
+// Other programs call their files manifest.json, too.
+ManifestKind manifest_kind(const fs::path& file) {
+  if (!file_exists(file)) return ManifestKind::None;
+  std::ifstream in(file, std::ios::binary);
+  const json manifest = json::parse(in, nullptr, /*allow_exceptions=*/false);
+  if (manifest.is_discarded()) return ManifestKind::Unreadable;
+  const bool ours = manifest.is_object() && manifest.contains("version") && manifest.contains("fields") &&
+                    manifest.contains("calls");
+  return ours ? ManifestKind::OfAnArtifact : ManifestKind::OfSomethingElse;
+}
+
 bool is_call_file(const fs::path& file) { return file.extension() == ".call" || file.extension() == ".tmp"; }
 
 }  // namespace
@@ -70,7 +83,8 @@ ArtifactFolder ArtifactFolder::create(const fs::path& folder, Fields fields) {
     else
       others = true;
   }
-  if (others && !file_exists(folder / kManifest))
+  const ManifestKind kind = manifest_kind(folder / kManifest);
+  if (kind == ManifestKind::OfSomethingElse || (others && kind != ManifestKind::OfAnArtifact))
     refuse_artifact(folder, "the folder has files that are no artifact", "choose an empty or a new folder");
   // The manifest first: without it the rest is not an artifact.
   fs::remove(folder / kManifest, error);

@@ -29,6 +29,7 @@ class TrainableHybrid : public TrainableModel {
   void check_sequence_parallel() const override {}
   void check_expert_parallel(int ranks) const override { models::check_expert_parallel(options_, ranks); }
   void check_recompute(const RecomputePlan&) const override {}
+  std::optional<std::string> identity() const override { return std::string(); }
   // Only the first stage sees tokens, but every stage needs the documents that they begin.
   StageInputs inputs(const TokenBatch& batch) const override {
     HybridMetadata metadata = HybridMetadata::from_keywords(batch.metadata);

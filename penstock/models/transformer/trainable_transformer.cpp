@@ -18,6 +18,7 @@ class TrainableTransformer : public TrainableModel {
   void check_tensor_parallel(int ranks) const override { models::check_tensor_parallel(options_, ranks); }
   void check_sequence_parallel() const override {}
   void check_recompute(const RecomputePlan&) const override {}
+  std::optional<std::string> identity() const override { return std::string(); }
 
  private:
   TransformerOptions options_;

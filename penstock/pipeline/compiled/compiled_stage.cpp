@@ -19,6 +19,7 @@
 #include "penstock/graph/run/compiled.h"
 #include "penstock/graph/run/function_capture.h"
 #include "penstock/graph/run/spec_codec.h"
+#include "penstock/mode.h"
 #include "penstock/pipeline/compiled/prepare_stage.h"
 #include "penstock/pipeline/compiled/step_independence.h"
 #include "penstock/pipeline/stage/sharded_modules.h"
@@ -88,7 +89,9 @@ class CompiledStage {
 
   Tree forward(const Tree& args, const Tree& kwargs) {
     const auto step = StepContext::current();
-    if (step->trial || step->recompute || step->captured) return module_.forward(args, kwargs);
+    // A mode is to see the operators of the module: those of a search for bad values, of an outer capture.
+    if (step->trial || step->recompute || step->captured || current_mode())
+      return module_.forward(args, kwargs);
     if (!ready_) collect_state();
     const WholeForwardScope gathered(sharded_->roots());
     const Call call = call_with(args, kwargs, *step);

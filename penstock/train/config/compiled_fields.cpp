@@ -4,6 +4,7 @@
 #include <array>
 #include <string_view>
 
+#include "penstock/base/text.h"
 #include "penstock/train/config/config_fields.h"
 
 namespace penstock::train {
@@ -42,7 +43,10 @@ std::vector<std::pair<std::string, std::string>> compiled_fields(const TrainConf
     if (!decides_graphs(field)) continue;
     const FieldData value = field.get(config);
     const auto* text = std::get_if<std::string>(&value);
-    fields.emplace_back(field.name(), text != nullptr ? *text : to_toml(value));
+    // Where a schedule was read from does not matter, only its stages, which are a field of their own.
+    const bool from_file = field.name() == "layout.schedule" && text != nullptr &&
+                           (text->find('/') != std::string::npos || to_lower(*text).ends_with(".csv"));
+    fields.emplace_back(field.name(), from_file ? "a file" : text != nullptr ? *text : to_toml(value));
   }
   return fields;
 }

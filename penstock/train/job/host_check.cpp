@@ -173,6 +173,27 @@ MinimumMemory minimum_memory_of_capture(const TrainConfig& config) {
   return need;
 }
 
+MinimumMemory minimum_memory_of_stage(const TrainConfig& config) {
+  const ModelConfig& model = config.model;
+  const LayoutConfig& layout = config.layout;
+  const auto ranks = static_cast<double>(layout.tp);
+  // Some stage has at least the average of the blocks.
+  const auto stages = static_cast<double>(layout.pp * layout.virtual_stages);
+  const std::vector<MinimumMemory::Part> parts = {
+      {fmt::format("the blocks of a stage, {} of {} in {:.0f} stages", key_text("layers", model.layers),
+                   key_text("width", model.width), stages),
+       "lower model.layers, model.width or model.feed_width, or raise layout.pp",
+       kFloat * block_parameters(model).all / stages / ranks},
+      {fmt::format("the embedding, {}", key_text("vocabulary", model.vocabulary)),
+       "lower model.vocabulary or model.width", kFloat * embedding_parameters(model) / ranks},
+      {fmt::format("tokens of a microbatch, layout.microbatch_size = {}", layout.microbatch_size),
+       "lower layout.microbatch_size or model.context",
+       48.0 * static_cast<double>(layout.microbatch_size) * static_cast<double>(model.context)}};
+  // They need not be in one stage.
+  return {{*std::max_element(parts.begin(), parts.end(),
+                             [](const auto& a, const auto& b) { return a.bytes < b.bytes; })}};
+}
+
 void require_memory(const MinimumMemory& need, std::int64_t available_bytes) {
   const double bytes = need.bytes();
   if (available_bytes <= 0 || need.parts.empty() || bytes <= static_cast<double>(available_bytes)) return;

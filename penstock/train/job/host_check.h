@@ -31,6 +31,9 @@ MinimumMemory minimum_memory_of_parts(const TrainConfig& config);
 // For one process that holds the whole model without running it, as a capture does.
 MinimumMemory minimum_memory_of_capture(const TrainConfig& config);
 
+// For one process that holds one stage after the other without running them, as penstock compile does.
+MinimumMemory minimum_memory_of_stage(const TrainConfig& config);
+
 // Throws ConfigError that names the largest need if the total exceeds the available memory.
 void require_memory(const MinimumMemory& need, std::int64_t available_bytes);
 

@@ -2,9 +2,12 @@
 
 #include <fmt/format.h>
 
+#include <optional>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/checkpoint/tensors/world_agreement.h"
+#include "penstock/errors.h"
 #include "penstock/train/config/compiled_fields.h"
 #include "penstock/train/config/configured_plan.h"
 #include "penstock/train/job/configured_model.h"
@@ -42,7 +45,7 @@ std::string StageGraphs::name_of(int stage) const { return fmt::format("stage {}
 graph::CacheOptions StageGraphs::cache_of(int stage) const {
   graph::CacheOptions cache;
   cache.name = name_of(stage);
-  cache.identity = fmt::format("{}\n{}", cache.name, identity);
+  if (!identity.empty()) cache.identity = fmt::format("{}\n{}", cache.name, identity);
   cache.artifact = artifact;
   return cache;
 }
@@ -53,22 +56,33 @@ bool replicas_have_own_graphs(const TrainConfig& config) {
 
 std::vector<graph::ArtifactField> artifact_configuration(const TrainConfig& config,
                                                          const schedule::Schedule& schedule,
-                                                         const models::ModelPlan& plan) {
+                                                         const models::TrainableModel& model) {
+  const std::optional<std::string> own = model.identity();
+  if (!own)
+    throw ConfigError(describe(
+        "training.artifact", fmt::format("model.type = \"{}\", a model without identity", config.model.type),
+        "a model that says what decides its graphs",
+        "override TrainableModel::identity, or leave training.artifact out"));
   std::vector<graph::ArtifactField> fields;
   for (auto& [name, value] : compiled_fields(config)) fields.push_back({name, value});
-  fields.push_back({"stages", parts_text(config, schedule, plan)});
+  fields.push_back({"model", *own});
+  fields.push_back({"stages", parts_text(config, schedule, model.plan())});
   return fields;
 }
 
 StageGraphs stage_graphs_of(const RankLayout& layout, const TrainConfig& config,
+                            const schedule::Schedule& schedule, const models::TrainableModel& model,
                             std::shared_ptr<graph::Artifact> artifact) {
   StageGraphs graphs;
   graphs.artifact = std::move(artifact);
   graphs.uses_rows = depends_on_rows(config);
   if (replicas_have_own_graphs(config)) graphs.place += fmt::format(", dp rank {}", layout.dp());
   if (layout.tp_size() > 1) graphs.place += fmt::format(", tp rank {}", layout.tp());
+  const std::optional<std::string> own = model.identity();
+  if (!own) return graphs;
   for (const auto& [name, value] : compiled_fields(config))
     graphs.identity += fmt::format("{} = {}\n", name, value);
+  graphs.identity += fmt::format("model: {}\nstages: {}\n", *own, parts_text(config, schedule, model.plan()));
   // Layout and place determine the names of groups in graphs, except where the ranks are threads. Those of
   // tensor-parallel ranks are stored by their axis; a transformer has no others.
   if (layout.dp_size() > 1 && configured_type(config.model) != "transformer")
@@ -77,21 +91,21 @@ StageGraphs stage_graphs_of(const RankLayout& layout, const TrainConfig& config,
 }
 
 std::shared_ptr<graph::Artifact> open_artifact(const TrainConfig& config, const schedule::Schedule& schedule,
-                                               const models::ModelPlan& plan, at::Device device) {
-  return graph::Artifact::open(config.training.artifact, artifact_configuration(config, schedule, plan),
+                                               const models::TrainableModel& model, at::Device device) {
+  return graph::Artifact::open(config.training.artifact, artifact_configuration(config, schedule, model),
                                {.device = device.str()});
 }
 
 StageGraphs open_stage_graphs(const RankLayout& layout, const TrainConfig& config,
                               const schedule::Schedule& schedule, at::Device device) {
   if (config.training.compile != "graph") return {};
-  StageGraphs graphs = stage_graphs_of(layout, config, nullptr);
-  const schedule::StageMap& map = schedule.stages();
-  graphs.identity += parts_text(config, schedule, configured_model(config)->plan());
+  const std::shared_ptr<models::TrainableModel> model = configured_model(config);
+  StageGraphs graphs = stage_graphs_of(layout, config, schedule, *model, nullptr);
   if (config.training.artifact.empty()) return graphs;
   checkpoint::WorldAgreement(layout.world()).agree("open the artifact of the stages", [&] {
-    graphs.artifact = open_artifact(config, schedule, configured_model(config)->plan(), device);
-    for (const int stage : map.stages_of(layout.pp())) graphs.artifact->verify(graphs.name_of(stage));
+    graphs.artifact = open_artifact(config, schedule, *model, device);
+    for (const int stage : schedule.stages().stages_of(layout.pp()))
+      graphs.artifact->verify(graphs.name_of(stage));
   });
   return graphs;
 }

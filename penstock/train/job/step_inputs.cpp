@@ -35,7 +35,7 @@ models::StageInputs step_inputs(const TrainConfig& config, const models::Trainab
 models::StageInputs blank_step_inputs(const TrainConfig& config, const models::TrainableModel& model,
                                       const StructureNeeds& needs, at::Device device) {
   Batch batch;
-  batch.samples = config.layout.microbatches * config.layout.microbatch_size;
+  batch.samples = config.layout.microbatch_size;
   batch.context = config.model.context;
   for (auto* values : {&batch.tokens, &batch.targets, &batch.documents})
     values->resize(static_cast<std::size_t>(batch.samples * batch.context));

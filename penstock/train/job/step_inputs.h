@@ -21,7 +21,7 @@ namespace penstock::train {
 models::StageInputs step_inputs(const TrainConfig& config, const models::TrainableModel& model,
                                 const StructureNeeds& needs, const Batch& batch, at::Device device);
 
-// The same for a batch of zeros, of the size of a run of the schedule on one replica.
+// The same for a batch of zeros that is one microbatch of one replica.
 models::StageInputs blank_step_inputs(const TrainConfig& config, const models::TrainableModel& model,
                                       const StructureNeeds& needs, at::Device device);
 

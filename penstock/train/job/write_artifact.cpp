@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
 #include <fmt/format.h>
+#include <torch/cuda.h>
 
 #include <array>
 #include <chrono>
@@ -23,6 +24,7 @@
 #include "penstock/train/job/host_check.h"
 #include "penstock/train/job/job.h"
 #include "penstock/train/job/model_stages.h"
+#include "penstock/train/job/process_memory.h"
 #include "penstock/train/job/stage_copies.h"
 #include "penstock/train/job/stage_graphs.h"
 #include "penstock/train/job/step_inputs.h"
@@ -40,6 +42,14 @@ struct ForwardKind {
   bool training;
 };
 constexpr std::array<ForwardKind, 2> kForwardKinds{{{"training", true}, {"validation", false}}};
+
+// The device of a rank in training: with layout.device = cuda on hosts that have as many GPUs, and as many
+// ranks, as this machine has GPUs; else as if all ranks ran here.
+at::Device device_of_rank(const LayoutConfig& layout, const comm::World& world) {
+  const int gpus = torch::cuda::is_available() ? static_cast<int>(torch::cuda::device_count()) : 0;
+  if (layout.device != "cuda" || gpus == 0) return configured_device(layout, world);
+  return at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(world.rank() % gpus));
+}
 
 // The stages of one pipeline, in order: one data-parallel and one tensor-parallel rank.
 class PipelineCompiler {
@@ -68,8 +78,8 @@ class PipelineCompiler {
     const comm::World world =
         comm::World::fake_with_real_names(static_cast<int>(rank), static_cast<int>(of.ranks));
     const RankLayout layout(world, of);
-    const at::Device device = configured_device(of, world);
-    const StageGraphs graphs = stage_graphs_of(layout, config_, artifact_);
+    const at::Device device = device_of_rank(of, world);
+    const StageGraphs graphs = stage_graphs_of(layout, config_, schedule_, model_, artifact_);
     const SingleStage stage = make_single_stage(layout, config_, schedule_, model_, index, device, graphs,
                                                 [this](const StageCapture& capture) {
                                                   ++written_.graphs;
@@ -86,7 +96,7 @@ class PipelineCompiler {
                     at::Device device) {
     const schedule::StageMap& map = schedule_.stages();
     const int index = stage.stage.index();
-    const Microbatches batch = microbatches_of(layout, map.is_first(index), device);
+    const Microbatches batch = microbatch_of(layout, map.is_first(index), device);
     const Tree& keywords = batch.kwargs.front();
     Tree args = batch.args.front();
     StageTrial trial(stage.stage, {.has_backward = kind.training, .ends = map.is_last(index)});
@@ -103,12 +113,12 @@ class PipelineCompiler {
     if (!map.is_last(index) && map.rank_of(index + 1) != map.rank_of(index))
       for (TensorMeta& meta : outputs) meta = dense_meta(meta);
     sent_[{index, kind.training}] = std::move(outputs);
-    const StepGuard step(context(layout));
+    const StepGuard step(some_step(layout));
     const at::AutoGradMode grad_mode(kind.training);
     stage.prepare(args, keywords);
   }
 
-  Microbatches microbatches_of(const RankLayout& layout, bool first, at::Device device) const {
+  Microbatches microbatch_of(const RankLayout& layout, bool first, at::Device device) const {
     const schedule::StageMap& map = schedule_.stages();
     const std::vector<models::StagePart> parts =
         configured_parts(config_, model_.plan(), parts_of_model(map));
@@ -117,8 +127,7 @@ class PipelineCompiler {
       own.push_back(parts[static_cast<std::size_t>(part_of_stage(map, stage))]);
     const models::StageInputs inputs =
         blank_step_inputs(config_, model_, structure_needs(config_, own), device);
-    return split_microbatches(first ? inputs.args : Tree::tuple({}), inputs.keywords,
-                              schedule_.microbatches());
+    return split_microbatches(first ? inputs.args : Tree::tuple({}), inputs.keywords, 1);
   }
 
   // What arrives from the stage before, without values.
@@ -134,7 +143,7 @@ class PipelineCompiler {
   }
 
   // Of any step: graphs do not depend on which.
-  StepContext context(const RankLayout& layout) const {
+  StepContext some_step(const RankLayout& layout) const {
     StepContext context;
     context.seed = static_cast<std::uint64_t>(config_.training.seed);
     context.microbatch = 0;
@@ -176,10 +185,11 @@ WrittenArtifact write_artifact(const TrainConfig& config, const fs::path& folder
   const std::shared_ptr<models::TrainableModel> model = configured_model(config);
   check_stages(config, *model, schedule);
   const at::Device device =
-      configured_device(config.layout, comm::World::fake(0, static_cast<int>(config.layout.ranks)));
+      device_of_rank(config.layout, comm::World::fake(0, static_cast<int>(config.layout.ranks)));
   require_precision(config, device);
-  const auto artifact = graph::Artifact::create(
-      folder, artifact_configuration(config, schedule, model->plan()), {.device = device.str()});
+  if (device.is_cpu()) require_memory(minimum_memory_of_stage(config), machine_memory_bytes());
+  const auto artifact = graph::Artifact::create(folder, artifact_configuration(config, schedule, *model),
+                                                {.device = device.str()});
   WrittenArtifact written;
   written.stages = static_cast<std::size_t>(schedule.stages().stages());
   const std::int64_t replicas = replicas_have_own_graphs(config) ? config.layout.dp : 1;

@@ -216,10 +216,10 @@ Lines rank_lines(const DryRun& run) {
 
 // Where the graphs of the stages will come from. Throws ConfigError for an artifact that cannot be used.
 std::string graphs_text(const TrainConfig& config, const schedule::Schedule& schedule,
-                        const models::ModelPlan& plan, at::Device device) {
+                        const models::TrainableModel& model, at::Device device) {
   if (config.training.compile != "graph") return {};
   if (!config.training.artifact.empty()) {
-    const auto artifact = open_artifact(config, schedule, plan, device);
+    const auto artifact = open_artifact(config, schedule, model, device);
     return fmt::format("graphs: {} in the artifact {}; nothing is captured", artifact->calls().size(),
                        config.training.artifact);
   }
@@ -370,7 +370,7 @@ DryRun dry_run(const TrainConfig& config, const DataCheckProgress& progress) {
   const models::RecomputePlan recompute = configured_recompute(config, *model, stages);
   const bool splits = has_weight_backwards(schedule);
   std::string data = check_data(config, DataCheck::Reading, progress);
-  std::string graphs = graphs_text(config, schedule, model->plan(), device);
+  std::string graphs = graphs_text(config, schedule, *model, device);
   now("measuring an embedding, a block and a head");
   DryRun run{.config = config,
              .device = device.is_cpu() ? "cpu" : "cuda",

@@ -196,6 +196,14 @@ TEST(BackwardWrites, VisibleWritesAreRejected) {
                        "backward writes primals_2, which shares memory with primals_3"));
   EXPECT_TRUE(has_text(refusal(in_held, unread, {leaf({3}), torch::ones({4}).unfold(0, 2, 1)}),
                        "primals_2 has elements that share memory (expand, unfold), and backward writes it"));
+  // The memory that an input gets is none of an input.
+  const auto giving = [](const Tensors& in, const Halves* halves) {
+    in[1].set_(in[1] * 2);
+    held = in[1];
+    return Tensors{UsersFunction::apply(in[0], halves)};
+  };
+  EXPECT_TRUE(has_text(refusal(in_held, giving, {leaf({3}), torch::ones({3})}),
+                       "backward writes memory that forward gave to an input by set_"));
   held = at::Tensor();
   // A tensor that is not an input.
   const at::Tensor outside = torch::ones({3});

@@ -270,6 +270,11 @@ class JointCapture {
       if (holds_tensor(output))
         for (const at::Tensor& part : plain_parts(output.toTensor()))
           returned.insert(tracer_.storage_of(part));
+    // The memory of a written input that is not its own.
+    std::set<StorageId> given;
+    for (std::size_t i = 0; i < result_.forward_outputs; ++i)
+      if (const ValueId value = tracer_.graph.outputs[i].value(); value != kNoValue)
+        given.insert(tracer_.graph[value].storage);
     std::set<std::size_t> written;
     for (std::size_t i = first_node; i < tracer_.graph.nodes.size(); ++i) {
       const Node& node = tracer_.graph.nodes[i];
@@ -284,6 +289,11 @@ class JointCapture {
           } else if (returned.contains(storage)) {
             throw NotImplemented(fmt::format(
                 "graph: backward writes a tensor that forward returned ({}); write to a clone of it", op));
+          } else if (given.contains(storage)) {
+            throw NotImplemented(fmt::format(
+                "graph: backward writes memory that forward gave to an input by set_ ({}); write it in "
+                "forward, or copy into the input instead",
+                op));
           } else if (const auto handed = passed_on_.find(storage);
                      handed != passed_on_.end() && handed->second <= i) {
             throw NotImplemented(

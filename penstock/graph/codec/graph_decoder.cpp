@@ -389,7 +389,7 @@ void GraphDecoder::item(Graph& graph) {
     const Geometry& geometry = entry(geometries_);
     const auto storage = in_.number<std::int32_t>();
     if (storage < 0 || storage >= graph.storages) fail("invalid storage");
-    graph.values.push_back({geometry, StorageId{storage}});
+    graph.values.emplace_back(geometry, StorageId{storage});  // copied once
   }
   const auto value = [&] {
     const auto id = in_.number<std::int32_t>();

@@ -16,7 +16,8 @@ Executor::Executor(const Graph& graph, const ExecutorOptions& options) {
   verify(graph);
   needs_sizes_ = graph.table && !(graph.table->constants.empty() && graph.table->tensors.empty());
   const LastUses last_uses(graph);
-  plan_ = std::make_unique<ExecutionPlan>(plan_run(graph, last_uses, options, counts_));
+  plan_ = plan_run(graph, last_uses, options, counts_);
+  inputs_.reserve(graph.inputs.size());
   for (const Placeholder& input : graph.inputs)
     inputs_.push_back(
         {static_cast<Slot>(index_of(input.value)), last_uses.of(input.value) == LastUses::kNever});

@@ -7,9 +7,10 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
+#include <span>
 #include <vector>
 
+#include "penstock/graph/compiler/plan_memory.h"
 #include "penstock/graph/ir/symbolic_table.h"
 #include "penstock/operator_traits.h"
 
@@ -26,7 +27,8 @@ struct Argument {
   bool last_use = false;
   // Tensor: its slot. Lists: the index in ExecutionPlan::lists. Symbolic: the index in BoundSizes::constants.
   std::uint32_t slot = 0;
-  // Constant: the value as the call wants it: an IValue, or what an unboxed call reads (unboxed_call.cpp).
+  // Constant: the value as the call wants it: an IValue, or what an unboxed call reads (unboxed_call.cpp). It
+  // and everything else that a step refers to is in ExecutionPlan::memory.
   const void* constant = nullptr;
 };
 
@@ -46,10 +48,10 @@ struct Step {
   StepCall call = nullptr;
   c10::OperatorHandle op;
   const void* handle = nullptr;  // the typed handle of an unboxed call
-  std::vector<Argument> arguments;
-  std::vector<Result> results;
+  std::span<Argument> arguments;
+  std::span<Result> results;
   // Freed after the call.
-  std::vector<Slot> frees;
+  std::span<const Slot> frees;
   bool grad_enabled = true;
   // Of a step that may be done in another way than by its operator: the operator's own call, and the index in
   // ExecutionPlan::views or ::reuses.
@@ -60,7 +62,7 @@ struct Step {
 // A step that only makes views of one tensor: done without its operator where possible.
 struct DirectView {
   Slot base = kNoSlot;
-  std::vector<Slot> made;  // kNoSlot: not used
+  std::span<const Slot> made;  // kNoSlot: not used
 };
 
 // A step whose result may be put into the memory of an argument that is not used afterwards.
@@ -71,12 +73,12 @@ struct MemoryReuse {
 };
 
 struct ExecutionPlan {
+  PlanMemory memory;
   std::vector<Step> steps;
-  std::vector<std::vector<Slot>> lists;
+  std::vector<std::span<const Slot>> lists;
   std::vector<DirectView> views;
   std::vector<MemoryReuse> reuses;
-  std::vector<std::shared_ptr<const void>> owned;  // what pointers in the steps refer to
-  std::size_t slots = 0;                           // one more than values; the last is always undefined
+  std::size_t slots = 0;  // one more than values; the last is always undefined
   Slot undefined_slot() const { return static_cast<Slot>(slots - 1); }
 };
 

@@ -33,10 +33,11 @@ class HookedEngine final : public Engine {
 
  private:
   // LibTorch starts the threads of devices at the first backward of each engine, newer versions at the first
-  // one of the process, which another engine may have run: this one would have none then.
+  // one of the process, which another engine may have run: this one would have none then. Without devices
+  // there is nothing to start, and starting it twice does nothing.
   HookedEngine() {
     initialize_device_threads_pool();
-    if (!thread_pool_shared_) start_device_threads();
+    if (device_ready_queues_.empty()) start_device_threads();
   }
 };
 

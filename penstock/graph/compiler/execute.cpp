@@ -7,6 +7,7 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
+#include "penstock/graph/compiler/direct_kernel.h"
 #include "penstock/graph/compiler/planner.h"
 #include "penstock/mode.h"
 
@@ -106,6 +107,7 @@ std::vector<c10::IValue> Executor::operator()(std::vector<at::Tensor> inputs, co
     frame->size_values = sizes->values;
   }
   frame->unobserved = current_mode() == nullptr;
+  frame->direct_kernels = frame->unobserved && direct_kernels_allowed();
   for (std::size_t i = 0; i < inputs.size(); ++i)
     if (!inputs_[i].unused) frame->slots[inputs_[i].slot] = std::move(inputs[i]);
   for (const Constant& constant : constants_)

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "penstock/graph/compiler/dead_memory.h"
+#include "penstock/graph/compiler/direct_kernel.h"
 #include "penstock/graph/compiler/unboxed_call.h"
 #include "penstock/operator_traits.h"
 
@@ -127,6 +128,7 @@ class Planner {
     finish(facts, step);
     if (options_.direct_views && facts.is_view) use_view(node, step);
     if (options_.reuse_memory && facts.writing && !step.otherwise) use_dead_memory(node, facts, step);
+    if (options_.direct_kernels && facts.is_known && !step.otherwise) use_direct_kernel(node, step);
     plan_->steps.push_back(std::move(step));
   }
 
@@ -171,9 +173,8 @@ class Planner {
   // The slots of results, kNoSlot for those that are not used.
   std::span<const Slot> used_slots(const Operand& operand) {
     const std::span<Slot> slots = plan_->memory.list<Slot>(operand.values.size());
-    std::transform(
-        operand.values.begin(), operand.values.end(), slots.begin(),
-        [&](ValueId value) { return last_.after(position_, value) ? slot_of(value) : kNoSlot; });
+    std::transform(operand.values.begin(), operand.values.end(), slots.begin(),
+                   [&](ValueId value) { return last_.after(position_, value) ? slot_of(value) : kNoSlot; });
     return slots;
   }
 
@@ -221,6 +222,14 @@ class Planner {
     step.special = static_cast<std::uint32_t>(plan_->views.size());
     plan_->views.push_back({.base = slot_of(node.arguments[0].value()), .made = used_slots(node.results[0])});
     ++counts_.views;
+  }
+
+  // A step that may compute without its operator.
+  void use_direct_kernel(const Node& node, Step& step) {
+    step.kernel = direct_kernel(node);
+    if (!step.kernel) return;
+    step.otherwise = std::exchange(step.call, &call_direct);
+    ++counts_.kernels;
   }
 
   // A pointwise step that may write its result over an argument.

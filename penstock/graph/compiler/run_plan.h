@@ -42,6 +42,8 @@ struct Result {
 struct Frame;
 struct Step;
 using StepCall = void (*)(const Step& step, Frame& frame);
+// Does what a step does, or returns false and does nothing.
+using DirectKernel = bool (*)(const Step& step, Frame& frame);
 
 // An operator with everything that its call needs.
 struct Step {
@@ -54,9 +56,10 @@ struct Step {
   std::span<const Slot> frees;
   bool grad_enabled = true;
   // Of a step that may be done in another way than by its operator: the operator's own call, and the index in
-  // ExecutionPlan::views or ::reuses.
+  // ExecutionPlan::views or ::reuses, or the kernel.
   StepCall otherwise = nullptr;
   std::uint32_t special = 0;
+  DirectKernel kernel = nullptr;
 };
 
 // A step that only makes views of one tensor: done without its operator where possible.
@@ -104,6 +107,7 @@ struct Frame {
   SymbolValues size_values;  // of the symbols in the latest run
   // No mode sees the operators of this run, so that some may be left out or replaced.
   bool unobserved = false;
+  bool direct_kernels = false;  // may be used in this run
   std::vector<at::Tensor> slots;
   std::vector<ViewsMade> views;  // one for each step in ExecutionPlan::views
   // Views that no operator made: whether a slot holds one; tensor objects that are not in use, without
@@ -122,6 +126,8 @@ void call_boxed(const Step& step, Frame& frame);
 void call_view(const Step& step, Frame& frame);
 // Overwrites a tensor that is not used afterwards, or calls the operator.
 void call_reusing(const Step& step, Frame& frame);
+// Computes without the operator (direct_kernel.h), or calls it.
+void call_direct(const Step& step, Frame& frame);
 
 // To be called if constants differ from those of the previous run.
 void forget_views(Frame& frame);

@@ -174,8 +174,7 @@ class Reader {
   static bool prepare(const Argument& argument, PlanMemory& memory, const void*& constant) {
     if (argument.kind == Argument::Kind::Symbolic) return true;
     if (argument.kind != Argument::Kind::Constant) return false;
-    constant =
-        memory.make<Held>(Constant<Parameter>::from(*static_cast<const IValue*>(argument.constant)));
+    constant = memory.make<Held>(Constant<Parameter>::from(*static_cast<const IValue*>(argument.constant)));
     return true;
   }
   Parameter read(const Argument& argument, Frame& frame) {

@@ -184,7 +184,8 @@ class Measured {
  private:
   // Forward alone, below autograd: all calls boxed, and as it is done.
   void compare_executors(const Graph& forward, const Values& inputs) {
-    const Executor boxed(forward, {.unboxed = false, .direct_views = false, .reuse_memory = false}),
+    const Executor boxed(
+        forward, {.unboxed = false, .direct_views = false, .reuse_memory = false, .direct_kernels = false}),
         fast(forward);
     std::vector<at::Tensor> tensors;
     for (const c10::IValue& input : inputs) tensors.push_back(input.toTensor());
@@ -198,9 +199,9 @@ class Measured {
     fmt::print(
         "{:3} layers, forward alone, CPU time of {} operators: {:.3f} of that with boxed calls; {} unboxed, "
         "{} "
-        "of them views, {} may overwrite an argument\n",
+        "of them views, {} may overwrite an argument, {} products and copies\n",
         layers_, forward.nodes.size(), median(fast_ms) / median(boxed_ms), fast.counts().unboxed,
-        fast.counts().views, fast.counts().reuses);
+        fast.counts().views, fast.counts().reuses, fast.counts().kernels);
   }
   struct Step {
     double ms = 0, cpu_ms = 0, loss = 0;

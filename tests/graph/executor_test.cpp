@@ -3,13 +3,18 @@
 // allocations, therefore it is one of its own.
 #include "penstock/graph/compiler/execute.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <functional>
+#include <iterator>
+#include <limits>
 #include <new>
+#include <numeric>
 #include <random>
 #include <string>
 #include <thread>
@@ -20,6 +25,7 @@
 #include "penstock/graph/run/function_capture.h"
 #include "penstock/graph/run/module_state.h"
 #include "penstock/mode.h"
+#include "penstock/torch/compat/blas_gemm.h"
 #include "penstock/torch/compat/cpu_memory.h"
 #include "tests/graph/random_program.h"
 
@@ -46,7 +52,8 @@ void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); 
 namespace penstock::graph {
 namespace executor_test {
 
-const ExecutorOptions kPlain{.unboxed = false, .direct_views = false, .reuse_memory = false};
+const ExecutorOptions kPlain{
+    .unboxed = false, .direct_views = false, .reuse_memory = false, .direct_kernels = false};
 
 unsigned random_programs() {
   const char* asked = std::getenv("PENSTOCK_RANDOM_PROGRAMS");
@@ -179,12 +186,14 @@ void compare_runs(const Graph& graph, const MakeInputs& inputs, Executor::Counts
     for (std::size_t i = 0; i < actual.size(); ++i)
       EXPECT_TRUE(at::equal(actual[i], written[i])) << "run " << run << ", input " << i;
   }
-  EXPECT_EQ(plain.counts().unboxed + plain.counts().views + plain.counts().reuses, 0u);
+  EXPECT_EQ(plain.counts().unboxed + plain.counts().views + plain.counts().reuses + plain.counts().kernels,
+            0u);
   if (!counts) return;
   counts->boxed += fast.counts().boxed;
   counts->unboxed += fast.counts().unboxed;
   counts->views += fast.counts().views;
   counts->reuses += fast.counts().reuses;
+  counts->kernels += fast.counts().kernels;
 }
 
 TEST(ExecutorPaths, RandomProgramsOfViewsAndWrites) {
@@ -514,6 +523,152 @@ TEST(ExecutorRuns, SeveralThreadsAtOnce) {
     });
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ(wrong, 0);
+}
+
+// ---- products and copies ----
+
+// Random values, some of them not finite, in a random layout.
+at::Tensor in_random_layout(std::mt19937& random, std::vector<std::int64_t> sizes, at::ScalarType dtype) {
+  const auto choose = [&](std::size_t count) { return static_cast<std::int64_t>(random() % count); };
+  const auto values = [&](at::IntArrayRef of) {
+    at::Tensor made = torch::randn(of, at::kDouble).mul(4).to(dtype);
+    if (at::isFloatingType(dtype) && made.numel() > 0 && choose(6) == 0) {
+      constexpr double kSpecial[] = {std::numeric_limits<double>::quiet_NaN(),
+                                     std::numeric_limits<double>::infinity(), -0.0};
+      made.view({-1})[choose(static_cast<std::size_t>(made.numel()))] = kSpecial[choose(3)];
+    }
+    return made;
+  };
+  const std::int64_t last = static_cast<std::int64_t>(sizes.size()) - 1;
+  switch (sizes.size() < 2 ? 0 : choose(7)) {
+    case 0:
+    case 1:
+      return values(sizes);
+    case 2:  // transposed
+      std::swap(sizes[last], sizes[last - 1]);
+      return values(sizes).transpose(last, last - 1);
+    case 3: {  // in the middle of larger rows
+      std::vector<std::int64_t> larger = sizes;
+      larger[last] += 5;
+      return values(larger).slice(last, 2, 2 + sizes[last]);
+    }
+    case 4: {  // with gaps
+      std::vector<std::int64_t> larger = sizes;
+      larger[last] *= 2;
+      return values(larger).slice(last, 0, larger[last], 2);
+    }
+    case 5: {  // the same rows
+      std::vector<std::int64_t> one = sizes;
+      one[choose(sizes.size())] = 1;
+      return values(one).expand(sizes);
+    }
+    default: {  // dims in another order in memory
+      std::vector<std::int64_t> order(sizes.size()), permuted(sizes.size()), back(sizes.size());
+      std::iota(order.begin(), order.end(), 0);
+      std::shuffle(order.begin(), order.end(), random);
+      for (std::size_t i = 0; i < order.size(); ++i) {
+        permuted[i] = sizes[order[i]];
+        back[order[i]] = static_cast<std::int64_t>(i);
+      }
+      return values(permuted).permute(back);
+    }
+  }
+}
+
+void expect_as_plain(const std::function<Tensors(const Tensors&)>& function, const Tensors& inputs) {
+  const Graph graph = graph_of(function, inputs);
+  const Executor plain(graph, kPlain), fast(graph);
+  ASSERT_EQ(fast.counts().kernels, 1u) << to_text(graph);
+  const auto expected = plain(inputs);
+  for (int run = 0; run < 2; ++run) expect_same_bits(fast(inputs), expected, "run " + std::to_string(run));
+}
+
+TEST(ExecutorKernels, RandomProducts) {
+  constexpr std::int64_t kSizes[] = {0, 1, 2, 3, 8, 16, 17, 33, 64, 70};
+  constexpr at::ScalarType kDtypes[] = {at::kFloat,  at::kFloat, at::kFloat,    at::kDouble,
+                                        at::kDouble, at::kLong,  at::kBFloat16, at::kComplexFloat};
+  for (unsigned seed = 0; seed < 2 * random_programs(); ++seed) {
+    std::mt19937 random(seed);
+    torch::manual_seed(seed);
+    const auto size = [&] { return kSizes[random() % std::size(kSizes)]; };
+    const at::ScalarType dtype = kDtypes[random() % std::size(kDtypes)];
+    const std::int64_t batches = static_cast<std::int64_t>(random() % 5), rows = size(), inner = size(),
+                       columns = size();
+    const auto made = [&](std::vector<std::int64_t> sizes) {
+      return in_random_layout(random, std::move(sizes), dtype);
+    };
+    const unsigned kind = random() % 3;
+    SCOPED_TRACE(fmt::format("seed {}, kind {}, {} of {} x {} x {}, {}", seed, kind, batches, rows, inner,
+                             columns, c10::toString(dtype)));
+    if (kind == 0) {
+      expect_as_plain([](const Tensors& in) { return Tensors{at::mm(in[0], in[1])}; },
+                      {made({rows, inner}), made({inner, columns})});
+    } else if (kind == 1) {
+      expect_as_plain([](const Tensors& in) { return Tensors{at::bmm(in[0], in[1])}; },
+                      {made({batches, rows, inner}), made({batches, inner, columns})});
+    } else {
+      const std::vector<std::vector<std::int64_t>> added{
+          {columns}, {rows, columns}, {1, columns}, {rows, 1}, {1}, {}};
+      expect_as_plain([](const Tensors& in) { return Tensors{at::addmm(in[0], in[1], in[2])}; },
+                      {made(added[random() % added.size()]), made({rows, inner}), made({inner, columns})});
+    }
+    if (HasFailure()) break;
+  }
+}
+
+TEST(ExecutorKernels, RandomCopies) {
+  constexpr std::int64_t kSizes[] = {0, 1, 1, 2, 3, 4, 8, 16, 65};
+  constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kDouble, at::kLong,          at::kBFloat16,
+                                        at::kBool,  at::kByte,   at::kComplexDouble, at::kComplexFloat};
+  for (unsigned seed = 0; seed < 2 * random_programs(); ++seed) {
+    std::mt19937 random(seed);
+    torch::manual_seed(seed);
+    std::vector<std::int64_t> sizes(random() % 5);
+    for (std::int64_t& each : sizes) each = kSizes[random() % std::size(kSizes)];
+    const at::ScalarType dtype = kDtypes[random() % std::size(kDtypes)];
+    SCOPED_TRACE(fmt::format("seed {}, {}", seed, c10::toString(dtype)));
+    const at::Tensor x = in_random_layout(random, sizes, dtype);
+    expect_as_plain([](const Tensors& in) { return Tensors{in[0].clone(at::MemoryFormat::Contiguous)}; },
+                    {x});
+    if (HasFailure()) break;
+  }
+}
+
+// Other forms have no kernel, and whoever must see the operators sees them.
+TEST(ExecutorKernels, AreLeftOutWhereTheyDoNotApply) {
+  const at::Tensor x = torch::randn({8, 8});
+  const auto kernels = [&](const std::function<Tensors(const Tensors&)>& function) {
+    return Executor(graph_of(function, {x})).counts().kernels;
+  };
+  EXPECT_EQ(kernels([](const Tensors& in) { return Tensors{at::addmm(in[0], in[0], in[0], 0.5)}; }), 0u);
+  EXPECT_EQ(kernels([](const Tensors& in) { return Tensors{at::addmm(in[0], in[0], in[0], 1, 2)}; }), 0u);
+  EXPECT_EQ(kernels([](const Tensors& in) { return Tensors{in[0].t().clone()}; }), 0u);
+  EXPECT_EQ(kernels([](const Tensors& in) { return Tensors{at::mm(in[0], in[0])}; }), 1u);
+  const auto function = [](const Tensors& in) {
+    return Tensors{at::mm(in[0], in[0]).t().clone(at::MemoryFormat::Contiguous)};
+  };
+  const Executor run(graph_of(function, {x}));
+  Recorder recorder;
+  {
+    const ModeGuard guard(recorder);
+    run({x});
+  }
+  EXPECT_EQ(recorder.seen, (std::vector<std::string>{"aten::mm", "aten::t", "aten::clone"}));
+  // Sizes that do not fit are the operator's error.
+  EXPECT_THROW(run({torch::randn({8, 7})}), c10::Error);
+}
+
+// The operator makes views of each matrix of a batch.
+TEST(ExecutorKernels, ABatchOfProductsAllocatesItsResultOnly) {
+  const auto function = [](const Tensors& in) { return Tensors{at::bmm(in[0], in[0])}; };
+  const at::Tensor x = torch::randn({16, 16, 16});
+  const Graph graph = graph_of(function, {x});
+  const std::int64_t direct = allocations_of(Executor(graph), x),
+                     by_operator = allocations_of(Executor(graph, {.direct_kernels = false}), x);
+  if (has_blas_gemm(at::kFloat))
+    EXPECT_LT(direct + 16, by_operator);
+  else
+    EXPECT_EQ(direct, by_operator);
 }
 
 struct SmallNetImpl : torch::nn::Module {

@@ -43,8 +43,10 @@ class ByteReader {
 
   template <class T>
   requires(std::is_arithmetic_v<T>) T number() {
+    if (sizeof(T) > remaining()) fail("unexpected end of file");
     T value;
-    std::memcpy(&value, take(sizeof value).data(), sizeof value);
+    std::memcpy(&value, bytes_.data() + at_, sizeof value);
+    at_ += sizeof value;
     return value;
   }
   // The number of entries that follow, of at least `least` bytes each.

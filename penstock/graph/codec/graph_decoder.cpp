@@ -389,7 +389,9 @@ void GraphDecoder::item(Graph& graph) {
     const Geometry& geometry = entry(geometries_);
     const auto storage = in_.number<std::int32_t>();
     if (storage < 0 || storage >= graph.storages) fail("invalid storage");
-    graph.values.push_back({geometry, StorageId{storage}});
+    Value& made = graph.values.emplace_back();
+    made.geometry = geometry;
+    made.storage = StorageId{storage};
   }
   const auto value = [&] {
     const auto id = in_.number<std::int32_t>();

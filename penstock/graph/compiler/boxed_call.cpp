@@ -5,7 +5,7 @@ namespace penstock::graph {
 namespace {
 
 template <class Element>
-c10::IValue list_of(const std::vector<Slot>& slots, const Frame& frame) {
+c10::IValue list_of(std::span<const Slot> slots, const Frame& frame) {
   c10::List<Element> list;
   list.reserve(slots.size());
   for (const Slot slot : slots) {
@@ -48,7 +48,7 @@ void call_boxed(const Step& step, Frame& frame) {
     if (result.kind == Result::Kind::Tensor) {
       frame.slots[result.slot] = std::move(frame.stack[i]).toTensor();
     } else if (result.kind == Result::Kind::List) {
-      const std::vector<Slot>& slots = frame.plan->lists[result.slot];
+      const std::span<const Slot> slots = frame.plan->lists[result.slot];
       const c10::ArrayRef<c10::IValue> list = frame.stack[i].toListRef();
       PENSTOCK_INVARIANT(list.size() == slots.size(),
                          "an operator returned a list of a different length than recorded");

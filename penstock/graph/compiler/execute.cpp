@@ -7,6 +7,7 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
+#include "penstock/graph/compiler/direct_kernel.h"
 #include "penstock/graph/compiler/planner.h"
 #include "penstock/mode.h"
 
@@ -16,7 +17,8 @@ Executor::Executor(const Graph& graph, const ExecutorOptions& options) {
   verify(graph);
   needs_sizes_ = graph.table && !(graph.table->constants.empty() && graph.table->tensors.empty());
   const LastUses last_uses(graph);
-  plan_ = std::make_unique<ExecutionPlan>(plan_run(graph, last_uses, options, counts_));
+  plan_ = plan_run(graph, last_uses, options, counts_);
+  inputs_.reserve(graph.inputs.size());
   for (const Placeholder& input : graph.inputs)
     inputs_.push_back(
         {static_cast<Slot>(index_of(input.value)), last_uses.of(input.value) == LastUses::kNever});
@@ -105,6 +107,7 @@ std::vector<c10::IValue> Executor::operator()(std::vector<at::Tensor> inputs, co
     frame->size_values = sizes->values;
   }
   frame->unobserved = current_mode() == nullptr;
+  frame->direct_kernels = frame->unobserved && direct_kernels_allowed();
   for (std::size_t i = 0; i < inputs.size(); ++i)
     if (!inputs_[i].unused) frame->slots[inputs_[i].slot] = std::move(inputs[i]);
   for (const Constant& constant : constants_)

@@ -10,9 +10,10 @@
 // A graph with symbols needs their values: `run({x, w}, graph.table->at({8, 128}).get())`.
 //
 // What makes a run fast. Operators with common signatures are called without boxing (unboxed_call.h). Views
-// are made without their operators (direct_view.cpp), and pointwise results are put into the memory of
-// arguments that are not used afterwards (dead_memory.h); both only if no mode is active, which must see the
-// operators as recorded, and if the tensors are what was planned. All this changes no bit of a result. Lists
+// are made without their operators (direct_view.cpp), as are products of matrices and copies on the CPU
+// (direct_kernel.h), and pointwise results are put into the memory of arguments that are not used afterwards
+// (dead_memory.h); all three only if no mode is active, which must see the operators as recorded, and if the
+// tensors are what was planned. All this changes no bit of a result. Lists
 // and slots are kept between runs: in the steady state a run allocates the list of results that it returns,
 // and what its operators allocate.
 // Thread safety: one Executor may run in several threads at once, and within a run of itself.
@@ -34,9 +35,10 @@ struct ExecutionPlan;
 
 // How to run.
 struct ExecutorOptions {
-  bool unboxed = true;       // call operators with common signatures without boxing
-  bool direct_views = true;  // make views without their operators
-  bool reuse_memory = true;  // put results into the memory of arguments that are not used afterwards
+  bool unboxed = true;         // call operators with common signatures without boxing
+  bool direct_views = true;    // make views without their operators
+  bool reuse_memory = true;    // put results into the memory of arguments that are not used afterwards
+  bool direct_kernels = true;  // make products of matrices and copies without their operators
   // Inputs whose memory may be overwritten too (CompileRequest::donated_inputs).
   std::vector<std::size_t> donated_inputs = {};
 };
@@ -61,8 +63,9 @@ class Executor final : public CompiledGraph {
   // How many nodes are called in which way.
   struct Counts {
     std::size_t boxed = 0, unboxed = 0;
-    std::size_t views = 0;   // of both, those that are normally made without their operator
-    std::size_t reuses = 0;  // of both, those that may overwrite an argument
+    std::size_t views = 0;    // of both, those that are normally made without their operator
+    std::size_t reuses = 0;   // of both, those that may overwrite an argument
+    std::size_t kernels = 0;  // of both, those that may compute without their operator
   };
   const Counts& counts() const { return counts_; }
 

@@ -2,11 +2,15 @@
 
 #include <algorithm>
 #include <array>
+#include <deque>
+#include <optional>
 #include <string_view>
 #include <utility>
 
 #include "penstock/graph/compiler/dead_memory.h"
+#include "penstock/graph/compiler/direct_kernel.h"
 #include "penstock/graph/compiler/unboxed_call.h"
+#include "penstock/operator_traits.h"
 
 namespace penstock::graph {
 namespace {
@@ -33,9 +37,21 @@ constexpr std::array<std::string_view, 19> kViews = {"aten::_reshape_alias",
                                                      "aten::unsqueeze",
                                                      "aten::view"};
 
-bool is_view(const Node& node) {
-  return std::find(kViews.begin(), kViews.end(), node.op.operator_name().name) != kViews.end();
-}
+// What decides how the calls of an operator are planned.
+struct OperatorFacts {
+  OperatorFacts(const c10::OperatorHandle& op, PlanMemory& memory)
+      : is_view(std::find(kViews.begin(), kViews.end(), op.operator_name().name) != kViews.end()),
+        writing(writing_form(op)),
+        unboxed(unboxed_form(op, memory)) {
+    const std::string& name = op.operator_name().name;
+    is_known = name.starts_with("aten::") || name.starts_with("penstock_random::aten__");
+    if (writing) writing_unboxed = unboxed_form(writing->op, memory);
+  }
+  bool is_view = false;
+  bool is_known = false;  // an operator of LibTorch, which keeps no memory
+  std::optional<WritingForm> writing;
+  UnboxedForm unboxed, writing_unboxed;
+};
 
 class Planner {
  public:
@@ -44,8 +60,9 @@ class Planner {
         last_(last),
         options_(options),
         counts_(counts),
-        may_overwrite_(graph.values.size(), 1) {
-    plan_.slots = graph.values.size() + 1;
+        may_overwrite_(graph.values.size(), 1),
+        plan_(std::make_unique<ExecutionPlan>()) {
+    plan_->slots = graph.values.size() + 1;
     for (const Placeholder& input : graph.inputs) may_overwrite_[index_of(input.value)] = 0;
     for (const ConstantTensor& constant : graph.constants) may_overwrite_[index_of(constant.value)] = 0;
     for (const std::size_t input : options.donated_inputs)
@@ -53,21 +70,31 @@ class Planner {
     keep_memory_of_other_operators();
   }
 
-  ExecutionPlan run() {
-    plan_.steps.reserve(graph_.nodes.size());
+  std::unique_ptr<ExecutionPlan> run() {
+    plan_->steps.reserve(graph_.nodes.size());
     for (position_ = 0; position_ < graph_.nodes.size(); ++position_) plan(graph_.nodes[position_]);
     return std::move(plan_);
   }
 
  private:
+  // Found once for each operator of the graph.
+  const OperatorFacts& facts_of(const c10::OperatorHandle& op) {
+    const std::size_t index = operator_index(op);
+    if (index >= known_.size()) known_.resize(index + 64, nullptr);
+    if (!known_[index]) known_[index] = &facts_.emplace_back(op, plan_->memory);
+    return *known_[index];
+  }
+
   // A collective may still read or write its tensors on another stream when its call returns, and the
   // operator of a user may return memory that it keeps.
   void keep_memory_of_other_operators() {
+    if (std::all_of(graph_.nodes.begin(), graph_.nodes.end(),
+                    [&](const Node& node) { return facts_of(node.op).is_known; }))
+      return;
     std::vector<char> kept(static_cast<std::size_t>(graph_.storages), 0);
     const auto keep = [&](ValueId value) { kept[index_of(graph_[value].storage)] = 1; };
     for (const Node& node : graph_.nodes) {
-      const std::string& name = node.op.operator_name().name;
-      if (name.starts_with("aten::") || name.starts_with("penstock_random::aten__")) continue;
+      if (facts_of(node.op).is_known) continue;
       for_each_value(node.arguments, keep);
       for_each_value(node.results, keep);
     }
@@ -77,7 +104,7 @@ class Planner {
       bool is_kept = false;
       for_each_value(node.results,
                      [&](ValueId value) { is_kept |= kept[index_of(graph_[value].storage)] != 0; });
-      if (is_kept && is_view(node)) for_each_value(node.arguments, keep);
+      if (is_kept && facts_of(node.op).is_view) for_each_value(node.arguments, keep);
     }
     for (std::size_t i = 0; i < may_overwrite_.size(); ++i)
       if (const std::int32_t storage = static_cast<std::int32_t>(graph_.values[i].storage);
@@ -87,21 +114,32 @@ class Planner {
 
   static Slot slot_of(ValueId value) { return static_cast<Slot>(index_of(value)); }
   Slot slot_or_undefined(ValueId value) const {
-    return value == kNoValue ? plan_.undefined_slot() : slot_of(value);
+    return value == kNoValue ? plan_->undefined_slot() : slot_of(value);
   }
 
   void plan(const Node& node) {
+    const OperatorFacts& facts = facts_of(node.op);
     Step step{.op = node.op, .grad_enabled = node.grad_enabled};
-    for (const Operand& operand : node.arguments) step.arguments.push_back(argument(operand));
-    for (const Operand& operand : node.results) step.results.push_back(result(operand));
+    step.arguments = arguments(node);
+    step.results = plan_->memory.list<Result>(node.results.size());
+    for (std::size_t i = 0; i < node.results.size(); ++i) step.results[i] = result(node.results[i]);
     mark_last_uses(node, step);
     // A result that nobody uses is dropped, unless it is the written argument.
-    finish(step);
-    if (options_.direct_views) use_view(node, step);
-    if (options_.reuse_memory && !step.otherwise) use_dead_memory(node, step);
-    plan_.steps.push_back(std::move(step));
+    finish(facts, step);
+    if (options_.direct_views && facts.is_view) use_view(node, step);
+    if (options_.reuse_memory && facts.writing && !step.otherwise) use_dead_memory(node, facts, step);
+    if (options_.direct_kernels && facts.is_known && !step.otherwise) use_direct_kernel(node, step);
+    plan_->steps.push_back(std::move(step));
   }
 
+  // `more`: room for further ones.
+  std::span<Argument> arguments(const Node& node, std::size_t more = 0) {
+    const std::span<Argument> all = plan_->memory.list<Argument>(node.arguments.size() + more);
+    for (std::size_t i = 0; i < node.arguments.size(); ++i) all[i] = argument(node.arguments[i]);
+    return all;
+  }
+
+  // Constants are those of the node until finish().
   Argument argument(const Operand& operand) {
     Argument argument;
     switch (operand.kind) {
@@ -110,9 +148,7 @@ class Planner {
           argument.kind = Argument::Kind::Symbolic;
           argument.slot = static_cast<std::uint32_t>(operand.symbolic);
         } else {
-          auto constant = std::make_shared<const c10::IValue>(operand.constant);
-          argument.constant = constant.get();
-          plan_.owned.push_back(std::move(constant));
+          argument.constant = &operand.constant;
         }
         break;
       case Operand::Kind::Tensor:
@@ -123,89 +159,103 @@ class Planner {
       case Operand::Kind::OptionalTensorList: {
         argument.kind =
             operand.kind == Operand::Kind::TensorList ? Argument::Kind::List : Argument::Kind::OptionalList;
-        argument.slot = static_cast<std::uint32_t>(plan_.lists.size());
-        std::vector<Slot> slots;
-        for (const ValueId value : operand.values) slots.push_back(slot_or_undefined(value));
-        plan_.lists.push_back(std::move(slots));
+        argument.slot = static_cast<std::uint32_t>(plan_->lists.size());
+        const std::span<Slot> slots = plan_->memory.list<Slot>(operand.values.size());
+        std::transform(operand.values.begin(), operand.values.end(), slots.begin(),
+                       [&](ValueId value) { return slot_or_undefined(value); });
+        plan_->lists.push_back(slots);
         break;
       }
     }
     return argument;
   }
 
+  // The slots of results, kNoSlot for those that are not used.
+  std::span<const Slot> used_slots(const Operand& operand) {
+    const std::span<Slot> slots = plan_->memory.list<Slot>(operand.values.size());
+    std::transform(operand.values.begin(), operand.values.end(), slots.begin(),
+                   [&](ValueId value) { return last_.after(position_, value) ? slot_of(value) : kNoSlot; });
+    return slots;
+  }
+
   Result result(const Operand& operand) {
     if (operand.kind == Operand::Kind::Tensor && last_.after(position_, operand.values[0]))
       return {Result::Kind::Tensor, slot_of(operand.values[0])};
     if (operand.kind != Operand::Kind::TensorList) return {};
-    std::vector<Slot> slots;
-    for (const ValueId value : operand.values)
-      slots.push_back(last_.after(position_, value) ? slot_of(value) : kNoSlot);
-    plan_.lists.push_back(std::move(slots));
-    return {Result::Kind::List, static_cast<std::uint32_t>(plan_.lists.size() - 1)};
+    plan_->lists.push_back(used_slots(operand));
+    return {Result::Kind::List, static_cast<std::uint32_t>(plan_->lists.size() - 1)};
   }
 
   // Every tensor that is not used afterwards is freed after the call; a boxed call may take it earlier if it
   // occurs once.
   void mark_last_uses(const Node& node, Step& step) {
-    c10::SmallVector<Slot, 8> seen;
+    c10::SmallVector<Slot, 8> seen, frees;
     for_each_value(node.arguments, [&](ValueId value) {
       if (last_.of(value) != position_) return;
-      if (std::find(seen.begin(), seen.end(), slot_of(value)) == seen.end())
-        step.frees.push_back(slot_of(value));
+      if (std::find(seen.begin(), seen.end(), slot_of(value)) == seen.end()) frees.push_back(slot_of(value));
       seen.push_back(slot_of(value));
     });
+    if (seen.empty()) return;
+    step.frees = plan_->memory.copy(std::span<const Slot>(frees.data(), frees.size()));
     for (Argument& argument : step.arguments)
       argument.last_use =
           argument.kind == Argument::Kind::Tensor && std::count(seen.begin(), seen.end(), argument.slot) == 1;
   }
 
-  void finish(Step& step) {
-    step.call = &call_boxed;
-    if (options_.unboxed && make_unboxed(step, plan_))
+  void finish(const OperatorFacts& facts, Step& step) {
+    if (options_.unboxed && make_unboxed(step, facts.unboxed, plan_->memory)) {
       ++counts_.unboxed;
-    else
-      ++counts_.boxed;
+      return;
+    }
+    ++counts_.boxed;
+    step.call = &call_boxed;
+    for (Argument& argument : step.arguments)
+      if (argument.kind == Argument::Kind::Constant)
+        argument.constant =
+            plan_->memory.make<c10::IValue>(*static_cast<const c10::IValue*>(argument.constant));
   }
 
   // A step that can be done without its operator.
   void use_view(const Node& node, Step& step) {
-    if (!is_view(node)) return;
     if (node.arguments[0].value() == kNoValue || node.results.size() != 1) return;
-    DirectView view{.base = slot_of(node.arguments[0].value()), .made = {}};
-    for (const ValueId value : node.results[0].values)
-      view.made.push_back(last_.after(position_, value) ? slot_of(value) : kNoSlot);
     step.otherwise = std::exchange(step.call, &call_view);
-    step.special = static_cast<std::uint32_t>(plan_.views.size());
-    plan_.views.push_back(std::move(view));
+    step.special = static_cast<std::uint32_t>(plan_->views.size());
+    plan_->views.push_back({.base = slot_of(node.arguments[0].value()), .made = used_slots(node.results[0])});
     ++counts_.views;
   }
 
+  // A step that may compute without its operator.
+  void use_direct_kernel(const Node& node, Step& step) {
+    step.kernel = direct_kernel(node);
+    if (!step.kernel) return;
+    step.otherwise = std::exchange(step.call, &call_direct);
+    ++counts_.kernels;
+  }
+
   // A pointwise step that may write its result over an argument.
-  void use_dead_memory(const Node& node, Step& step) {
+  void use_dead_memory(const Node& node, const OperatorFacts& facts, Step& step) {
     if (node.results.size() != 1 || step.results[0].kind != Result::Kind::Tensor) return;
-    const std::optional<WritingForm> form = writing_form(node.op);
-    if (!form) return;
+    const bool in_place = facts.writing->in_place;
     const Value& result = graph_[node.results[0].values[0]];
     for (std::size_t i = 0; i < step.arguments.size(); ++i) {
-      if (form->in_place && i > 0) return;
+      if (in_place && i > 0) return;
       const Argument& argument = step.arguments[i];
       if (!argument.last_use) continue;
       const ValueId dead = node.arguments[i].value();
       if (!may_overwrite_[index_of(dead)] || graph_[dead].geometry != result.geometry) continue;
       if (overlaps_itself(result.geometry)) continue;
-      MemoryReuse reuse{.dead = argument.slot,
-                        .result = step.results[0].slot,
-                        .geometry = result.geometry,
-                        .writing = {.op = form->op, .grad_enabled = step.grad_enabled}};
-      for (const Operand& operand : node.arguments)
-        reuse.writing.arguments.push_back(this->argument(operand));
-      if (!form->in_place) reuse.writing.arguments.push_back(reuse.writing.arguments[i]);
-      reuse.writing.results.push_back({});
+      Step writing{.op = facts.writing->op, .grad_enabled = step.grad_enabled};
+      writing.arguments = arguments(node, in_place ? 0 : 1);
+      if (!in_place) writing.arguments.back() = writing.arguments[i];
+      writing.results = plan_->memory.list<Result>(1);
       // Without an unboxed form, nothing is gained.
-      if (!make_unboxed(reuse.writing, plan_)) return;
+      if (!make_unboxed(writing, facts.writing_unboxed, plan_->memory)) return;
       step.otherwise = std::exchange(step.call, &call_reusing);
-      step.special = static_cast<std::uint32_t>(plan_.reuses.size());
-      plan_.reuses.push_back(std::move(reuse));
+      step.special = static_cast<std::uint32_t>(plan_->reuses.size());
+      plan_->reuses.push_back({.dead = argument.slot,
+                               .result = step.results[0].slot,
+                               .geometry = result.geometry,
+                               .writing = std::move(writing)});
       ++counts_.reuses;
       return;
     }
@@ -216,8 +266,10 @@ class Planner {
   const ExecutorOptions& options_;
   Executor::Counts& counts_;
   std::vector<char> may_overwrite_;  // by value; what is not known at run time
+  std::deque<OperatorFacts> facts_;
+  std::vector<const OperatorFacts*> known_;  // by operator_index()
   std::size_t position_ = 0;
-  ExecutionPlan plan_;
+  std::unique_ptr<ExecutionPlan> plan_;
 };
 
 }  // namespace
@@ -229,8 +281,8 @@ LastUses::LastUses(const Graph& graph) : last_(graph.values.size(), kNever) {
   for (const ConstantTensor& constant : graph.constants) last_[index_of(constant.value)] = kAtTheEnd;
 }
 
-ExecutionPlan plan_run(const Graph& graph, const LastUses& last_uses, const ExecutorOptions& options,
-                       Executor::Counts& counts) {
+std::unique_ptr<ExecutionPlan> plan_run(const Graph& graph, const LastUses& last_uses,
+                                        const ExecutorOptions& options, Executor::Counts& counts) {
   return Planner(graph, last_uses, options, counts).run();
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <vector>
 
 #include "penstock/graph/compiler/execute.h"
@@ -27,7 +28,7 @@ class LastUses {
   std::vector<std::size_t> last_;
 };
 
-ExecutionPlan plan_run(const Graph& graph, const LastUses& last_uses, const ExecutorOptions& options,
-                       Executor::Counts& counts);
+std::unique_ptr<ExecutionPlan> plan_run(const Graph& graph, const LastUses& last_uses,
+                                        const ExecutorOptions& options, Executor::Counts& counts);
 
 }  // namespace penstock::graph

@@ -7,9 +7,10 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
+#include <span>
 #include <vector>
 
+#include "penstock/graph/compiler/plan_memory.h"
 #include "penstock/graph/ir/symbolic_table.h"
 #include "penstock/operator_traits.h"
 
@@ -26,7 +27,8 @@ struct Argument {
   bool last_use = false;
   // Tensor: its slot. Lists: the index in ExecutionPlan::lists. Symbolic: the index in BoundSizes::constants.
   std::uint32_t slot = 0;
-  // Constant: the value as the call wants it: an IValue, or what an unboxed call reads (unboxed_call.cpp).
+  // Constant: the value as the call wants it: an IValue, or what an unboxed call reads (unboxed_call.cpp). It
+  // and everything else that a step refers to is in ExecutionPlan::memory.
   const void* constant = nullptr;
 };
 
@@ -40,27 +42,30 @@ struct Result {
 struct Frame;
 struct Step;
 using StepCall = void (*)(const Step& step, Frame& frame);
+// Does what a step does, or returns false and does nothing.
+using DirectKernel = bool (*)(const Step& step, Frame& frame);
 
 // An operator with everything that its call needs.
 struct Step {
   StepCall call = nullptr;
   c10::OperatorHandle op;
   const void* handle = nullptr;  // the typed handle of an unboxed call
-  std::vector<Argument> arguments;
-  std::vector<Result> results;
+  std::span<Argument> arguments;
+  std::span<Result> results;
   // Freed after the call.
-  std::vector<Slot> frees;
+  std::span<const Slot> frees;
   bool grad_enabled = true;
   // Of a step that may be done in another way than by its operator: the operator's own call, and the index in
-  // ExecutionPlan::views or ::reuses.
+  // ExecutionPlan::views or ::reuses, or the kernel.
   StepCall otherwise = nullptr;
   std::uint32_t special = 0;
+  DirectKernel kernel = nullptr;
 };
 
 // A step that only makes views of one tensor: done without its operator where possible.
 struct DirectView {
   Slot base = kNoSlot;
-  std::vector<Slot> made;  // kNoSlot: not used
+  std::span<const Slot> made;  // kNoSlot: not used
 };
 
 // A step whose result may be put into the memory of an argument that is not used afterwards.
@@ -71,12 +76,12 @@ struct MemoryReuse {
 };
 
 struct ExecutionPlan {
+  PlanMemory memory;
   std::vector<Step> steps;
-  std::vector<std::vector<Slot>> lists;
+  std::vector<std::span<const Slot>> lists;
   std::vector<DirectView> views;
   std::vector<MemoryReuse> reuses;
-  std::vector<std::shared_ptr<const void>> owned;  // what pointers in the steps refer to
-  std::size_t slots = 0;                           // one more than values; the last is always undefined
+  std::size_t slots = 0;  // one more than values; the last is always undefined
   Slot undefined_slot() const { return static_cast<Slot>(slots - 1); }
 };
 
@@ -102,6 +107,7 @@ struct Frame {
   SymbolValues size_values;  // of the symbols in the latest run
   // No mode sees the operators of this run, so that some may be left out or replaced.
   bool unobserved = false;
+  bool direct_kernels = false;  // may be used in this run
   std::vector<at::Tensor> slots;
   std::vector<ViewsMade> views;  // one for each step in ExecutionPlan::views
   // Views that no operator made: whether a slot holds one; tensor objects that are not in use, without
@@ -120,6 +126,8 @@ void call_boxed(const Step& step, Frame& frame);
 void call_view(const Step& step, Frame& frame);
 // Overwrites a tensor that is not used afterwards, or calls the operator.
 void call_reusing(const Step& step, Frame& frame);
+// Computes without the operator (direct_kernel.h), or calls it.
+void call_direct(const Step& step, Frame& frame);
 
 // To be called if constants differ from those of the previous run.
 void forget_views(Frame& frame);

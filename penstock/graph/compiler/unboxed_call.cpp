@@ -10,7 +10,9 @@
 #include <array>
 #include <map>
 #include <optional>
+#include <span>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -167,12 +169,13 @@ template <class Parameter>
 class Reader {
  public:
   static constexpr char kLetter = Constant<Parameter>::kLetter;
-  // Returns what `read` will find in Argument::constant. Throws c10::Error for a value of another type.
-  static std::shared_ptr<const void> prepare(const Argument& argument) {
-    TORCH_CHECK(is_constant(argument), "not a constant");
-    if (argument.kind == Argument::Kind::Symbolic) return nullptr;
-    return std::make_shared<const Held>(
-        Constant<Parameter>::from(*static_cast<const IValue*>(argument.constant)));
+  // Sets `constant` to what `read` will find in Argument::constant. Returns false for an argument of another
+  // kind; throws c10::Error for a value of another type.
+  static bool prepare(const Argument& argument, PlanMemory& memory, const void*& constant) {
+    if (argument.kind == Argument::Kind::Symbolic) return true;
+    if (argument.kind != Argument::Kind::Constant) return false;
+    constant = memory.make<Held>(Constant<Parameter>::from(*static_cast<const IValue*>(argument.constant)));
+    return true;
   }
   Parameter read(const Argument& argument, Frame& frame) {
     if (argument.kind == Argument::Kind::Constant)
@@ -183,19 +186,17 @@ class Reader {
 
  private:
   using Held = typename Constant<Parameter>::Held;
-  static bool is_constant(const Argument& argument) {
-    return argument.kind == Argument::Kind::Constant || argument.kind == Argument::Kind::Symbolic;
-  }
   std::optional<Held> evaluated_;  // of an argument that depends on sizes
 };
+
+bool prepare_tensor(const Argument& argument, PlanMemory& /*memory*/, const void*& /*constant*/) {
+  return argument.kind == Argument::Kind::Tensor;
+}
 
 template <class Tensor>
 struct TensorReader {
   static constexpr char kLetter = 'a';
-  static std::shared_ptr<const void> prepare(const Argument& argument) {
-    TORCH_CHECK(argument.kind == Argument::Kind::Tensor, "not a tensor");
-    return nullptr;
-  }
+  static constexpr auto prepare = &prepare_tensor;
   Tensor read(const Argument& argument, Frame& frame) { return frame.slots[argument.slot]; }
 };
 template <>
@@ -209,11 +210,10 @@ template <>
 class Reader<const c10::optional<at::Tensor>&> {
  public:
   static constexpr char kLetter = 'A';
-  static std::shared_ptr<const void> prepare(const Argument& argument) {
-    const bool none =
-        argument.kind == Argument::Kind::Constant && static_cast<const IValue*>(argument.constant)->isNone();
-    TORCH_CHECK(none || argument.kind == Argument::Kind::Tensor, "not a tensor");
-    return nullptr;
+  static bool prepare(const Argument& argument, PlanMemory& /*memory*/, const void*& /*constant*/) {
+    return argument.kind == Argument::Kind::Tensor ||
+           (argument.kind == Argument::Kind::Constant &&
+            static_cast<const IValue*>(argument.constant)->isNone());
   }
   const c10::optional<at::Tensor>& read(const Argument& argument, Frame& frame) {
     if (argument.kind == Argument::Kind::Tensor) tensor_ = frame.slots[argument.slot];
@@ -227,9 +227,8 @@ class Reader<const c10::optional<at::Tensor>&> {
 // Lists use the frame's storage: at most one of them is an argument of a signature in the table.
 class ListReader {
  public:
-  static std::shared_ptr<const void> prepare(const Argument& argument) {
-    TORCH_CHECK(argument.kind == Argument::Kind::List, "not a list");
-    return nullptr;
+  static bool prepare(const Argument& argument, PlanMemory& /*memory*/, const void*& /*constant*/) {
+    return argument.kind == Argument::Kind::List;
   }
 
  protected:
@@ -262,22 +261,30 @@ void put(const Result& result, at::Tensor&& tensor, Frame& frame) {
   if (result.kind == Result::Kind::Tensor) frame.slots[result.slot] = std::move(tensor);
 }
 
+// The letters of what is returned.
 template <class Returned>
-struct Returns {  // a tuple
-  static std::string letters() { return std::string(std::tuple_size_v<Returned>, 'a'); }
-};
+inline constexpr std::string_view kReturnLetters =
+    std::string_view("aaaaa").substr(0, std::tuple_size_v<Returned>);
 template <>
-struct Returns<at::Tensor> {
-  static std::string letters() { return "a"; }
-};
+inline constexpr std::string_view kReturnLetters<at::Tensor> = "a";
 template <>
-struct Returns<at::Tensor&> {
-  static std::string letters() { return "w"; }
-};
+inline constexpr std::string_view kReturnLetters<at::Tensor&> = "w";
 template <>
-struct Returns<std::vector<at::Tensor>> {
-  static std::string letters() { return "l"; }
+inline constexpr std::string_view kReturnLetters<std::vector<at::Tensor>> = "l";
+
+using Prepare = bool (*)(const Argument& argument, PlanMemory& memory, const void*& constant);
+
+}  // namespace
+
+// What is the same for all operators with one signature.
+struct UnboxedSignature {
+  StepCall call;
+  // A typed handle of an operator; throws c10::Error if it is implemented with other types.
+  const void* (*bind)(const c10::OperatorHandle& op, PlanMemory& memory);
+  std::span<const Prepare> parameters;
 };
+
+namespace {
 
 template <class Signature>
 struct Caller;
@@ -285,30 +292,23 @@ template <class Returned, class... Parameters>
 struct Caller<Returned(Parameters...)> {
   using Handle = c10::TypedOperatorHandle<Returned(Parameters...)>;
 
+  static constexpr char kParameters[] = {Reader<Parameters>::kLetter..., '>'};
   static std::string letters() {
-    return std::string{Reader<Parameters>::kLetter..., '>'} + Returns<Returned>::letters();
+    return std::string(kParameters, sizeof kParameters).append(kReturnLetters<Returned>);
   }
 
-  // Throws c10::Error for an operator that is implemented with other types, or called with others.
-  static void prepare(Step& step, ExecutionPlan& plan) {
-    std::vector<std::shared_ptr<const void>> constants;
-    const Argument* argument = step.arguments.data();
-    (constants.push_back(Reader<Parameters>::prepare(*argument++)), ...);
-    auto handle = std::make_shared<const Handle>(step.op.typed<Returned(Parameters...)>());
-    for (std::size_t i = 0; i < constants.size(); ++i) step.arguments[i].constant = constants[i].get();
-    step.call = &call;
-    step.handle = handle.get();
-    plan.owned.push_back(std::move(handle));
-    for (std::shared_ptr<const void>& constant : constants)
-      if (constant) plan.owned.push_back(std::move(constant));
+  static void call(const Step& step, Frame& frame) {
+    call_with(step, frame, std::index_sequence_for<Parameters...>{});
   }
+  static const void* bind(const c10::OperatorHandle& op, PlanMemory& memory) {
+    return memory.make<Handle>(op.typed<Returned(Parameters...)>());
+  }
+  static constexpr Prepare kPrepare[] = {Reader<Parameters>::prepare...};
+  static constexpr UnboxedSignature kSignature{&call, &bind, kPrepare};
 
  private:
-  static void call(const Step& step, Frame& frame) {
-    call(step, frame, std::index_sequence_for<Parameters...>{});
-  }
   template <std::size_t... I>
-  static void call(const Step& step, Frame& frame, std::index_sequence<I...>) {
+  static void call_with(const Step& step, Frame& frame, std::index_sequence<I...>) {
     std::tuple<Reader<Parameters>...> readers;
     const auto run = [&]() -> Returned {
       return static_cast<const Handle*>(step.handle)
@@ -326,7 +326,7 @@ struct Caller<Returned(Parameters...)> {
     } else if constexpr (std::is_same_v<Returned, std::vector<at::Tensor>>) {
       std::vector<at::Tensor> tensors = run();
       if (step.results[0].kind == Result::Kind::List) {
-        const std::vector<Slot>& slots = frame.plan->lists[step.results[0].slot];
+        const std::span<const Slot> slots = frame.plan->lists[step.results[0].slot];
         PENSTOCK_INVARIANT(tensors.size() == slots.size(),
                            "an operator returned a list of a different length than recorded");
         for (std::size_t i = 0; i < slots.size(); ++i)
@@ -345,8 +345,7 @@ struct Caller<Returned(Parameters...)> {
 
 // ---- the table ----
 
-using Prepare = void (*)(Step&, ExecutionPlan&);
-using Table = std::map<std::string, Prepare, std::less<>>;
+using Table = std::map<std::string, const UnboxedSignature*, std::less<>>;
 
 // The signature with whole numbers where it has sizes: operators take the one or the other, depending on the
 // version of LibTorch.
@@ -377,7 +376,7 @@ struct Whole<Returned(Parameters...)> {
 
 template <class... Signatures>
 void add(Table& table) {
-  (table.try_emplace(Caller<Signatures>::letters(), &Caller<Signatures>::prepare), ...);
+  (table.try_emplace(Caller<Signatures>::letters(), &Caller<Signatures>::kSignature), ...);
 }
 template <class... Signatures>
 void add_with_sizes(Table& table) {
@@ -531,18 +530,33 @@ std::string letters_of(const c10::OperatorHandle& op) {
 
 }  // namespace
 
-bool make_unboxed(Step& step, ExecutionPlan& plan) {
+UnboxedForm unboxed_form(const c10::OperatorHandle& op, PlanMemory& memory) {
   // Operators of others may be implemented with any types that their schema allows.
-  const std::string& name = step.op.operator_name().name;
-  if (!name.starts_with("aten::") && !name.starts_with("penstock::")) return false;
+  const std::string& name = op.operator_name().name;
+  if (!name.starts_with("aten::") && !name.starts_with("penstock::")) return {};
   static const Table table = make_table();
-  const auto found = table.find(letters_of(step.op));
-  if (found == table.end()) return false;
+  const auto found = table.find(letters_of(op));
+  if (found == table.end()) return {};
   try {
-    found->second(step, plan);
+    return {found->second, found->second->bind(op, memory)};
   } catch (const c10::Error&) {
-    return false;
+    return {};
   }
+}
+
+bool make_unboxed(Step& step, const UnboxedForm& form, PlanMemory& memory) {
+  if (!form.signature) return false;
+  const std::span<const Prepare> parameters = form.signature->parameters;
+  c10::SmallVector<const void*, 16> constants(parameters.size(), nullptr);
+  try {
+    for (std::size_t i = 0; i < parameters.size(); ++i)
+      if (!parameters[i](step.arguments[i], memory, constants[i])) return false;
+  } catch (const c10::Error&) {
+    return false;  // a value of another type than its parameter
+  }
+  for (std::size_t i = 0; i < parameters.size(); ++i) step.arguments[i].constant = constants[i];
+  step.call = form.signature->call;
+  step.handle = form.handle;
   return true;
 }
 

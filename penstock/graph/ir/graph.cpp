@@ -108,11 +108,13 @@ class Verifier {
   explicit Verifier(const Graph& graph) : graph_(graph), defined_(graph.values.size(), 0) {}
 
   void run() {
-    for (const Placeholder& input : graph_.inputs) define(input.value, fmt::format("input '{}'", input.name));
+    for (const Placeholder& input : graph_.inputs)
+      define(input.value, [&] { return fmt::format("input '{}'", input.name); });
+    const auto a_constant = [] { return std::string("a constant"); };
     for (const ConstantTensor& constant : graph_.constants) {
-      define(constant.value, "a constant");
+      define(constant.value, a_constant);
       PENSTOCK_INVARIANT(constant.tensor.defined(), "a constant of the graph has no tensor");
-      check_symbols(constant.symbolic, &SymbolicTable::tensors, "a constant");
+      check_symbols(constant.symbolic, &SymbolicTable::tensors, a_constant);
     }
     for (std::size_t i = 0; i < graph_.nodes.size(); ++i) check(i);
     for (std::size_t i = 0; i < graph_.outputs.size(); ++i)
@@ -127,20 +129,26 @@ class Verifier {
     return static_cast<std::int32_t>(value) >= 0 && index_of(value) < defined_.size();
   }
   bool is_defined(ValueId value) const { return in_range(value) && defined_[index_of(value)]; }
+  static auto of_node(std::size_t position) {
+    return [position] { return fmt::format("node {}", position); };
+  }
 
-  template <class Entries>
-  void check_symbols(SymbolicId symbolic, Entries SymbolicTable::*entries, const std::string& who) const {
+  // `who()` is the text of what is checked, for messages.
+  template <class Entries, class Who>
+  void check_symbols(SymbolicId symbolic, Entries SymbolicTable::*entries, const Who& who) const {
     if (symbolic == kNotSymbolic) return;
     const std::size_t known = graph_.table ? (*graph_.table.*entries).size() : 0;
     if (symbolic < 0 || static_cast<std::size_t>(symbolic) >= known)
       throw InvariantError(fmt::format(
-          "graph: {} refers to entry {} of the symbolic table, which has {} entries", who, symbolic, known));
+          "graph: {} refers to entry {} of the symbolic table, which has {} entries", who(), symbolic,
+          known));
   }
 
-  void define(ValueId value, const std::string& who) {
-    if (!in_range(value)) throw InvariantError(fmt::format("graph: {} has no value", who));
+  template <class Who>
+  void define(ValueId value, const Who& who) {
+    if (!in_range(value)) throw InvariantError(fmt::format("graph: {} has no value", who()));
     if (defined_[index_of(value)])
-      throw InvariantError(fmt::format("graph: {} defines %{} again", who, index_of(value)));
+      throw InvariantError(fmt::format("graph: {} defines %{} again", who(), index_of(value)));
     if (index_of(graph_[value].storage) >= static_cast<std::size_t>(graph_.storages))
       throw InvariantError(fmt::format("graph: %{} is in storage {}, but there are only {}", index_of(value),
                                        index_of(graph_[value].storage), graph_.storages));
@@ -165,7 +173,7 @@ class Verifier {
     });
     for (const Operand& operand : node.arguments)
       if (operand.symbolic != kNotSymbolic)
-        check_symbols(operand.symbolic, &SymbolicTable::constants, fmt::format("node {}", position));
+        check_symbols(operand.symbolic, &SymbolicTable::constants, of_node(position));
     for (std::size_t i = 0; i < node.results.size(); ++i) check_result(position, node, traits.returns[i], i);
   }
 
@@ -180,7 +188,7 @@ class Verifier {
       if (source && alias.kind == ReturnAlias::Kind::Same && i < source->values.size() &&
           source->values[i] == value)
         continue;
-      define(value, fmt::format("node {}", position));
+      define(value, of_node(position));
       if (source && source->kind == Operand::Kind::Tensor && source->values[0] != kNoValue &&
           graph_[source->values[0]].storage != graph_[value].storage)
         malformed(

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <atomic>
 #include <functional>
 #include <iterator>
 #include <mutex>
@@ -47,14 +48,14 @@ CompileRequest backward_request(const PartitionedCapture& capture) {
   CompileRequest request{.role = GraphRole::Backward, .donated_inputs = capture.halves.donated(joint)};
   // Backward takes the saved tensors first. A parameter that forward writes is saved as a copy.
   const std::size_t found = static_primals(capture.capture);
-  const auto is_written = [&](std::size_t primal) {
-    return capture.capture.primal_written[tensor_of_primal(joint, primal)] ||
-           std::count(joint.written_in_graph.begin(), joint.written_in_graph.end(), primal) > 0;
-  };
+  std::vector<char> is_static(joint.graph.values.size(), 0);  // by value
+  for (std::size_t primal = 0; primal < found; ++primal)
+    is_static[index_of(joint.graph.inputs[primal].value)] =
+        !capture.capture.primal_written[tensor_of_primal(joint, primal)];
+  for (const std::size_t primal : joint.written_in_graph)
+    is_static[index_of(joint.graph.inputs[primal].value)] = 0;
   for (std::size_t i = 0; i < capture.halves.saved.size(); ++i)
-    for (std::size_t primal = 0; primal < found; ++primal)
-      if (joint.graph.inputs[primal].value == capture.halves.saved[i] && !is_written(primal))
-        request.static_inputs.push_back(i);
+    if (is_static[index_of(capture.halves.saved[i])]) request.static_inputs.push_back(i);
   return request;
 }
 
@@ -75,18 +76,21 @@ class CompiledHalf final : public CompiledGraph {
                        code = std::move(code)](const Graph& halve) {
       wrapped_ = compile_wrapped(halve, request, Loading(*this, code), wrappers);
     };
-    if (when == CompileBackward::AtOnce)
+    if (when == CompileBackward::AtOnce) {
       compile(graph);
-    else
+      is_compiled_ = true;
+    } else {
       later_ = [graph, compile = std::move(compile)] { compile(graph); };
+    }
   }
 
   std::vector<c10::IValue> run(std::vector<at::Tensor> inputs, const BoundSizes* sizes) const override {
-    {
+    if (!is_compiled_.load(std::memory_order_acquire)) {
       const std::lock_guard lock(mutex_);
       if (later_) {
         later_();
         later_ = nullptr;
+        is_compiled_.store(true, std::memory_order_release);
       }
     }
     return wrapped_->run(std::move(inputs), sizes);
@@ -127,6 +131,7 @@ class CompiledHalf final : public CompiledGraph {
   std::shared_ptr<const GraphCompiler> compiler_;
   mutable std::mutex mutex_;
   mutable std::function<void()> later_;                           // until then
+  mutable std::atomic<bool> is_compiled_{false};                  // then no run takes the lock
   mutable std::shared_ptr<const CompiledGraph> inner_, wrapped_;  // never replaced
 };
 

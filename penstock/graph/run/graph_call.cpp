@@ -64,11 +64,14 @@ class Parts {
     for_each_part(outputs_, i, [&](std::size_t flat) { has |= graph_.outputs[flat].value() == value; });
     return has;
   }
-  bool primal_is_in(std::size_t i, StorageId storage) const {
-    bool is = false;
-    for_each_part(primals_, i,
-                  [&](std::size_t flat) { is |= graph_[graph_.inputs[flat].value].storage == storage; });
-    return is;
+  // The first primal in each storage; primals() if there is none.
+  std::vector<std::size_t> first_primals() const {
+    std::vector<std::size_t> first(static_cast<std::size_t>(graph_.storages), primal_count_);
+    for (std::size_t i = primal_count_; i-- > 0;)
+      for_each_part(primals_, i, [&](std::size_t flat) {
+        first[index_of(graph_[graph_.inputs[flat].value].storage)] = i;
+      });
+    return first;
   }
   bool output_is_in(std::size_t i, StorageId storage) const {
     bool is = false;
@@ -169,13 +172,14 @@ void GraphCall::plan_saved(const PartitionedCapture& partitioned) {
   const FunctionCapture& capture = partitioned.capture;
   const Graph& graph = capture.joint.graph;
   const Parts parts(capture.joint);
+  const std::vector<std::size_t> first_primals = parts.first_primals();
   kept_inputs.assign(parts.primals(), 0);
+  saved.reserve(partitioned.halves.saved.size());
   for (const ValueId value : partitioned.halves.saved) {
     const StorageId storage = graph[value].storage;
     Saved how;
     bool in_written = false;  // in memory that this call itself writes, after the graph has run
-    for (std::size_t i = 0; i < parts.primals(); ++i) {
-      if (!parts.primal_is_in(i, storage)) continue;
+    if (const std::size_t i = first_primals[index_of(storage)]; i < parts.primals()) {
       in_written = capture.primal_written[i] || capture.primal_shares_changed[i];
       if (capture.primal_written[i]) how.how = Saved::How::Copied;
       // What the graph itself writes is saved as a copy that it made before, and shares no memory.
@@ -184,7 +188,6 @@ void GraphCall::plan_saved(const PartitionedCapture& partitioned) {
       if (!in_written && (parts.is_subclass_primal(i) || !parts.primal_has(i, value)))
         add_once(watched.primals, i);
       if (!in_written) kept_inputs[i] = 1;  // its memory is kept anyway
-      break;
     }
     if (!in_written)
       for (const Returned& item : returned_) {

@@ -44,7 +44,7 @@ using GraphWrappers = std::vector<std::shared_ptr<const GraphWrapper>>;
 
 // Compiles a graph between wrappers: they change it in the order of the list, and what was compiled is
 // wrapped in reverse order, so that the first is the outermost.
-std::shared_ptr<const CompiledGraph> compile_wrapped(Graph graph, CompileRequest request,
+std::shared_ptr<const CompiledGraph> compile_wrapped(const Graph& graph, CompileRequest request,
                                                      const GraphCompiler& compiler,
                                                      const GraphWrappers& wrappers);
 

@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <deque>
 #include <mutex>
+#include <string_view>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 
 namespace penstock {
 namespace {
@@ -48,6 +50,14 @@ bool decomposes(const c10::OperatorHandle& op) {
          !op.hasKernelForDispatchKey(DispatchKey::CPU) && !op.hasKernelForDispatchKey(DispatchKey::CUDA);
 }
 
+// Whether `text` is c10::toString(name).
+bool is_text_of(std::string_view text, const c10::OperatorName& name) {
+  const std::size_t length = name.name.size(), of_overload = name.overload_name.size();
+  if (!text.starts_with(name.name)) return false;
+  if (of_overload == 0) return text.size() == length;
+  return text.size() == length + 1 + of_overload && text[length] == '.' && text.ends_with(name.overload_name);
+}
+
 struct Known {
   std::size_t index;
   OperatorTraits traits;
@@ -61,26 +71,29 @@ const Known& look_up(const c10::FunctionSchema* key, const c10::OperatorHandle& 
   const std::lock_guard lock(mutex);
   const Known*& known = by_schema[key];
   // After a library was unloaded, another operator may have a schema at the same address.
-  if (!known || known->traits.name != c10::toString(op.operator_name())) {
+  if (!known || !is_text_of(known->traits.name, op.operator_name())) {
     all.push_back({all.size(), OperatorTraits(op)});
     known = &all.back();
   }
   return *known;
 }
 
-// A direct-mapped table in front of the lock: one comparison per call.
+// A table in front of the lock: mostly one comparison for each call. Places are pairs, so that two operators
+// that share one do not push each other out.
 const Known& known(const c10::OperatorHandle& op) {
   struct Slot {
     const c10::FunctionSchema* key = nullptr;
     const Known* value = nullptr;
   };
-  static constexpr std::size_t kSlots = 1024;
-  static thread_local constinit Slot slots[kSlots] = {};
+  static constexpr std::size_t kPairs = 512;
+  static thread_local constinit Slot pairs[kPairs][2] = {};
   const c10::FunctionSchema* key = &op.schema();
-  Slot& slot = slots[(reinterpret_cast<std::uintptr_t>(key) / 64) % kSlots];
-  if (slot.key != key) [[unlikely]]
-    slot = {key, &look_up(key, op)};
-  return *slot.value;
+  Slot(&pair)[2] = pairs[(reinterpret_cast<std::uintptr_t>(key) / 64) % kPairs];
+  if (pair[0].key == key) [[likely]]
+    return *pair[0].value;
+  if (pair[1].key != key) pair[1] = {key, &look_up(key, op)};
+  std::swap(pair[0], pair[1]);
+  return *pair[0].value;
 }
 
 }  // namespace

@@ -167,7 +167,8 @@ template <class Parameter>
 class Reader {
  public:
   static constexpr char kLetter = Constant<Parameter>::kLetter;
-  // Returns what `read` will find in Argument::constant. Throws c10::Error for a value of another type.
+  // Returns what `read` will find in Argument::constant. Throws c10::Error, or std::runtime_error, for a
+  // value of another type.
   static std::shared_ptr<const void> prepare(const Argument& argument) {
     TORCH_CHECK(is_constant(argument), "not a constant");
     if (argument.kind == Argument::Kind::Symbolic) return nullptr;
@@ -540,7 +541,7 @@ bool make_unboxed(Step& step, ExecutionPlan& plan) {
   if (found == table.end()) return false;
   try {
     found->second(step, plan);
-  } catch (const c10::Error&) {
+  } catch (const std::exception&) {
     return false;
   }
   return true;

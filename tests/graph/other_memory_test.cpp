@@ -138,6 +138,21 @@ TEST(OtherMemory, BesideGradients) {
   EXPECT_TRUE(torch::equal(gradients[0], gradients[1]));
 }
 
+// The gradient would be lost.
+TEST(OtherMemory, WrittenWithAGradientIsRefused) {
+  for (const bool internal : {false, true}) {
+    Compiled compiled(over_tensors([internal](const Tensors& in) {
+      in[0].set_(internal ? in[1] * 2 : in[1]);
+      in[0].add_(in[2]);
+      return Tensors{in[2] * 2};
+    }));
+    Tensors in = two();
+    in.push_back(leaf(in[1].sizes()));
+    EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { compiled(values_of(in)); }),
+                         "input 0 is given other memory (set_), into which values that require a gradient"));
+  }
+}
+
 TEST(OtherMemory, SmallerSizes) {
   const InputInfo info = expect_same_run(
       [](const Tensors& in) {

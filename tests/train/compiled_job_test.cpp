@@ -230,8 +230,8 @@ struct OwnStage : models::ModelStage {
     return head ? head->forward(x) : x;
   }
   std::vector<models::AuxiliaryLoss> take_auxiliary_losses() override {
-    return branches ? std::vector<models::AuxiliaryLoss>{}
-                    : std::vector<models::AuxiliaryLoss>{{"mean", kept.to(at::kDouble), 0.1}};
+    if (branches) return {};
+    return {{"mean", kept.to(at::kDouble), 0.1}};
   }
   void set_initial_values(std::uint64_t seed) override {
     const at::NoGradGuard no_grad;

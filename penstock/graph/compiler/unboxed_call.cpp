@@ -8,6 +8,7 @@
 #include <c10/util/Exception.h>
 
 #include <array>
+#include <exception>
 #include <map>
 #include <optional>
 #include <span>
@@ -170,7 +171,7 @@ class Reader {
  public:
   static constexpr char kLetter = Constant<Parameter>::kLetter;
   // Sets `constant` to what `read` will find in Argument::constant. Returns false for an argument of another
-  // kind; throws c10::Error for a value of another type.
+  // kind; throws c10::Error, or std::runtime_error, for a value of another type.
   static bool prepare(const Argument& argument, PlanMemory& memory, const void*& constant) {
     if (argument.kind == Argument::Kind::Symbolic) return true;
     if (argument.kind != Argument::Kind::Constant) return false;
@@ -539,7 +540,7 @@ UnboxedForm unboxed_form(const c10::OperatorHandle& op, PlanMemory& memory) {
   if (found == table.end()) return {};
   try {
     return {found->second, found->second->bind(op, memory)};
-  } catch (const c10::Error&) {
+  } catch (const std::exception&) {
     return {};
   }
 }
@@ -551,7 +552,7 @@ bool make_unboxed(Step& step, const UnboxedForm& form, PlanMemory& memory) {
   try {
     for (std::size_t i = 0; i < parameters.size(); ++i)
       if (!parameters[i](step.arguments[i], memory, constants[i])) return false;
-  } catch (const c10::Error&) {
+  } catch (const std::exception&) {
     return false;  // a value of another type than its parameter
   }
   for (std::size_t i = 0; i < parameters.size(); ++i) step.arguments[i].constant = constants[i];

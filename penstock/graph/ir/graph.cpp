@@ -139,9 +139,9 @@ class Verifier {
     if (symbolic == kNotSymbolic) return;
     const std::size_t known = graph_.table ? (*graph_.table.*entries).size() : 0;
     if (symbolic < 0 || static_cast<std::size_t>(symbolic) >= known)
-      throw InvariantError(fmt::format(
-          "graph: {} refers to entry {} of the symbolic table, which has {} entries", who(), symbolic,
-          known));
+      throw InvariantError(
+          fmt::format("graph: {} refers to entry {} of the symbolic table, which has {} entries", who(),
+                      symbolic, known));
   }
 
   template <class Who>

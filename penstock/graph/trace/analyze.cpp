@@ -143,6 +143,11 @@ class Analysis {
             "graph: {} is written and also given other memory (set_), so that nothing refers to what "
             "was written; write a copy, or do not call set_",
             options_.convention.name_of(i)));
+      if (replaced && fake.requires_grad())
+        throw NotImplemented(fmt::format(
+            "graph: {} is given other memory (set_), into which values that require a gradient are written; "
+            "return them instead",
+            options_.convention.name_of(i)));
       if (storage.data && !is_subclass(fake)) check_covered_write(i, fake, storage.place);
       info.is_leaf = trace_.is_leaf[i] != 0;
       info.is_touched = storage.touched || replaced;

@@ -32,6 +32,7 @@
 #include "penstock/fake.h"
 #include "penstock/graph/compiler/execute.h"
 #include "penstock/graph/ir/functionalize.h"
+#include "penstock/graph/passes/pass_list.h"
 #include "penstock/graph/run/compiled.h"
 #include "penstock/graph/run/module_state.h"
 #include "penstock/graph/trace/fake_in_place.h"
@@ -126,14 +127,42 @@ class Measured {
     const double split = least_us(
         config_.repeats, [&] { halves = partition_default(joint); }, [&] { halves = {}; });
     compare_executors(halves.forward, inputs);
-    const double all = captured_us + functional + split;
+    const double passes = time_passes(joint);
+    const double all = captured_us + functional + passes + split;
     fmt::print(
         "{:3} layers, {:5} nodes, us/node: in shape {:5.2f}, recording {:5.2f}; analysis and capture "
         "{:5.2f}, functionalize {:5.2f}, "
-        "partition {:5.2f}, together {:5.2f}\n",
+        "passes {:5.2f}, partition {:5.2f}, together {:5.2f}\n",
         layers_, joint.graph.nodes.size(), in_shape / nodes, (captured_us - in_shape) / nodes,
-        captured_us / nodes, functional / nodes, split / nodes, all / nodes);
+        captured_us / nodes, functional / nodes, passes / nodes, split / nodes, all / nodes);
     return all;
+  }
+
+  // All passes, on the joint graph and on its halves; prints each one alone. In microseconds.
+  double time_passes(const JointGraph& joint) {
+    const auto time = [&](const PassList& passes) {
+      Graph graph;
+      const double of_joint = least_us(
+          config_.repeats, [&] { graph = passes.run(std::move(graph), {.role = PassRole::Joint}); },
+          [&] { graph = joint.graph; });
+      Partition halves;
+      return of_joint +
+             least_us(
+                 config_.repeats,
+                 [&] {
+                   halves.forward = passes.run(std::move(halves.forward), {.role = PassRole::Forward});
+                   halves.backward = passes.run(std::move(halves.backward), {.role = PassRole::Backward});
+                 },
+                 [&] { halves = partition_default(joint); });
+    };
+    const PassList all;
+    fmt::print("{:3} layers, passes, us/node:", layers_);
+    for (const auto& pass : all.passes())
+      fmt::print(" {} {:.3f}", pass->name(),
+                 time(PassList({pass}, false)) / static_cast<double>(joint.graph.nodes.size()));
+    const Graph after = all.run(joint.graph, {.role = PassRole::Joint});
+    fmt::print("; {} nodes become {}\n", joint.graph.nodes.size(), after.nodes.size());
+    return time(all);
   }
 
   // Loss, gradient norm, and medians of the replayed and the eager step.
@@ -145,10 +174,12 @@ class Measured {
         model_,
         {.dynamic = {
              .dims = {{"args[0]", 0, "B"}, {"args[0]", 1, "T"}, {"args[1]", 0, "B"}, {"args[1]", 1, "T"}}}});
+    const auto plain_graph = compile(model_, {.disable_passes = graph_pass_names()});
+    const auto without_passes = [&] { return plain_graph->forward(x_, target_); };
     const auto replayed_dynamic = [&] { return dynamic->forward(x_, target_); };
     const double all_sizes_ms = step(replayed_dynamic).ms;
-    for (int i = 0; i < 3; ++i) step(eager), step(replayed), step(replayed_dynamic);
-    std::vector<double> eager_ms, replayed_ms, dynamic_ms, eager_cpu_ms, replayed_cpu_ms;
+    for (int i = 0; i < 3; ++i) step(eager), step(replayed), step(replayed_dynamic), step(without_passes);
+    std::vector<double> eager_ms, replayed_ms, dynamic_ms, eager_cpu_ms, replayed_cpu_ms, without_cpu_ms;
     Figure figure;
     for (int i = 0; i < config_.steps; ++i) {
       const Step plain = step(eager), fixed = step(replayed);
@@ -156,6 +187,7 @@ class Measured {
       eager_cpu_ms.push_back(plain.cpu_ms);
       replayed_ms.push_back(fixed.ms);
       replayed_cpu_ms.push_back(fixed.cpu_ms);
+      without_cpu_ms.push_back(step(without_passes).cpu_ms);
       figure["loss"] = fixed.loss;
       dynamic_ms.push_back(step(replayed_dynamic).ms);
     }
@@ -169,10 +201,11 @@ class Measured {
     const auto least = [](const std::vector<double>& ms) { return *std::min_element(ms.begin(), ms.end()); };
     fmt::print(
         "    step, width {}: eager {:.2f} ms, replayed {:.2f} ms, ratio {:.3f}, peak {:.3f}; of CPU time "
-        "{:.3f}, of its least {:.3f}\n",
+        "{:.3f}, of its least {:.3f}; to a replay without passes {:.3f}, of its least {:.3f}\n",
         config_.width, figure["eager_ms"], figure["step_ms"], figure["step_ms"] / figure["eager_ms"],
         figure["peak"], median(replayed_cpu_ms) / median(eager_cpu_ms),
-        least(replayed_cpu_ms) / least(eager_cpu_ms));
+        least(replayed_cpu_ms) / least(eager_cpu_ms), median(replayed_cpu_ms) / median(without_cpu_ms),
+        least(replayed_cpu_ms) / least(without_cpu_ms));
     fmt::print(
         "    dynamic batch and length: replayed {:.2f} ms, ratio to fixed sizes {:.3f}, of the least {:.3f}; "
         "captured in {:.0f} ms, {} capture\n",

@@ -176,6 +176,11 @@ struct CompileOptions {
   // from the graph's values. Without tokens it is that of the nodes, which the library keeps and a compiler
   // has to keep.
   bool effect_tokens = false;
+  // Passes that do not change the graphs (graph_pass.h lists them: graph_pass_names()). graph::compile throws
+  // ValueError, which names the nearest, for a name that is not that of a pass.
+  std::vector<std::string> disable_passes = {};
+  // Checks the graph after each pass, as debug builds always do (InvariantError names the pass).
+  bool verify_passes = false;
   // Your own wrappers of calls, outermost first, outside of those of the library.
   std::vector<std::shared_ptr<const ValueWrapper>> wrappers = {};
 };

@@ -31,6 +31,7 @@
 #include "penstock/gradients.h"
 #include "penstock/graph.h"
 #include "penstock/graph_compiler.h"
+#include "penstock/graph_pass.h"
 #include "penstock/group.h"
 #include "penstock/hybrid.h"
 #include "penstock/hybrid_metadata.h"

@@ -184,6 +184,8 @@ struct TrainingConfig {
   // Folder that penstock compile has written for this configuration: its graphs are used, and nothing is
   // captured; empty: graphs are loaded from the cache if PENSTOCK_CACHE names a folder, else captured.
   std::string artifact;
+  // Passes that do not change the captured graphs (graph_pass.h; docs/capture.md lists them); empty: all run.
+  std::vector<std::string> disable_passes;
   std::int64_t seed = 1;              // seed for initial parameters, dropout and data order
   std::int64_t validate_every = 40;   // steps between validations; 0: no validation
   std::int64_t validate_batches = 4;  // global batches per validation

@@ -46,6 +46,25 @@ TEST(InspectGraph, TheTrainersModelAndItsFile) {
   EXPECT_EQ(body(file.output + "\nwrote "), body(model.output) + "\n");
 }
 
+TEST(InspectGraph, PassesSayWhatTheySave) {
+  const std::string model = "inspect graph --preset tiny --layers 1 --pp 1 --schedule 1F1B --nodes 1 ";
+  const Ended plain = penstock(model), passed = penstock(model + "--passes");
+  ASSERT_EQ(passed.exit_code, 0) << passed.output;
+  for (const char* text : {"constant-folding", "common-subexpressions", "view-sinking", "dead-code",
+                           "saved for backward", "before: ", "after:  ", "moved (estimate)"})
+    EXPECT_TRUE(has_text(passed.output, text)) << passed.output;
+  EXPECT_FALSE(has_text(plain.output, "constant-folding"));
+  const Ended fewer = penstock(model +
+                               "--passes --training.compile graph "
+                               "--training.disable_passes common-subexpressions");
+  ASSERT_EQ(fewer.exit_code, 0) << fewer.output;
+  EXPECT_FALSE(has_text(fewer.output, "common-subexpressions"));
+  const Ended unknown =
+      penstock(model + "--passes --training.compile graph --training.disable_passes dead_code");
+  EXPECT_EQ(unknown.exit_code, 2);
+  EXPECT_TRUE(has_text(unknown.output, "did you mean 'dead-code'?")) << unknown.output;
+}
+
 TEST(InspectGraph, WhatCannotBeReadIsAUsageError) {
   const ScratchFolder folder;
   EXPECT_EQ(penstock("inspect").exit_code, 2);

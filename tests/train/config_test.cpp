@@ -449,6 +449,21 @@ TEST(Config, KeysWithoutEffectAreRefusedOnTheCommandLine) {
 #endif
 }
 
+TEST(Config, PassesAreKnown) {
+  const auto message = [](const std::vector<std::string>& arguments) {
+    return message_of<ConfigError>([&] { (void)with(arguments); });
+  };
+  const std::string unknown =
+      message({"--compile", "graph", "--schedule", "1F1B", "--disable_passes", "views", "algebriac"});
+  EXPECT_TRUE(has_text(unknown, "training.disable_passes"));
+  EXPECT_TRUE(has_text(unknown, "got \"algebriac\""));
+  EXPECT_TRUE(has_text(unknown, "did you mean 'algebraic'?"));
+  EXPECT_TRUE(has_text(message({"--disable_passes", "views"}), "set training.compile to \"graph\""));
+  EXPECT_EQ(with({"--compile", "graph", "--schedule", "1F1B", "--disable_passes", "views"})
+                .config.training.disable_passes,
+            std::vector<std::string>{"views"});
+}
+
 TEST(Fields, AKeyOfSeveralSectionsNeedsItsSection) {
   std::vector<ConfigField> fields(config_fields().begin(), config_fields().begin() + 3);
   fields.push_back(fields[2]);

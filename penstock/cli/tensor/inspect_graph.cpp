@@ -20,6 +20,7 @@
 #include "penstock/graph/run/module_state.h"
 #include "penstock/graph/tools/draw.h"
 #include "penstock/graph/tools/graph_report.h"
+#include "penstock/graph/tools/pass_report.h"
 #include "penstock/train/job/configured_model.h"
 #include "penstock/train/job/host_check.h"
 #include "penstock/train/job/process_memory.h"
@@ -32,11 +33,16 @@ namespace fs = std::filesystem;
 struct InspectFlags {
   std::string html, svg, dot, save;
   std::size_t nodes = 20;
-  bool min_cut = false;
+  bool min_cut = false, passes = false;
+};
+
+struct CapturedModel {
+  graph::GraphFile file;
+  std::string passes;  // what they did, if asked for
 };
 
 // Captures forward and backward of one microbatch of the trainer's model, shapes only.
-graph::GraphFile capture_model(const train::TrainConfig& config, bool min_cut) {
+CapturedModel capture_model(const train::TrainConfig& config, bool min_cut, bool with_passes) {
   const std::shared_ptr<models::TrainableModel> trainable = train::configured_model(config);
   const std::shared_ptr<models::ModelStage> model = trainable->make_stage(whole_model(trainable->plan()));
   const graph::ModuleState state(*model);
@@ -61,11 +67,20 @@ graph::GraphFile capture_model(const train::TrainConfig& config, bool min_cut) {
       captured.joint ? std::move(*captured.joint) : graph::capture_joint(step, inputs, file.meta, convention);
   file.joint.graph = graph::functionalize(std::move(file.joint.graph), file.joint.forward_outputs);
   graph::remove_dead_nodes(file.joint.graph);
+  std::string passes;
+  if (with_passes) {
+    graph::PassedGraph passed = graph::with_passes(
+        std::move(file.joint), graph::PassList(config.training.disable_passes, /*verify=*/true),
+        {.static_inputs = state.tensors.size(),
+         .partitioner = min_cut ? graph::Partitioner::MinCut : graph::Partitioner::Default});
+    file.joint = std::move(passed.joint);
+    passes = std::move(passed.text);
+  }
   file.saved = (min_cut ? graph::partition_min_cut(file.joint) : graph::partition_default(file.joint)).saved;
   file.signature = graph::make_signature(
       file.joint, file.meta,
       {.state = &state, .loss_index = 0, .hidden_outputs = 0, .in_spec = "(*, *)", .out_spec = "*"});
-  return file;
+  return {std::move(file), std::move(passes)};
 }
 
 void write_text(const std::string& path, const std::string& text) {
@@ -83,9 +98,9 @@ void inspect_graph(const CLI::App& command, const InspectFlags& flags) {
   const bool is_file =
       !rest.empty() && !rest.front().starts_with("-") && fs::path(rest.front()).extension() != ".toml";
   graph::GraphFile file;
-  std::string title;
+  std::string title, passes;
   if (is_file) {
-    refuse_options(command, {"--min-cut"}, "for a file, which defines what is saved");
+    refuse_options(command, {"--min-cut", "--passes"}, "for a file, which defines what is saved");
     if (rest.size() > 1)
       throw ConfigError(describe("argument", rest[1], "nothing after the file", "leave it out"));
     try {
@@ -96,16 +111,21 @@ void inspect_graph(const CLI::App& command, const InspectFlags& flags) {
     title = rest.front();
   } else {
     const train::ResolvedConfig resolved = train::load_config(config_sources(command));
-    refuse_keys(resolved, "inspect graph", [](const std::string& key) {
-      return key.starts_with("model.") || key.starts_with("layout.");
+    refuse_keys(resolved, "inspect graph", [&](const std::string& key) {
+      return key.starts_with("model.") || key.starts_with("layout.") ||
+             (flags.passes && (key == "training.compile" || key == "training.disable_passes"));
     });
     // Nothing is computed, but the parameters are allocated.
     train::require_memory(train::minimum_memory_of_capture(resolved.config), train::machine_memory_bytes());
-    file = capture_model(resolved.config, flags.min_cut);
+    CapturedModel captured = capture_model(resolved.config, flags.min_cut, flags.passes);
+    file = std::move(captured.file);
+    passes = std::move(captured.passes);
     title = fmt::format("model {}, one microbatch of {} x {} tokens", resolved.config.model.preset,
                         resolved.config.layout.microbatch_size, resolved.config.model.context);
   }
-  fmt::print("{}\n{}", printable(title), graph::report_text(file, {.nodes = flags.nodes}));
+  fmt::print("{}\n", printable(title));
+  if (flags.passes) fmt::print("passes\n{}\nafter the passes\n", passes);
+  fmt::print("{}", graph::report_text(file, {.nodes = flags.nodes}));
   const graph::DrawOptions options{.title = title, .saved = file.saved};
   if (!flags.html.empty()) write_text(flags.html, graph::to_html(file.joint.graph, options));
   if (!flags.svg.empty()) write_text(flags.svg, graph::to_svg(file.joint.graph, options));
@@ -134,6 +154,9 @@ void add_inspect_graph_command(CLI::App& inspect, CommandOutcome&) {
             "Rows of the node table to print (default 20; 0: all)");
   command->add_flag("--min-cut", flags->min_cut,
                     "Report the saved bytes if cheap values are recomputed in the backward");
+  command->add_flag("--passes", flags->passes,
+                    "Run the passes of training.compile = graph, print what each one saved, and report the "
+                    "graph after them");
   command->allow_extras();
   command->footer(
       "Usage: penstock inspect graph FILE\n"
@@ -144,6 +167,7 @@ void add_inspect_graph_command(CLI::App& inspect, CommandOutcome&) {
       "Examples:\n"
       "  penstock inspect graph --preset tiny --html model.html --save model.psgraph\n"
       "  penstock inspect graph --preset tiny --svg model.svg\n"
+      "  penstock inspect graph --preset tiny --passes --nodes 1\n"
       "  penstock inspect graph model.psgraph --nodes 0\n"
       "Exit codes: 0 ok, 2 a file or configuration that cannot be read.");
   command->callback([command, flags] { inspect_graph(*command, *flags); });

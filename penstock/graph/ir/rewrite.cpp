@@ -33,9 +33,19 @@ bool same_operands(const std::vector<Operand>& a, const std::vector<Operand>& b)
   });
 }
 
+// Whether each result that `node` has is one that `twin` has. Backward, once it is split off, lacks the
+// results of nodes that it computes again and that forward has saved.
+bool has_results_of(const Node& twin, const Node& node) {
+  for (std::size_t i = 0; i < node.results.size(); ++i)
+    for (std::size_t j = 0; j < node.results[i].values.size(); ++j)
+      if (node.results[i].values[j] != kNoValue && twin.results[i].values[j] == kNoValue) return false;
+  return true;
+}
+
 std::size_t hash_of_node(const Node& node) {
   HashBuilder hash;
   hash.add(static_cast<const void*>(&node.op.schema())).add(static_cast<int>(node.phase));
+  hash.add(static_cast<int>(node.grad_enabled));
   for (const Operand& operand : node.arguments) {
     if (operand.kind == Operand::Kind::Constant) hash.add(hash_of_constant(operand.constant));
     for (const ValueId value : operand.values) hash.add(static_cast<std::int32_t>(value));
@@ -227,6 +237,11 @@ std::size_t merge_common_subexpressions(Graph& graph) {
   for (std::size_t i = 0; i < stands_for.size(); ++i) stands_for[i] = ValueId{static_cast<std::int32_t>(i)};
   std::vector<char> is_output_memory(static_cast<std::size_t>(graph.storages), 0);
   for_each_value(graph.outputs, [&](ValueId value) { is_output_memory[index_of(graph[value].storage)] = 1; });
+  // By storage: the one that it has become. A node that goes has new memory, or is a view of memory that its
+  // twin views, too; what it is merged into has not been merged itself.
+  std::vector<StorageId> memory_now(static_cast<std::size_t>(graph.storages));
+  for (std::size_t i = 0; i < memory_now.size(); ++i) memory_now[i] = StorageId{static_cast<std::int32_t>(i)};
+  bool any_joined = false;
   const auto translate = [&](std::vector<Operand>& operands) {
     for (Operand& operand : operands)
       for (ValueId& value : operand.values)
@@ -247,7 +262,8 @@ std::size_t merge_common_subexpressions(Graph& graph) {
       for (auto [entry, end] = seen.equal_range(hash); entry != end && !twin; ++entry) {
         const Node& other = kept[entry->second];
         if (&other.op.schema() == &node.op.schema() && other.phase == node.phase &&
-            same_operands(other.arguments, node.arguments))
+            other.grad_enabled == node.grad_enabled && same_operands(other.arguments, node.arguments) &&
+            has_results_of(other, node))
           twin = &other;
       }
     if (!twin) {
@@ -260,17 +276,20 @@ std::size_t merge_common_subexpressions(Graph& graph) {
       for (std::size_t j = 0; j < node.results[i].values.size(); ++j) {
         const ValueId mine = node.results[i].values[j], other = twin->results[i].values[j];
         if (mine == kNoValue) continue;
-        PENSTOCK_INVARIANT(other != kNoValue, "only one of two equal nodes has a result");
         // Views of either become views of the one that remains.
-        const StorageId from = graph[mine].storage, to = graph[other].storage;
-        if (from != to)
-          for (Value& value : graph.values)
-            if (value.storage == from) value.storage = to;
+        const std::size_t from = index_of(graph[mine].storage);
+        if (const StorageId to = memory_now[index_of(graph[other].storage)]; memory_now[from] != to) {
+          memory_now[from] = to;
+          any_joined = true;
+        }
         stands_for[index_of(mine)] = other;
       }
   }
   graph.nodes = std::move(kept);
+  if (removed == 0) return 0;
   translate(graph.outputs);
+  if (any_joined)
+    for (Value& value : graph.values) value.storage = memory_now[index_of(value.storage)];
   verify(graph);
   return removed;
 }

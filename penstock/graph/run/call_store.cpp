@@ -112,9 +112,10 @@ std::string text_difference(const std::string& now, const std::string& then) {
   }
 }
 
-// The options that change a capture or what is compiled of it. Not `recapture` and `log`, which do not, and
-// not those of the compilers, which are fields of their own.
-std::string option_fields(const CompileOptions& options) {
+// The options that change a capture or what is compiled of it. Not `recapture`, `log` and `verify_passes`,
+// which do not, and not those of the compilers, which are fields of their own. `passes`: names and versions
+// of those that run, which disable_passes decides.
+std::string option_fields(const CompileOptions& options, const std::string& passes) {
   ByteWriter out;
   const auto choice = [&](auto value) { out.number(static_cast<std::uint8_t>(value)); };
   choice(options.partitioner);
@@ -140,6 +141,7 @@ std::string option_fields(const CompileOptions& options) {
   for (const auto& [op, decomposition] : options.decompositions) out.text(op);
   out.count(options.wrappers.size());
   for (const auto& wrapper : options.wrappers) out.text(wrapper->name());
+  out.text(passes);
   return {out.bytes.begin(), out.bytes.end()};
 }
 
@@ -169,14 +171,15 @@ ArtifactFolder::Fields environment_fields(const std::vector<at::Device>& devices
 }
 
 std::unique_ptr<CallStore> CallStore::open(const CompileOptions& options, FunctionIdentity function,
-                                           CompilerChoice compilers) {
-  std::unique_ptr<CallStore> store(new CallStore(options, std::move(function), std::move(compilers)));
+                                           CompilerChoice compilers, const std::string& passes) {
+  std::unique_ptr<CallStore> store(new CallStore(options, std::move(function), std::move(compilers), passes));
   return store->cache_ || store->artifact_ ? std::move(store) : nullptr;
 }
 
-CallStore::CallStore(const CompileOptions& options, FunctionIdentity function, CompilerChoice compilers)
+CallStore::CallStore(const CompileOptions& options, FunctionIdentity function, CompilerChoice compilers,
+                     const std::string& passes)
     : options_(options.cache),
-      fields_(option_fields(options)),
+      fields_(option_fields(options, passes)),
       function_(std::move(function)),
       compilers_(std::move(compilers)),
       only_graphs_(code_of_the_user(options)) {
@@ -372,15 +375,15 @@ void CallStore::keep_again(const CacheKey& key, const CompiledCall& call) {
   keep(place, call);
 }
 
-CallStore::Halves CallStore::halves_of(FunctionCapture capture, Partitioner partitioner) {
-  if (!cache_) return {partition(std::move(capture), partitioner), {}, {}, {}};
+CallStore::Halves CallStore::halves_of(FunctionCapture capture, const Split& split) {
+  if (!cache_) return {split(std::move(capture)), {}, {}, {}};
   Halves halves;
   try {
     halves.key =
         environment(capture.guard).field("level", "graph").field("graph", encode_joint(capture)).key();
   } catch (const NotImplemented& error) {
     cache_->refuse(error.what());
-    return {partition(std::move(capture), partitioner), {}, {}, {}};
+    return {split(std::move(capture)), {}, {}, {}};
   }
   CacheLookup lookup = cache_->find_or_reserve(halves.key, name_or("a graph"));
   if (lookup.entry) {
@@ -420,7 +423,7 @@ CallStore::Halves CallStore::halves_of(FunctionCapture capture, Partitioner part
     }
   }
   halves.code = {};
-  halves.capture = partition(std::move(capture), partitioner);
+  halves.capture = split(std::move(capture));
   halves.reservation = std::move(lookup.reservation);
   return halves;
 }

@@ -13,6 +13,7 @@
 // objects may use one folder.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -50,8 +51,9 @@ class CallStore {
 
   // Throws ConfigError for a malformed PENSTOCK_CACHE_MB, and NotImplemented for an artifact together with
   // decompositions or wrappers of the user.
+  // `passes`: PassList::text, part of all keys.
   static std::unique_ptr<CallStore> open(const CompileOptions& options, FunctionIdentity function,
-                                         CompilerChoice compilers);
+                                         CompilerChoice compilers, const std::string& passes);
 
   // Looks up a call. An artifact that is only read throws StateError if it has no such call, or a call with
   // contexts of subclasses that this process does not have.
@@ -63,14 +65,15 @@ class CallStore {
   // Keeps it again, after more sizes were checked.
   void keep_again(const CacheKey& key, const CompiledCall& call);
 
-  // partition(), looked up by the graph. The code is that of an earlier run, or empty.
+  // `split` of a capture, looked up by the graph. The code is that of an earlier run, or empty.
   struct Halves {
     PartitionedCapture capture;
     CompiledCode code;
     CacheKey key;
     CacheReservation reservation;
   };
-  Halves halves_of(FunctionCapture capture, Partitioner partitioner);
+  using Split = std::function<PartitionedCapture(FunctionCapture capture)>;
+  Halves halves_of(FunctionCapture capture, const Split& split);
   void keep_halves(Halves& halves, const CompiledCall& call);
 
   // CacheOptions::verify: throws StateError if a capture differs from a stored one.
@@ -81,7 +84,8 @@ class CallStore {
   CacheCounts counts() const;
 
  private:
-  CallStore(const CompileOptions& options, FunctionIdentity function, CompilerChoice compilers);
+  CallStore(const CompileOptions& options, FunctionIdentity function, CompilerChoice compilers,
+            const std::string& passes);
   Bytes encode(const CompiledCall& call) const;
   StoredCall decode(std::span<const std::uint8_t> bytes, const Values& inputs, const std::string& name) const;
   KeyBuilder environment(const CallGuard& guard) const;

@@ -11,6 +11,7 @@
 #include "penstock/graph/run/call_store.h"
 #include "penstock/graph/run/compiled_call.h"
 #include "penstock/graph/run/generalize.h"
+#include "penstock/graph/run/graph_passes.h"
 #include "penstock/graph/wrap/user_wrapper.h"
 
 namespace penstock::graph {
@@ -47,6 +48,7 @@ void check_compilers(const CompileOptions& options) {
   graph_compiler(options.compiler);
   graph_compiler(either(options.backward_compiler, options.compiler));
   graph_compiler(either(options.inference_compiler, options.compiler));
+  check_disabled_passes(options.disable_passes);
 }
 
 struct Compiled::Refused {
@@ -70,7 +72,8 @@ Compiled::Compiled(Function function, const CompileOptions& options, Convention 
       check_(identity.check),
       forward_compiler_(graph_compiler(options.compiler)),
       backward_compiler_(graph_compiler(either(options.backward_compiler, options.compiler))),
-      inference_compiler_(graph_compiler(either(options.inference_compiler, options.compiler))) {
+      inference_compiler_(graph_compiler(either(options.inference_compiler, options.compiler))),
+      passes_(std::make_shared<const PassList>(options.disable_passes, options.verify_passes)) {
   if (!options_.decompositions.empty())
     convention_.decompositions = std::make_shared<const DecompositionTable>(options_.decompositions);
   if (!options_.wrappers.empty() && !options_.dynamic.dims.empty())
@@ -78,7 +81,7 @@ Compiled::Compiled(Function function, const CompileOptions& options, Convention 
         "graph: wrapper '{}' and dynamic dims cannot be combined, since a capture for all sizes knows "
         "nothing of what it does to sizes; leave one of them out",
         options_.wrappers[0]->name()));
-  store_ = CallStore::open(options_, std::move(identity), compilers());
+  store_ = CallStore::open(options_, std::move(identity), compilers(), passes_->text());
 }
 Compiled::~Compiled() = default;
 Compiled::Compiled(Compiled&&) noexcept = default;
@@ -144,11 +147,16 @@ CompiledCall& Compiled::add(FunctionCapture capture, const std::string& why) {
   const auto start = std::chrono::steady_clock::now();
   if (options_.joint_checks) check_joint(capture, convention_);
   capture.second_derivatives = options_.second_derivatives;
+  PassLog passes;
+  run_passes_on_joint(capture, *passes_, &passes);
+  const auto split = [&](FunctionCapture whole) {
+    return graph::partition(std::move(whole), options_.partitioner, *passes_, &passes);
+  };
   CallStore::Halves halves;
   if (store_)
-    halves = store_->halves_of(std::move(capture), options_.partitioner);
+    halves = store_->halves_of(std::move(capture), split);
   else
-    halves.capture = graph::partition(std::move(capture), options_.partitioner);
+    halves.capture = split(std::move(capture));
   calls_.push_back(
       std::make_unique<CompiledCall>(std::move(halves.capture), compilers(),
                                      CompiledCallOptions{.trust_sizes = options_.dynamic.trust,
@@ -160,10 +168,11 @@ CompiledCall& Compiled::add(FunctionCapture capture, const std::string& why) {
     const std::chrono::duration<double, std::milli> ms = std::chrono::steady_clock::now() - start;
     options_.log(fmt::format(
         "graph: capture {}{}: {} nodes, {} in forward, {} in backward, {} bytes saved, compiled in {:.1f} "
-        "ms{}{}",
+        "ms{}{}{}{}",
         calls_.size(), call.dynamic() ? " for all sizes" : "", call.capture().joint.graph.nodes.size(),
         call.halves().forward.nodes.size(), call.halves().backward.nodes.size(),
-        call.halves().saved_bytes(call.capture().joint.graph), ms.count(), why.empty() ? "" : "; ", why));
+        call.halves().saved_bytes(call.capture().joint.graph), ms.count(), why.empty() ? "" : "; ", why,
+        passes.text().empty() ? "" : "; passes: ", passes.text()));
   }
   return *calls_.back();
 }
@@ -190,7 +199,8 @@ CompiledCall* Compiled::load(Lookup& lookup, const Values& inputs) {
   if (store_->verifies() && stored.capture.capture.symbols.empty()) {
     FunctionCapture now = capture_as_called(inputs);
     now.second_derivatives = options_.second_derivatives;
-    store_->verify(stored.capture, graph::partition(std::move(now), options_.partitioner));
+    run_passes_on_joint(now, *passes_, nullptr);
+    store_->verify(stored.capture, graph::partition(std::move(now), options_.partitioner, *passes_, nullptr));
   }
   auto call =
       std::make_unique<CompiledCall>(std::move(stored.capture), compilers(),

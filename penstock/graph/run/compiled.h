@@ -45,12 +45,13 @@ namespace penstock::graph {
 class CallStore;
 class CompiledCall;
 class GraphCompiler;
+class PassList;
 struct CompilerChoice;
 struct ExplicitStates;
 struct FunctionCapture;
 struct BoundSizes;
 
-// Throws ValueError for a compiler that is not registered.
+// Throws ValueError for a compiler or a pass that is not registered.
 void check_compilers(const CompileOptions& options);
 
 class Compiled {
@@ -117,6 +118,7 @@ class Compiled {
   CallWrappers wrappers_;
   std::function<void(const FunctionCapture&, const Values&)> check_;  // of new captures; may be empty
   std::shared_ptr<const GraphCompiler> forward_compiler_, backward_compiler_, inference_compiler_;
+  std::shared_ptr<const PassList> passes_;
   std::unique_ptr<CallStore> store_;  // null if nothing is kept between runs
   std::vector<std::unique_ptr<CompiledCall>> calls_;
   std::size_t loaded_ = 0;

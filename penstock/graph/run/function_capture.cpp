@@ -10,7 +10,9 @@
 #include "penstock/errors.h"
 #include "penstock/graph/ir/functionalize.h"
 #include "penstock/graph/partition/written_inputs.h"
+#include "penstock/graph/passes/pass_list.h"
 #include "penstock/graph/run/graph_call.h"
+#include "penstock/graph/run/graph_passes.h"
 #include "penstock/graph/trace/capture.h"
 #include "penstock/graph/wrap/effect_tokens.h"
 #include "penstock/graph/wrap/random_numbers.h"
@@ -192,12 +194,21 @@ FunctionCapture with_explicit_states(FunctionCapture capture, const ExplicitStat
 }
 
 PartitionedCapture partition(FunctionCapture capture, Partitioner partitioner) {
+  return partition(std::move(capture), partitioner, PassList(std::vector<PassPointer>(), false), nullptr);
+}
+
+PartitionedCapture partition(FunctionCapture capture, Partitioner partitioner, const PassList& passes,
+                             PassLog* log) {
   Partition halves = partitioner == Partitioner::MinCut ? partition_min_cut(capture.joint)
                                                         : partition_default(capture.joint);
-  write_inputs_in_graph(capture.joint, halves.forward);
-  const std::size_t symbols = count_symbols_for_backward(capture.joint, halves);
-  for_each_meta(capture, [&](ViewAndMutationMeta& meta) { meta.symbols_for_backward = symbols; });
-  return {std::move(capture), std::move(halves)};
+  PartitionedCapture split{std::move(capture), std::move(halves)};
+  run_passes_on_halves(split, passes, log);
+  const JointGraph& joint = split.capture.joint;
+  // Afterwards, since passes work on graphs without writes.
+  write_inputs_in_graph(joint, split.halves.forward);
+  const std::size_t symbols = count_symbols_for_backward(joint, split.halves);
+  for_each_meta(split.capture, [&](ViewAndMutationMeta& meta) { meta.symbols_for_backward = symbols; });
+  return split;
 }
 
 }  // namespace penstock::graph

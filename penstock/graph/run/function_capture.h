@@ -25,6 +25,9 @@
 
 namespace penstock::graph {
 
+class PassList;
+struct PassLog;
+
 struct FunctionCapture {
   CallGuard guard;                     // the calls for which it is valid
   std::vector<WrapperInUse> wrappers;  // outermost first
@@ -78,5 +81,8 @@ struct PartitionedCapture {
   Partition halves;
 };
 PartitionedCapture partition(FunctionCapture capture, Partitioner partitioner);
+// The same with passes on the halves (run/graph_passes.h). `log` may be null.
+PartitionedCapture partition(FunctionCapture capture, Partitioner partitioner, const PassList& passes,
+                             PassLog* log);
 
 }  // namespace penstock::graph

@@ -18,6 +18,7 @@
 #include "penstock/base/text.h"
 #include "penstock/errors.h"
 #include "penstock/generators.h"
+#include "penstock/graph/names/pass_names.h"
 #include "penstock/schedule.h"
 #include "penstock/train/config/config_fields.h"
 #include "penstock/train/config/configured_schedule.h"
@@ -405,6 +406,15 @@ class Completion {
           fmt::format("{} has graphs, and {} runs none; set training.compile to \"graph\", or leave "
                       "training.artifact out",
                       setting_text("training.artifact"), setting_text("training.compile")));
+    if (training.compile == "off" && !training.disable_passes.empty())
+      problem(
+          fmt::format("{} is about graphs, and {} runs none; set training.compile to \"graph\", or leave "
+                      "training.disable_passes out",
+                      setting_text("training.disable_passes"), setting_text("training.compile")));
+    if (const std::string unknown =
+            graph::unknown_pass(training.disable_passes, setting_text("training.disable_passes"));
+        !unknown.empty())
+      problem(unknown);
     if (training.compile == "off" || !problems_.empty()) return;
     const std::string setting = setting_text("training.compile");
     if (has_weight_backwards(configured_schedule(config_.layout)))

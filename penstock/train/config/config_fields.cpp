@@ -351,6 +351,9 @@ std::vector<ConfigField> make_fields() {
        "nothing "
        "is captured; empty: graphs are loaded from PENSTOCK_CACHE, if set, else captured",
        at(&T::training, &R::artifact)},
+      {"training", "disable_passes",
+       "Passes that do not change the captured graphs (docs/capture.md lists their names); empty: all run",
+       at(&T::training, &R::disable_passes)},
       {"training", "seed", "Seed for initial parameters, dropout and data order", at(&T::training, &R::seed),
        0, kMany},
       {"training", "validate_every", "Steps between validations; 0: no validation",

@@ -57,10 +57,11 @@ const char* text_of(GraphSource source) {
 
 // The same as a graph.
 PreparableStage graph_of_stage(StageModule module, const std::shared_ptr<models::ModelStage>& stage,
-                               int index, const StageGraphs& graphs,
+                               int index, const TrainConfig& config, const StageGraphs& graphs,
                                std::function<void(const StageCapture&)> captured) {
   CompiledStageOptions options;
   options.compile.cache = graphs.cache_of(index);
+  options.compile.disable_passes = config.training.disable_passes;
   options.uses_rows = graphs.uses_rows;
   options.captured = std::move(captured);
   options.values_left = [stage] { return stage->values_left_by_forward(); };
@@ -193,7 +194,7 @@ ModelStages::ModelStages(const RankLayout& layout, const TrainConfig& config,
     StageModule forward =
         stage_module(modules_[i], indices_[i], device, autocast_dtype(config.training.precision));
     if (config.training.compile == "graph")
-      forward = graph_of_stage(std::move(forward), modules_[i], indices_[i], graphs,
+      forward = graph_of_stage(std::move(forward), modules_[i], indices_[i], config, graphs,
                                recorder(indices_[i], compiled_))
                     .module;
     stages_.emplace_back(std::move(forward), indices_[i], map.stages(), device);
@@ -227,7 +228,7 @@ SingleStage make_single_stage(const RankLayout& layout, const TrainConfig& confi
                    SharedParameterOptions{.world = layout.world(), .ranks = layout.pipeline_ranks()});
   PreparableStage compiled =
       graph_of_stage(stage_module(module, stage, device, autocast_dtype(config.training.precision)), module,
-                     stage, graphs, std::move(captured));
+                     stage, config, graphs, std::move(captured));
   return {.module = module,
           .shared = std::move(shared),
           .stage = PipelineStage(std::move(compiled.module), stage, map.stages(), device),

@@ -221,6 +221,7 @@ TrainConfig one_process(const TrainConfig& config) {
   // Graphs must not change anything: what they are compared with runs operator by operator.
   one.training.compile = "off";
   one.training.artifact.clear();
+  one.training.disable_passes.clear();
   // Recomputation must not change anything: what it is compared with keeps all activations.
   one.training.recompute = "none";
   one.training.recompute_stages.clear();

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <filesystem>
 #include <functional>
 #include <map>
 #include <memory>
@@ -17,7 +16,6 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/base/files.h"
 #include "penstock/compile.h"
 #include "penstock/errors.h"
 #include "penstock/graph/compiler/execute.h"
@@ -34,6 +32,7 @@
 #include "penstock/graph/wrap/state_chains.h"
 #include "penstock/recompute.h"
 #include "penstock/torch/random/generator_state.h"
+#include "tests/graph/cache_folder.h"
 #include "tests/graph/call_trace.h"
 #include "tests/graph/registered_wrappers.h"
 #include "tests/has_text.h"
@@ -611,8 +610,7 @@ TEST(ExplicitRandomStates, GeneratorsThatTheFunctionPasses) {
 
 // A module, stored and loaded in another object; the loaded call draws as the plain module.
 TEST(ExplicitRandomStates, ModulesThroughTheCache) {
-  std::string pattern = (std::filesystem::temp_directory_path() / "penstock_states_XXXXXX").string();
-  const std::filesystem::path folder = ::mkdtemp(pattern.data());
+  const CacheFolder folder;
   const auto make = [] {
     torch::manual_seed(1);
     return torch::nn::Sequential(torch::nn::Linear(4, 8), torch::nn::Dropout(0.5), torch::nn::Linear(8, 2),
@@ -635,15 +633,12 @@ TEST(ExplicitRandomStates, ModulesThroughTheCache) {
   const Tensors expected = steps(plain, plain);
   for (const std::size_t loaded : {0u, 1u}) {
     const torch::nn::Sequential net = make();
-    CompileOptions options{.explicit_random_states = true, .effect_tokens = true};
-    options.cache = {
-        .use = CacheOptions::Use::On, .folder = folder.string(), .identity = "dropout", .name = "net"};
-    auto fast = compile(net, options);
+    const CompileOptions options{.explicit_random_states = true, .effect_tokens = true};
+    auto fast = compile(net, folder.options("dropout", options));
     expect_equal(steps(fast, net), expected);
     EXPECT_EQ(compiled_entry(*fast, 0).loaded(), loaded);
     EXPECT_EQ(compiled_entry(*fast, 0).meta(0).random_states, Names{"cpu"});
   }
-  remove_tree(folder);
 }
 
 TEST(ExplicitRandomStates, DamagedStatesAreRefused) {

@@ -179,7 +179,7 @@ TEST(DirectoryCache, EntriesOfOtherVersionsAreReplaced) {
   std::ofstream(cache.file_of(key_of("x")), std::ios::binary) << bytes;
   const WarningCapture capture;
   EXPECT_TRUE(cache.find_or_reserve(key_of("x"), "a test").reservation);
-  EXPECT_TRUE(has_text(text_of(capture.warnings()), "version 77, expected 1")) << text_of(capture.warnings());
+  EXPECT_TRUE(has_text(text_of(capture.warnings()), "version 77, expected 2")) << text_of(capture.warnings());
 }
 
 TEST(DirectoryCache, FoldersThatCannotBeUsedNeverFail) {

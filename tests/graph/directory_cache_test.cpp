@@ -170,6 +170,19 @@ TEST(DirectoryCache, DamagedEntriesAreReplacedWithAWarning) {
   }
 }
 
+// Whatever the clocks of other hosts say.
+TEST(DirectoryCache, WhatWasJustStoredIsNotRemoved) {
+  const Folder folder;
+  const DirectoryCache cache({.folder = folder.path, .max_bytes = 2500});
+  for (const char* key : {"a", "b"}) {
+    cache.replace(key_of(key), Bytes(1000, 1));
+    fs::last_write_time(cache.file_of(key_of(key)), fs::file_time_type::clock::now() + 1h);
+  }
+  EXPECT_TRUE(cache.replace(key_of("new"), Bytes(1000, 1)));
+  EXPECT_TRUE(cache.find(key_of("new")));
+  EXPECT_EQ(cache.counts().removed, 1U);
+}
+
 TEST(DirectoryCache, EntriesOfOtherVersionsAreReplaced) {
   const Folder folder;
   const DirectoryCache cache({.folder = folder.path});

@@ -787,6 +787,32 @@ TEST(EffectTokens, NamesAndPlacesInTheSignatures) {
   EXPECT_EQ(Keeping::kept().at("forward").second.static_inputs, (std::vector<std::size_t>{2, 3}));
 }
 
+// A compiler gets the states before the tokens of backward.
+TEST(EffectTokens, BesideRandomStatesInBackward) {
+  register_effects();
+  const Function function = [](const Values& in) -> Values {
+    return {Noisy::apply(Talking::apply(in[0].toTensor()))};
+  };
+  const auto step = [](const Function& run) {
+    const at::Tensor x = torch::linspace(-1, 1, 6).set_requires_grad(true);
+    torch::manual_seed(5);
+    Tensors all;
+    for (int round = 0; round < 2; ++round) {
+      run({x})[0].toTensor().sum().backward();
+      all.insert(all.end(), {x.grad().clone(), state_now()});
+    }
+    return all;
+  };
+  seen().clear();
+  const Tensors expected = step(function);
+  const Tags tags = std::exchange(seen(), {});
+  Compiled compiled(function, {.explicit_random_states = true, .effect_tokens = true});
+  expect_equal(step([&](const Values& in) { return compiled(in); }), expected);
+  EXPECT_EQ(seen(), tags);
+  EXPECT_EQ(compiled.meta(0).backward_tokens, 1u);
+  EXPECT_EQ(compiled.meta(0).backward_random_states, 1u);
+}
+
 TEST(EffectTokens, NothingIsDroppedMergedOrExchanged) {
   register_effects();
   const Function function = [](const Values& in) -> Values {

@@ -46,8 +46,8 @@ void* allocate(std::size_t bytes) {
 
 }  // namespace
 
-// All forms without an alignment: what one of them allocates, another one may free, and a sanitizer would find
-// memory of its own operators freed by these.
+// All forms without an alignment: what one of them allocates, another one may free, and a sanitizer would
+// find memory of its own operators freed by these.
 void* operator new(std::size_t bytes) { return allocate(bytes); }
 void* operator new[](std::size_t bytes) { return allocate(bytes); }
 void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept { return allocate_or_null(bytes); }

@@ -186,11 +186,9 @@ void add_operators(torch::Library& library) {
 }
 
 at::Tensor silu_product_by_operators(const at::Tensor& gate, const at::Tensor& up) {
-  // Subclasses may have rules for LibTorch's operators only; the gradients below have no broadcast.
-  const auto is_plain = [](const at::Tensor& tensor) { return !is_wrapper(tensor) || is_fake(tensor); };
-  const bool lean =
-      is_plain(gate) && is_plain(up) && gate.sizes() == up.sizes() && gate.scalar_type() == up.scalar_type();
-  return lean ? LeanSiluProduct::apply(gate, up) : at::mul(at::silu(gate), up);
+  // Its gradients have no broadcast and no promotion.
+  const bool alike = gate.sizes() == up.sizes() && gate.scalar_type() == up.scalar_type();
+  return alike ? LeanSiluProduct::apply(gate, up) : at::mul(at::silu(gate), up);
 }
 
 }  // namespace

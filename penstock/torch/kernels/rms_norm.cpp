@@ -104,9 +104,6 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double epsilo
   const auto dtype = x.scalar_type();
   if (dtype == at::kHalf || dtype == at::kBFloat16)
     return rms_norm(x.to(at::kFloat), weight.to(at::kFloat), epsilon).to(dtype);
-  // Subclasses may have rules for LibTorch's operators only.
-  if (!is_plain_or_fake(x) || !is_plain_or_fake(weight))
-    return at::mul(at::mul(x, norm_scale(x, epsilon)), weight);
   return LeanRmsNorm::apply(x, weight, epsilon);
 }
 

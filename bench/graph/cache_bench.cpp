@@ -22,32 +22,17 @@
 #include <string>
 #include <vector>
 
-#include "bench/block.h"
+#include "bench/graph/model_function.h"
 #include "penstock/base/files.h"
 #include "penstock/graph/run/capture_codec.h"
 #include "penstock/graph/run/compiled.h"
 #include "penstock/graph/run/compiled_call.h"
-#include "penstock/graph/run/module_state.h"
 
 namespace {
 
 using namespace penstock;
 using namespace penstock::graph;
 using namespace penstock::bench;
-
-struct ModelImpl : torch::nn::Module {
-  ModelImpl(int width, int layers) {
-    torch::manual_seed(0);
-    for (int i = 0; i < layers; ++i)
-      blocks.push_back(register_module("block" + std::to_string(i), Block(width)));
-  }
-  at::Tensor forward(at::Tensor x, const at::Tensor& target) {
-    for (Block& block : blocks) x = block->forward(x);
-    return torch::mse_loss(x, target);
-  }
-  std::vector<Block> blocks;
-};
-TORCH_MODULE(Model);
 
 double cpu_us() {
   timespec now{};
@@ -67,23 +52,9 @@ double least(
   return best;
 }
 
-struct Step {
-  Step(int width, int layers) : model(width, layers), state(*model) {
-    inputs.assign(state.tensors.begin(), state.tensors.end());
-    inputs.emplace_back(torch::randn({4, kSequence, width}));
-    inputs.emplace_back(torch::randn({4, kSequence, width}));
-    const std::size_t found = state.tensors.size();
-    convention = {found, state.names};
-    function = [this, found](const Values& in) -> Values {
-      return {model->forward(in[found].toTensor(), in[found + 1].toTensor())};
-    };
-  }
-  Model model;
-  ModuleState state;
-  Values inputs;
-  Convention convention;
-  Function function;
-};
+ModelFunction step_of(int width, int layers) {
+  return {Model(width, layers), torch::randn({4, kSequence, width}), torch::randn({4, kSequence, width})};
+}
 
 // A folder for entries, removed at the end.
 class TemporaryCache {
@@ -110,7 +81,7 @@ class TemporaryCache {
 // 8 processes on a cold cache. To be called before this one has run a backward: with CUDA, children could run
 // none afterwards.
 void start_at_once(int width, int layers) {
-  Step step(width, layers);
+  const ModelFunction step = step_of(width, layers);
   const TemporaryCache cache;
   std::vector<pid_t> processes;
   for (int i = 0; i < 8; ++i) {
@@ -134,7 +105,7 @@ void start_at_once(int width, int layers) {
 }
 
 void measure(int width, int layers, int repeats) {
-  Step step(width, layers);
+  const ModelFunction step = step_of(width, layers);
   const TemporaryCache cache;
   const auto start = [&](const CompileOptions& chosen) {
     Compiled compiled(step.function, chosen, step.convention);

@@ -26,15 +26,14 @@
 #include <string>
 #include <vector>
 
-#include "bench/block.h"
 #include "bench/figures.h"
+#include "bench/graph/model_function.h"
 #include "penstock/compile.h"
 #include "penstock/fake.h"
 #include "penstock/graph/compiler/execute.h"
 #include "penstock/graph/ir/functionalize.h"
 #include "penstock/graph/passes/pass_list.h"
 #include "penstock/graph/run/compiled.h"
-#include "penstock/graph/run/module_state.h"
 #include "penstock/graph/trace/fake_in_place.h"
 #include "penstock/torch/compat/cpu_memory.h"
 #include "penstock/torch/compat/device_memory.h"
@@ -51,20 +50,6 @@ struct Config {
   std::vector<int> layers{1, 4, 12, 48};
   std::string device = "cpu", peer;
 };
-
-struct ModelImpl : torch::nn::Module {
-  ModelImpl(int width, int layers) {
-    torch::manual_seed(0);
-    for (int i = 0; i < layers; ++i)
-      blocks.push_back(register_module("block" + std::to_string(i), Block(width)));
-  }
-  at::Tensor forward(at::Tensor x, const at::Tensor& target) {
-    for (Block& block : blocks) x = block->forward(x);
-    return torch::mse_loss(x, target);
-  }
-  std::vector<Block> blocks;
-};
-TORCH_MODULE(Model);
 
 // The minimum of several runs, in microseconds; `prepare` runs before each and is not counted.
 double least_us(
@@ -92,19 +77,11 @@ class Measured {
 
   // Returns the total time of a capture in microseconds.
   double capture() {
-    const ModuleState state(*model_);
-    Values inputs(state.tensors.begin(), state.tensors.end());
-    inputs.emplace_back(x_);
-    inputs.emplace_back(target_);
-    const std::size_t found = state.tensors.size();
-    const Convention convention{found, state.names};
-    const Function function = [&](const Values& in) -> Values {
-      return {model_->forward(in[found].toTensor(), in[found + 1].toTensor())};
-    };
+    const ModelFunction step(model_, x_, target_);
 
     const double in_shape = least_us(config_.repeats, [&] {
       FakeMode mode;
-      const FakeInPlace parameters(state.tensors);
+      const FakeInPlace parameters(step.state.tensors);
       const at::Tensor x = to_fake(x_), target = to_fake(target_);
       const ModeGuard guard(mode);
       torch::autograd::grad({model_->forward(x, target)}, model_->parameters());
@@ -112,7 +89,9 @@ class Measured {
     JointGraph joint;
     const double captured_us = least_us(
         config_.repeats,
-        [&] { joint = *analyze_and_capture(function, inputs, {.convention = convention}).joint; },
+        [&] {
+          joint = *analyze_and_capture(step.function, step.inputs, {.convention = step.convention}).joint;
+        },
         [&] { joint = {}; });
     const auto nodes = static_cast<double>(joint.graph.nodes.size());
     const JointGraph captured = joint;
@@ -126,7 +105,7 @@ class Measured {
     Partition halves;
     const double split = least_us(
         config_.repeats, [&] { halves = partition_default(joint); }, [&] { halves = {}; });
-    compare_executors(halves.forward, inputs);
+    compare_executors(halves.forward, step.inputs);
     const double passes = time_passes(joint);
     const double all = captured_us + functional + passes + split;
     fmt::print(

@@ -152,7 +152,8 @@ struct CompileOptions {
   std::vector<std::string> argument_names = {};
   // Refuses a function with backward that writes an input or parameter that requires a gradient (ValueError).
   bool joint_checks = false;
-  // If set, receives one line for each capture: its number, size and time, and what made it necessary.
+  // If set, receives one line for each capture: its number, size and time, and what made it necessary; and
+  // one for each call that was loaded instead.
   std::function<void(const std::string& line)> log = {};
   // The compiler of the graphs, by its name (graph_compiler.h). graph::compile throws ValueError for a name
   // that is not registered.

@@ -53,6 +53,8 @@ struct StageCapture {
   // first one.
   std::string reason = {};
   GraphSource source = GraphSource::Captured;  // where the graph came from
+  // How long capturing and compiling took; for a graph that was loaded, when its entry was made.
+  double made_in_seconds = 0;
 };
 
 // How a stage is compiled.

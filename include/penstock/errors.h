@@ -112,7 +112,7 @@ struct CommContext {
   double elapsed_s = 0;          // seconds from the start of the operation to the failure
 };
 
-// Communication that failed. The message ends with the context in brackets.
+// Communication that failed. The message ends with the context in brackets, unless nothing of it is known.
 class CommError : public Error {
  public:
   // `what_happened` is the message without the context.

@@ -139,7 +139,7 @@ class Group {
   int size() const;
   // Position of this rank in ranks(); -1 if it is not a member.
   int axis_rank() const;
-  // Global rank of the member at a position. Throws std::out_of_range for a position outside the group.
+  // Global rank of the member at a position. Throws ValueError for a position outside the group.
   int rank_at(int axis_rank) const;
   // Timeout of operations that have none of their own.
   std::chrono::milliseconds timeout() const;

@@ -42,6 +42,10 @@ namespace penstock {
 
 // How a part is recomputed.
 struct RecomputeOptions {
+  // Whether the second run ends as soon as it has saved as many tensors as the first: what the function does
+  // after that, such as its last product, is not computed again. Saves time, and gives up a check: a second
+  // run that saves more tensors than the first is noticed only if their shapes or dtypes differ.
+  bool early_stop = false;
   // Whether the second run draws the same numbers from the default generators, of the CPU and of the devices
   // of the inputs. Functions whose random numbers all have keys (random.h, dropout.h) do not need it.
   bool preserve_generators = true;

@@ -9,8 +9,15 @@ namespace penstock {
 
 namespace {
 
+// A part of the library that knows nothing of ranks, such as a transport, leaves the whole context out.
+bool is_empty(const CommContext& context) {
+  return context.rank < 0 && !context.peer && !context.lost_rank && context.operation.empty() &&
+         context.group.empty() && context.label.empty() && context.elapsed_s == 0;
+}
+
 std::string with_context(const std::string& what_happened, const CommContext& context) {
   std::string text = what_happened;
+  if (is_empty(context)) return text;
   text += fmt::format(" [rank {}", context.rank);
   if (context.peer) text += fmt::format(", peer {}", *context.peer);
   if (!context.operation.empty()) text += fmt::format(", operation {}", context.operation);

@@ -393,6 +393,44 @@ TEST(Agreement, AnErrorOfAllRanksIsReportedOnce) {
   EXPECT_THROW(alone.agree("x", [] { throw std::runtime_error("x"); }), CheckpointError);
 }
 
+TEST(Agreement, AnErrorKeepsTheTypeThatAllItsRanksHave) {
+  const auto type_on_ranks = [](const std::function<void(int)>& work) {
+    std::vector<std::string> types(3);
+    const auto errors = errors_on_ranks(3, [&](RankAgreement& agreement) {
+      std::string& type = types[static_cast<std::size_t>(agreement.rank())];
+      try {
+        agreement.agree("x", [&] { work(agreement.rank()); });
+      } catch (const CheckpointFormatError&) {
+        type = "format";
+      } catch (const CheckpointError&) {
+        type = "checkpoint";
+      } catch (const NotImplemented&) {
+        type = "not implemented";
+      } catch (const InvariantError&) {
+        type = "invariant";
+      }
+    });
+    expect_no_errors(errors);
+    EXPECT_EQ(types, std::vector<std::string>(3, types[0]));
+    return types[0];
+  };
+  EXPECT_EQ(type_on_ranks([](int) { throw CheckpointFormatError("newer"); }), "format");
+  EXPECT_EQ(type_on_ranks([](int rank) {
+              if (rank == 2) throw NotImplemented("no such kind");
+            }),
+            "not implemented");
+  EXPECT_EQ(type_on_ranks([](int rank) {
+              if (rank > 0) throw InvariantError("broken");
+            }),
+            "invariant");
+  EXPECT_EQ(type_on_ranks([](int rank) {
+              if (rank == 0) throw CheckpointFormatError("newer");
+              if (rank == 1) throw std::runtime_error("full disk");
+              if (rank == 2) throw CheckpointFormatError("newer");
+            }),
+            "checkpoint");
+}
+
 TEST(OpenLatest, RanksThatSeeAnotherFolderAreNamed) {
   const TemporaryFolder folder, other;
   save_alone(folder.path(), 100);

@@ -1,4 +1,5 @@
 // Groups over thread worlds: values, checks, errors. Real processes are tested in tests/dist.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <sched.h>
 #include <torch/torch.h>
@@ -12,6 +13,7 @@
 #include "penstock/base/warnings.h"
 #include "penstock/comm/group/self_test.h"
 #include "penstock/comm/record/recorder.h"
+#include "penstock/comm/transport/liveness.h"
 #include "penstock/errors.h"
 #include "penstock/fake.h"
 #include "penstock/step_context.h"
@@ -293,6 +295,7 @@ TEST(Group, OneRanksFailureEndsTheWaitsOfAll) {
                            } catch (const PeerLostError& error) {
                              EXPECT_TRUE(has_text(error.what(), "rank 2 failed: bad layer"));
                              EXPECT_EQ(error.context().lost_rank, 2);
+                             EXPECT_NE(dynamic_cast<const PeerFailedError*>(&error), nullptr);
                              ++told;
                              throw;
                            }
@@ -340,6 +343,10 @@ TEST(Group, WrongArgumentsSayWhatToChange) {
                          "rows kept"));
     EXPECT_TRUE(has_text(message([&] { group.all_gather_uneven({at::zeros({1})}, at::zeros({1})).wait(); }),
                          "one per member"));
+    for (const int position : {-1, 2})
+      EXPECT_TRUE(has_text(message([&] { group.rank_at(position); }),
+                           fmt::format("got {}, expected 0 to 1", position)));
+    EXPECT_EQ(group.rank_at(1), 1);
     EXPECT_THROW(group.send(at::Tensor(), 1 - world.rank()), TypeError);
     group.barrier().wait();  // still usable: nothing was transferred
   });

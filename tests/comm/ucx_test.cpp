@@ -351,14 +351,14 @@ TEST_P(Ucx, ADeadPeerEndsWaitsAndClosingIsQuick) {
                                     : transport->recv(data.data(), data.size(), 1, 1);
       store.set("waiting", "");
       const auto begun = Clock::now();
-      const auto text = message_of<std::runtime_error>([&] { transfer->wait(in(20s)); });
+      const auto text = message_of<CommError>([&] { transfer->wait(in(20s)); });
       RANK_CHECK(Clock::now() - begun < 5s);
       RANK_CHECK(contains(text, "axis rank 1") && contains(text, "died"));
       RANK_CHECK(transfer->done());
       recv_now(*transport, small, 1, 3);  // sent before the end
       RANK_CHECK(small == pattern(8, 2));
-      message_of<std::runtime_error>([&] { transport->recv(small.data(), 8, 1, 3)->wait(in(20s)); });
-      message_of<std::runtime_error>([&] { transport->send(small.data(), 8, 1, 3, 0)->wait(in(20s)); });
+      message_of<CommError>([&] { transport->recv(small.data(), 8, 1, 3)->wait(in(20s)); });
+      message_of<CommError>([&] { transport->send(small.data(), 8, 1, 3, 0)->wait(in(20s)); });
       const auto start = Clock::now();
       transport.reset();
       RANK_CHECK(Clock::now() - start < 2s);
@@ -414,7 +414,7 @@ TEST_P(Ucx, AMessageOfADeadSenderIsAnError) {
     store.get("announced");
     std::this_thread::sleep_for(200ms);
     const auto transfer = transport->recv(data.data(), data.size(), 1, 1);
-    const auto text = message_of<std::runtime_error>([&] { transfer->wait(in(20s)); });
+    const auto text = message_of<CommError>([&] { transfer->wait(in(20s)); });
     RANK_CHECK(contains(text, "axis rank 1") && contains(text, "died"));
     const auto start = Clock::now();
     transport.reset();
@@ -450,7 +450,7 @@ TEST_P(Ucx, AbandonedTransfersLeaveMemoryAlone) {
       const auto transfer = transport->send(large.data(), large.size(), 0, 2, 0);
       try {
         RANK_CHECK(transfer->wait(in(200ms)) == WaitResult::TimedOut);
-      } catch (const std::runtime_error& error) {
+      } catch (const CommError& error) {
         RANK_CHECK(
             contains(error.what(), "axis rank 0 has probably died"));  // UCX may notice that the peer is gone
       }

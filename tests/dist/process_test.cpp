@@ -208,6 +208,13 @@ TEST_F(Processes, StoppedRankIsNamedByTheTimeOut) {
   EXPECT_TRUE(has_text(ended.output, "after the stop"));
 }
 
+// The thread that is told must not be the one that destroys the world: it would wait for its own end.
+TEST_F(Processes, ARankThatIsToldOfAFailureWhileItLeavesLeavesInOrder) {
+  const Ended ended = launch(2, "told_while_leaving");
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_TRUE(has_text(lines_of(ended, 0), "left in order")) << ended.output;
+}
+
 TEST_F(Processes, AnExceptionOnOneRankReachesAll) {
   const Ended ended = launch(3, "throws", "PENSTOCK_TIMEOUT_S=60", 40s);
   EXPECT_EQ(ended.exit_code, 3);

@@ -13,6 +13,7 @@
 
 #include "penstock/base/env.h"
 #include "penstock/comm/group/self_test.h"
+#include "penstock/comm/group/work_state.h"
 #include "penstock/comm/launch/launch_env.h"
 #include "penstock/dtensor.h"
 #include "penstock/errors.h"
@@ -22,6 +23,7 @@
 #include "penstock/step_context.h"
 #include "penstock/tensor_parallel.h"
 #include "penstock/world.h"
+#include "tests/comm/late_owner.h"
 #include "tests/pipeline/soak.h"
 
 namespace {
@@ -119,6 +121,34 @@ int stopped_rank() {
   world.group().barrier().wait();
   if (world.rank() == victim()) kill(getpid(), SIGSTOP);
   world.group().all_reduce(tensor, ReduceOp::Sum, {.label = "after the stop"}).wait();
+  return 0;
+}
+
+// Rank 0 is told of the other's failure while it releases its last handle to the world.
+int told_while_leaving() {
+  const auto deadline = Clock::now() + 20s;
+  auto core = std::make_shared<WorldCore>(WorldCore{.env = launch_env(),
+                                                    .store = Store::connect(launch_env(), deadline),
+                                                    .liveness = std::make_shared<Liveness>(2),
+                                                    .monitor = nullptr,
+                                                    .timeout = 20s});
+  core->monitor = std::make_unique<Monitor>(core->env, core->store, core->liveness, deadline);
+  auto group = std::make_shared<GroupState>(core, "pair", std::vector<int>{0, 1}, 20s);
+  group->follow_liveness();
+  if (core->env.rank == 1) {
+    core->store.get("waits", deadline, "rank 0 to wait");
+    core->fail("for the test");
+    return 0;
+  }
+  test::EndlessWait wait(group, {});
+  core->store.set("waits", "1");
+  while (!wait.late_owner.interrupted) std::this_thread::sleep_for(1ms);
+  core.reset();
+  group.reset();
+  // If the monitor's thread is the last owner, it destroys the world, and with it the monitor, now.
+  while (!wait.late_owner.returned) std::this_thread::sleep_for(1ms);
+  std::this_thread::sleep_for(300ms);
+  print_line("left in order");
   return 0;
 }
 
@@ -360,6 +390,7 @@ int main(int argc, char** argv) {
       {"stays_away", stays_away},
       {"stopped_rank", stopped_rank},
       {"throws", throws},
+      {"told_while_leaving", told_while_leaving},
       {"leaves_early", leaves_early},
       {"mismatch", mismatch},
       {"connects", connects},

@@ -23,6 +23,7 @@
 #include "penstock/graph/run/compiled_call.h"
 #include "penstock/graph/run/generalize.h"
 #include "penstock/graph/tools/graph_file.h"
+#include "penstock/graph/wrap/duplicate_inputs.h"
 #include "penstock/graph_compiler.h"
 #include "tests/graph/random_program.h"
 #include "tests/graph/registered_wrappers.h"
@@ -504,6 +505,39 @@ TEST(CaptureCodec, WrappersAreAppliedAgain) {
                             default_call_wrappers()[1]};
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { decode_capture(bytes, others); }),
                        "the program has no wrapper named 'duplicate inputs'"));
+}
+
+// Each of them is found by a check of its own, before anything uses it.
+TEST(CaptureCodec, WhatDoesNotFitTogetherIsRefused) {
+  const PartitionedCapture sound = sample_capture();
+  const auto refusal = [&](const std::function<void(PartitionedCapture&)>& spoil) {
+    PartitionedCapture spoiled = sound;
+    spoil(spoiled);
+    return message_of<ValueError>([&] { decode_capture(encode_capture(spoiled)); });
+  };
+  EXPECT_TRUE(
+      has_text(refusal([](auto& c) { c.halves.backward.outputs.pop_back(); }), "halves that do not fit"));
+  const auto geometry = [](PartitionedCapture& c) -> Geometry& {
+    return c.capture.joint.graph.values.at(0).geometry;
+  };
+  EXPECT_TRUE(has_text(refusal([&](auto& c) { geometry(c).conjugated = true; }),
+                       "a conjugate of a tensor that is not complex"));
+  EXPECT_TRUE(has_text(refusal([&](auto& c) { geometry(c).sizes[0] = geometry(c).strides[0] = 1LL << 40; }),
+                       "a tensor that is too large"));
+  Bytes longer = encode_capture(sound);
+  longer.push_back(0);
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] { decode_capture(longer); }), "1 trailing bytes"));
+  // A duplicate must be of an earlier input that is none itself.
+  using Places = std::vector<std::size_t>;
+  for (const auto& first : {Places{1, 1}, Places{0, 0, 1}}) {
+    GraphEncoder encoder("test");
+    encoder(first);
+    const Bytes bytes = encoder.finish();
+    GraphDecoder decoder(bytes, "test", "");
+    EXPECT_TRUE(
+        has_text(message_of<ValueError>([&] { DuplicateInputsWrapper().load(decoder, first.size()); }),
+                 "a duplicate of an input that is none"));
+  }
 }
 
 TEST(CaptureCodec, ConstantsKeepTheirMemory) {

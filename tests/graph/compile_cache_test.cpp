@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -423,7 +424,7 @@ TEST(CallCache, DamagedContentsAreCompiledAgain) {
 // Its value may change before the next run: an entry would go on with the old one.
 TEST(CallCache, AFunctionThatUsesATensorOfTheProgramIsNotKept) {
   const CacheFolder folder;
-  const at::Tensor table = torch::randn({4, 2});
+  const at::Tensor table = torch::arange(8.).to(at::kFloat).view({4, 2});  // adding 1 is exact
   const Function function = [table](const Values& in) -> Values {
     return {torch::mm(in[0].toTensor(), table)};
   };
@@ -436,6 +437,7 @@ TEST(CallCache, AFunctionThatUsesATensorOfTheProgramIsNotKept) {
     EXPECT_TRUE(has_text(compiled.cache_counts().text(), "without it being an input, parameter or buffer"))
         << compiled.cache_counts().text();
     // The graph level finds the halves; they use the tensor itself.
+    EXPECT_EQ(compiled.cache_counts().hits, static_cast<std::size_t>(run));
     table.add_(1);
     EXPECT_TRUE(at::equal(compiled({x})[0].toTensor(), torch::mm(x, table)));
     table.sub_(1);
@@ -521,6 +523,75 @@ TEST(CallCache, CallsForAllSizes) {
   *runs = 0;
   Compiled(function, options)({torch::randn({6, 3})});
   EXPECT_EQ(*runs, 0);
+}
+
+// In the cache and in an artifact, also after sizes were added to the entry.
+TEST(CallCache, EntriesHaveTheTimeThatMakingThemTook) {
+  using namespace std::chrono_literals;
+  const CacheFolder folder;
+  auto runs = std::make_shared<int>(0);
+  const Function slow = [runs](const Values& in) -> Values {
+    if (++*runs == 1) std::this_thread::sleep_for(20ms);
+    return {in[0].toTensor().softmax(1)};
+  };
+  for (const bool dynamic : {false, true}) {
+    SCOPED_TRACE(dynamic);
+    CompileOptions options = folder.options(dynamic ? "for all sizes" : "fixed");
+    if (dynamic) options.dynamic.dims = {{0, 0, "B"}};
+    *runs = 0;
+    Compiled cold(slow, options);
+    cold({torch::randn({5, 3})});
+    EXPECT_GE(cold.made_in(0), 20ms);
+    EXPECT_EQ(cold.cache_counts().time_saved, 0us);
+    std::vector<std::string> lines;
+    options.log = [&](const std::string& line) { lines.push_back(line); };
+    for (int start = 0; start < 2; ++start) {
+      Compiled warm(slow, options);
+      warm({torch::randn({5, 3})});
+      ASSERT_EQ(warm.loaded(), 1U);
+      EXPECT_EQ(warm.made_in(0), cold.made_in(0));
+      EXPECT_EQ(warm.cache_counts().time_saved, cold.made_in(0));
+      if (dynamic) warm({torch::randn({6, 3})});  // is stored again
+    }
+    ASSERT_EQ(lines.size(), 2U);
+    EXPECT_TRUE(has_text(lines[0], "capture 1 was loaded: 1 nodes in ")) << lines[0];
+  }
+  CompileOptions options;
+  options.cache = {.name = "step", .artifact = Artifact::create(folder.path / "artifact", {})};
+  *runs = 0;
+  Compiled cold(slow, options);
+  cold({torch::randn({5, 3})});
+  options.cache.artifact->finish();
+  options.cache.artifact = Artifact::open(folder.path / "artifact", {});
+  Compiled warm(slow, options);
+  warm({torch::randn({5, 3})});
+  EXPECT_GE(warm.made_in(0), 20ms);
+  EXPECT_EQ(warm.made_in(0), cold.made_in(0));
+  EXPECT_EQ(warm.cache_counts().time_saved, cold.made_in(0));
+}
+
+// Those of the halves tell what partitioning and compiling took.
+TEST(CallCache, HalvesHaveTheTimeThatMakingThemTook) {
+  using namespace std::chrono_literals;
+  struct Slow final : GraphCompiler {
+    std::string_view name() const override { return "slow"; }
+    std::shared_ptr<const CompiledGraph> compile(const Graph& graph,
+                                                 const CompileRequest& how) const override {
+      std::this_thread::sleep_for(20ms);
+      return graph_compiler(kExecutorCompiler)->compile(graph, how);
+    }
+  };
+  static const bool registered = (register_graph_compiler(std::make_shared<const Slow>()), true);
+  ASSERT_TRUE(registered);
+  const CacheFolder folder;
+  CompileOptions options = folder.options(/*identity=*/"");
+  options.compiler = "slow";
+  Compiled(Counted(), options)(inputs_of(1));
+  Compiled warm(Counted(), options);
+  warm(inputs_of(1));
+  EXPECT_EQ(warm.cache_counts().hits, 1U);
+  EXPECT_GE(warm.cache_counts().time_saved, 40ms);
+  EXPECT_EQ(warm.loaded(), 0U);
 }
 
 // ---- modules ----

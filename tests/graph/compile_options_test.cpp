@@ -3,12 +3,16 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "penstock/compile.h"
+#include "penstock/errors.h"
 #include "penstock/fake.h"
 #include "penstock/graph/run/compiled.h"
 #include "penstock/graph/run/compiled_call.h"
@@ -107,16 +111,20 @@ TEST(CompileOptions, SpecializeCapturesEachSize) {
   EXPECT_EQ(captures(true), 3u);
 }
 
-// Counts what it compiles.
+// Counts what it compiles. Backward takes a while, and fails a number of times before.
 class Counting final : public GraphCompiler {
  public:
   std::string_view name() const override { return "counting"; }
   std::shared_ptr<const CompiledGraph> compile(const Graph& graph,
                                                const CompileRequest& request) const override {
     ++(request.role == GraphRole::Backward ? backward : forward);
+    if (request.role == GraphRole::Backward) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      if (failures-- > 0) throw StateError("no memory for code");
+    }
     return graph_compiler(kExecutorCompiler)->compile(graph, request);
   }
-  mutable int forward = 0, backward = 0;
+  mutable std::atomic<int> forward = 0, backward = 0, failures = 0;
 };
 
 TEST(CompileOptions, BackwardIsCompiledAtOnceOrAtItsFirstUse) {
@@ -140,6 +148,47 @@ TEST(CompileOptions, BackwardIsCompiledAtOnceOrAtItsFirstUse) {
   const at::Tensor x = leaf({3});
   compiled({x})[0].toTensor().sum().backward();
   EXPECT_TRUE(torch::equal(x.grad(), x.detach().cos()));
+}
+
+// The first one compiles, and the others wait for it.
+TEST(CompileOptions, ABackwardOfManyThreadsIsCompiledOnce) {
+  const Function function = over_tensors([](const Tensors& in) { return Tensors{in[0].sin() * in[0]}; });
+  const auto compiler = std::make_shared<Counting>();
+  const CompiledCall call(partition(capture_function(function, {leaf({3})}), Partitioner::Default),
+                          CompilerChoice(compiler), {.compile_backward = CompileBackward::FirstUse});
+  std::atomic<int> right{0};
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 8; ++t)
+    threads.emplace_back([&, t] {
+      const at::Tensor x = torch::full({3}, 0.1 * t).requires_grad_(true);
+      bool same = true;
+      for (int round = 0; round < 20; ++round) {
+        x.mutable_grad() = at::Tensor();
+        call.run({x})[0].toTensor().sum().backward();
+        const at::Tensor plain = x.detach();
+        same = same && at::allclose(x.grad(), plain.sin() + plain * plain.cos());
+      }
+      right += same ? 1 : 0;
+    });
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(right, 8);
+  EXPECT_EQ(compiler->backward, 1);
+}
+
+TEST(CompileOptions, ABackwardThatCouldNotBeCompiledIsTriedAgain) {
+  const Function function = over_tensors([](const Tensors& in) { return Tensors{in[0].sin()}; });
+  const auto compiler = std::make_shared<Counting>();
+  compiler->failures = 1;
+  const at::Tensor x = leaf({3});
+  const CompiledCall call(partition(capture_function(function, {x}), Partitioner::Default),
+                          CompilerChoice(compiler), {.compile_backward = CompileBackward::FirstUse});
+  const at::Tensor sum = call.run({x})[0].toTensor().sum();
+  EXPECT_TRUE(has_text(message_of<StateError>([&] { sum.backward({}, /*retain_graph=*/true); }),
+                       "no memory for code"));
+  EXPECT_FALSE(call.code().backward);
+  call.run({x})[0].toTensor().sum().backward();
+  EXPECT_TRUE(torch::equal(x.grad(), x.detach().cos()));
+  EXPECT_EQ(compiler->backward, 2);
 }
 
 TEST(CompileOptions, JointChecksRefuseWritesToWhatRequiresAGradient) {

@@ -334,6 +334,12 @@ TEST(Compiled, AnotherCallIsCapturedAgainOrRefused) {
   at::globalContext().setDeterministicAlgorithms(false, false);
   EXPECT_TRUE(has_text(deterministic, "deterministic algorithms is on, in the capture not")) << deterministic;
   once({torch::ones({2})});
+
+  Compiled of_leaf(function, {.recapture = false});
+  const at::Tensor leaf = torch::ones({2}).set_requires_grad(true);
+  of_leaf({leaf});
+  EXPECT_TRUE(has_text(message_of<StateError>([&] { of_leaf({leaf * 2}); }),
+                       "input 0 is not a leaf, in the capture it is"));
 }
 
 TEST(Compiled, BackwardTwiceIsAnError) {

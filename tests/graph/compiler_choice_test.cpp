@@ -12,7 +12,9 @@
 
 #include "penstock/compile.h"
 #include "penstock/errors.h"
+#include "penstock/graph/run/compiled_call.h"
 #include "penstock/graph_compiler.h"
+#include "tests/graph/registered_wrappers.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 
@@ -26,7 +28,7 @@ using test::message_of;
 struct Told {
   std::string role;
   std::vector<std::string> static_inputs, donated_inputs;  // names of inputs
-  std::size_t inputs = 0;
+  std::vector<std::string> inputs;                         // names of all
 };
 
 // Remembers what it was told, and leaves the work to the executor.
@@ -36,7 +38,8 @@ class Listening final : public GraphCompiler {
   std::string_view name() const override { return name_; }
   std::shared_ptr<const CompiledGraph> compile(const Graph& graph,
                                                const CompileRequest& request) const override {
-    Told told{std::string(to_text(request.role)), {}, {}, graph.inputs.size()};
+    Told told{std::string(to_text(request.role)), {}, {}, {}};
+    for (const Placeholder& input : graph.inputs) told.inputs.push_back(input.name);
     for (const std::size_t input : request.static_inputs)
       told.static_inputs.push_back(graph.inputs.at(input).name);
     for (const std::size_t input : request.donated_inputs)
@@ -123,9 +126,55 @@ TEST(CompilerChoice, CompilersAreToldWhichInputsStayAndWhichMayBeOverwritten) {
   ASSERT_EQ(roles(told), (Names{"forward", "backward"}));
   EXPECT_EQ(told[0].static_inputs, (Names{"0.weight", "0.bias", "2.weight", "2.bias"}));
   EXPECT_TRUE(told[0].donated_inputs.empty());
-  EXPECT_LE(told[1].static_inputs.size() + told[1].donated_inputs.size(), told[1].inputs - 2)
+  EXPECT_LE(told[1].static_inputs.size() + told[1].donated_inputs.size(), told[1].inputs.size() - 2)
       << "neither x nor the tangent";
   EXPECT_FALSE(told[1].donated_inputs.empty());
+}
+
+// Inputs of the function are tensors, those of the graph the tensors inside: here 1 is b of the function, and
+// w.b of the graph.
+TEST(CompilerChoice, CompilersAreToldOfTheTensorsInsideSubclasses) {
+  test::register_sample_kinds();
+  const Listening& compiler = listening("listening 5");
+  const auto numbers = [](int seed) { return torch::linspace(seed, seed + 1, 12).view({3, 4}).contiguous(); };
+  // The product needs w and b in backward, and b is written.
+  const Function function = [](const Values& in) -> Values {
+    const at::Tensor w = in[0].toTensor(), b = in[1].toTensor(), x = in[2].toTensor();
+    const at::Tensor y = x.sin() * w * b.sin() * b.cos();
+    b.add_(1);
+    return {y};
+  };
+  const auto inputs = [&] {
+    return Values{sample::Two::make(numbers(1), numbers(2)).set_requires_grad(true), numbers(3),
+                  numbers(4).requires_grad_(true)};
+  };
+  const CompiledCall call(
+      partition(capture_function(function, inputs(), {.found = 2, .names = {"w", "b", "x"}}),
+                Partitioner::MinCut),
+      CompilerChoice(graph_compiler("listening 5")));
+  const std::vector<Told> told = compiler.take();
+  ASSERT_EQ(roles(told), (Names{"forward", "backward"}));
+  EXPECT_EQ(told[0].inputs, (Names{"w.a", "w.b", "b", "x"}));
+  EXPECT_EQ(told[0].static_inputs, (Names{"w.a", "w.b", "b"}));
+  // What backward calls an input of forward that is saved.
+  const auto saved = [&](std::size_t input) {
+    return "saved_" + std::to_string(index_of(call.capture().joint.graph.inputs.at(input).value));
+  };
+  for (std::size_t i = 0; i < 4; ++i)
+    EXPECT_EQ(std::count(told[1].inputs.begin(), told[1].inputs.end(), saved(i)), 1) << i;
+  // b is saved as a copy, because it is written.
+  Names names = told[1].static_inputs;
+  std::sort(names.begin(), names.end());
+  EXPECT_EQ(names, (Names{saved(0), saved(1)}));
+  for (std::size_t i = 0; i < 4; ++i)
+    EXPECT_EQ(std::count(told[1].donated_inputs.begin(), told[1].donated_inputs.end(), saved(i)), 0) << i;
+  const Values ours = inputs(), plain = inputs();
+  const auto sum_of = [](const Values& results) { return results[0].toTensor().sum(); };
+  sum_of(call.run(ours)).backward();
+  sum_of(function(plain)).backward();
+  for (const std::size_t i : {0u, 2u})
+    EXPECT_TRUE(test::same_tensor(ours[i].toTensor().grad(), plain[i].toTensor().grad())) << i;
+  EXPECT_TRUE(at::equal(ours[1].toTensor(), plain[1].toTensor()));
 }
 
 // Donated tensors are overwritten by the executor, but not if another backward needs them.

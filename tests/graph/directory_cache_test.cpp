@@ -28,6 +28,7 @@
 #include "penstock/graph/cache/artifact_folder.h"
 #include "penstock/graph/cache/program_id.h"
 #include "tests/has_text.h"
+#include "tests/temporary_folder.h"
 #include "tests/throws.h"
 
 namespace penstock::graph {
@@ -36,17 +37,8 @@ namespace directory_cache_test {
 using namespace std::chrono_literals;
 using test::has_text;
 using test::message_of;
+using Folder = test::TemporaryFolder;
 namespace fs = std::filesystem;
-
-class Folder {
- public:
-  Folder() {
-    std::string pattern = (fs::temp_directory_path() / "penstock_cache_XXXXXX").string();
-    path = ::mkdtemp(pattern.data());
-  }
-  ~Folder() { remove_tree(path); }
-  fs::path path;
-};
 
 CacheKey key_of(const std::string& text) { return KeyBuilder().field("test", text).key(); }
 Bytes bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
@@ -91,6 +83,34 @@ TEST(DirectoryCache, KeepsWhatIsStored) {
   // Neither locks nor temporary files are left.
   for (const auto& item : fs::directory_iterator(cache.folder()))
     EXPECT_EQ(item.path().extension(), ".entry");
+}
+
+TEST(DirectoryCache, AnEntryHasTheTimeThatMakingItTook) {
+  const Folder folder;
+  const DirectoryCache cache({.folder = folder.path});
+  EXPECT_TRUE(cache.find_or_reserve(key_of("one"), "a test").reservation.store(bytes_of("1"), 1500us));
+  EXPECT_TRUE(cache.replace(key_of("two"), bytes_of("2"), 3h));
+  EXPECT_TRUE(cache.replace(key_of("unknown"), bytes_of("3")));
+  EXPECT_EQ(cache.counts().time_saved, 0us);
+  EXPECT_EQ(cache.find_or_reserve(key_of("one"), "a test").made_in, 1500us);
+  EXPECT_EQ(cache.counts().time_saved, 1500us);
+  EXPECT_TRUE(cache.find(key_of("two")));
+  EXPECT_EQ(cache.find_or_reserve(key_of("unknown"), "a test").made_in, 0us);
+  EXPECT_EQ(cache.find_or_reserve(key_of("other"), "a test").made_in, 0us);
+  EXPECT_EQ(cache.counts().time_saved, 3h + 1500us);
+  // Frames without a possible time inside.
+  ByteWriter negative, none;
+  negative.number(std::int64_t{-1});
+  none.raw(bytes_of("1234567"));
+  for (const Bytes& fields : {negative.bytes, none.bytes}) {
+    const Bytes whole = framed({"PSCACHE1", "an entry of the compile cache", 2}, fields);
+    std::ofstream(cache.file_of(key_of("one")), std::ios::binary)
+        .write(reinterpret_cast<const char*>(whole.data()), static_cast<std::streamsize>(whole.size()));
+    const WarningCapture capture;
+    EXPECT_FALSE(cache.find(key_of("one")));
+  }
+  EXPECT_EQ(cache.counts().damaged, 2U);
+  EXPECT_EQ(cache.counts().time_saved, 3h + 1500us);
 }
 
 TEST(DirectoryCache, OneThreadMakesAnEntryAndTheOthersWait) {
@@ -150,6 +170,19 @@ TEST(DirectoryCache, DamagedEntriesAreReplacedWithAWarning) {
   }
 }
 
+// Whatever the clocks of other hosts say.
+TEST(DirectoryCache, WhatWasJustStoredIsNotRemoved) {
+  const Folder folder;
+  const DirectoryCache cache({.folder = folder.path, .max_bytes = 2500});
+  for (const char* key : {"a", "b"}) {
+    cache.replace(key_of(key), Bytes(1000, 1));
+    fs::last_write_time(cache.file_of(key_of(key)), fs::file_time_type::clock::now() + 1h);
+  }
+  EXPECT_TRUE(cache.replace(key_of("new"), Bytes(1000, 1)));
+  EXPECT_TRUE(cache.find(key_of("new")));
+  EXPECT_EQ(cache.counts().removed, 1U);
+}
+
 TEST(DirectoryCache, EntriesOfOtherVersionsAreReplaced) {
   const Folder folder;
   const DirectoryCache cache({.folder = folder.path});
@@ -159,7 +192,7 @@ TEST(DirectoryCache, EntriesOfOtherVersionsAreReplaced) {
   std::ofstream(cache.file_of(key_of("x")), std::ios::binary) << bytes;
   const WarningCapture capture;
   EXPECT_TRUE(cache.find_or_reserve(key_of("x"), "a test").reservation);
-  EXPECT_TRUE(has_text(text_of(capture.warnings()), "version 77, expected 1")) << text_of(capture.warnings());
+  EXPECT_TRUE(has_text(text_of(capture.warnings()), "version 77, expected 2")) << text_of(capture.warnings());
 }
 
 TEST(DirectoryCache, FoldersThatCannotBeUsedNeverFail) {
@@ -422,13 +455,15 @@ TEST(ArtifactFolder, IsOpenedWithEqualFieldsOnly) {
   const ArtifactFolder::Fields fields{{"model.layers", "12"}, {"libtorch", "1.13"}};
   {
     ArtifactFolder made = ArtifactFolder::create(folder.path / "a", fields);
-    made.add(key_of("x"), "stage 0", "2 inputs", bytes_of("x"));
+    made.add(key_of("x"), "stage 0", "2 inputs", bytes_of("x"), 1500us);
     EXPECT_TRUE(has_text(message_of<ConfigError>([&] { ArtifactFolder::open(folder.path / "a", fields); }),
                          "let it finish"));
     made.finish();
   }
   const ArtifactFolder opened = ArtifactFolder::open(folder.path / "a", fields);
-  EXPECT_EQ(opened.find(key_of("x")), bytes_of("x"));
+  std::chrono::microseconds made_in{0};
+  EXPECT_EQ(opened.find(key_of("x"), &made_in), bytes_of("x"));
+  EXPECT_EQ(made_in, 1500us);
   EXPECT_FALSE(opened.find(key_of("y")));
   EXPECT_EQ(opened.entries().at(0).module, "stage 0");
   const auto refused = [&](const ArtifactFolder::Fields& other) {
@@ -447,7 +482,7 @@ TEST(ArtifactFolder, IsOpenedWithEqualFieldsOnly) {
   bytes.back() ^= 1;
   std::ofstream(call, std::ios::binary) << bytes;
   EXPECT_TRUE(has_text(message_of<ConfigError>([&] { opened.find(key_of("x")); }), "it is damaged"));
-  std::ofstream(folder.path / "a" / "manifest.json") << "{\"version\": 1";
+  std::ofstream(folder.path / "a" / "manifest.json") << "{\"version\": 2";
   EXPECT_TRUE(has_text(refused(fields), "manifest.json is damaged"));
 }
 

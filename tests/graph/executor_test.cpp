@@ -33,21 +33,31 @@ namespace {
 
 std::atomic<std::int64_t> g_allocations{0};
 
-void* allocate(std::size_t bytes) {
+void* allocate_or_null(std::size_t bytes) noexcept {
   ++g_allocations;
-  void* memory = std::malloc(bytes > 0 ? bytes : 1);
+  return std::malloc(bytes > 0 ? bytes : 1);
+}
+
+void* allocate(std::size_t bytes) {
+  void* memory = allocate_or_null(bytes);
   if (!memory) throw std::bad_alloc();
   return memory;
 }
 
 }  // namespace
 
+// All forms without an alignment: what one of them allocates, another one may free, and a sanitizer would
+// find memory of its own operators freed by these.
 void* operator new(std::size_t bytes) { return allocate(bytes); }
 void* operator new[](std::size_t bytes) { return allocate(bytes); }
+void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept { return allocate_or_null(bytes); }
+void* operator new[](std::size_t bytes, const std::nothrow_t&) noexcept { return allocate_or_null(bytes); }
 void operator delete(void* memory) noexcept { std::free(memory); }
 void operator delete[](void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); }
+void operator delete(void* memory, const std::nothrow_t&) noexcept { std::free(memory); }
+void operator delete[](void* memory, const std::nothrow_t&) noexcept { std::free(memory); }
 
 namespace penstock::graph {
 namespace executor_test {

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <filesystem>
 #include <functional>
 #include <map>
 #include <memory>
@@ -17,7 +16,6 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/base/files.h"
 #include "penstock/compile.h"
 #include "penstock/errors.h"
 #include "penstock/graph/compiler/execute.h"
@@ -34,6 +32,7 @@
 #include "penstock/graph/wrap/state_chains.h"
 #include "penstock/recompute.h"
 #include "penstock/torch/random/generator_state.h"
+#include "tests/graph/cache_folder.h"
 #include "tests/graph/call_trace.h"
 #include "tests/graph/registered_wrappers.h"
 #include "tests/has_text.h"
@@ -611,8 +610,7 @@ TEST(ExplicitRandomStates, GeneratorsThatTheFunctionPasses) {
 
 // A module, stored and loaded in another object; the loaded call draws as the plain module.
 TEST(ExplicitRandomStates, ModulesThroughTheCache) {
-  std::string pattern = (std::filesystem::temp_directory_path() / "penstock_states_XXXXXX").string();
-  const std::filesystem::path folder = ::mkdtemp(pattern.data());
+  const CacheFolder folder;
   const auto make = [] {
     torch::manual_seed(1);
     return torch::nn::Sequential(torch::nn::Linear(4, 8), torch::nn::Dropout(0.5), torch::nn::Linear(8, 2),
@@ -635,15 +633,12 @@ TEST(ExplicitRandomStates, ModulesThroughTheCache) {
   const Tensors expected = steps(plain, plain);
   for (const std::size_t loaded : {0u, 1u}) {
     const torch::nn::Sequential net = make();
-    CompileOptions options{.explicit_random_states = true, .effect_tokens = true};
-    options.cache = {
-        .use = CacheOptions::Use::On, .folder = folder.string(), .identity = "dropout", .name = "net"};
-    auto fast = compile(net, options);
+    const CompileOptions options{.explicit_random_states = true, .effect_tokens = true};
+    auto fast = compile(net, folder.options("dropout", options));
     expect_equal(steps(fast, net), expected);
     EXPECT_EQ(compiled_entry(*fast, 0).loaded(), loaded);
     EXPECT_EQ(compiled_entry(*fast, 0).meta(0).random_states, Names{"cpu"});
   }
-  remove_tree(folder);
 }
 
 TEST(ExplicitRandomStates, DamagedStatesAreRefused) {
@@ -790,6 +785,32 @@ TEST(EffectTokens, NamesAndPlacesInTheSignatures) {
   }
   // Parameters and buffers have moved.
   EXPECT_EQ(Keeping::kept().at("forward").second.static_inputs, (std::vector<std::size_t>{2, 3}));
+}
+
+// A compiler gets the states before the tokens of backward.
+TEST(EffectTokens, BesideRandomStatesInBackward) {
+  register_effects();
+  const Function function = [](const Values& in) -> Values {
+    return {Noisy::apply(Talking::apply(in[0].toTensor()))};
+  };
+  const auto step = [](const Function& run) {
+    const at::Tensor x = torch::linspace(-1, 1, 6).set_requires_grad(true);
+    torch::manual_seed(5);
+    Tensors all;
+    for (int round = 0; round < 2; ++round) {
+      run({x})[0].toTensor().sum().backward();
+      all.insert(all.end(), {x.grad().clone(), state_now()});
+    }
+    return all;
+  };
+  seen().clear();
+  const Tensors expected = step(function);
+  const Tags tags = std::exchange(seen(), {});
+  Compiled compiled(function, {.explicit_random_states = true, .effect_tokens = true});
+  expect_equal(step([&](const Values& in) { return compiled(in); }), expected);
+  EXPECT_EQ(seen(), tags);
+  EXPECT_EQ(compiled.meta(0).backward_tokens, 1u);
+  EXPECT_EQ(compiled.meta(0).backward_random_states, 1u);
 }
 
 TEST(EffectTokens, NothingIsDroppedMergedOrExchanged) {

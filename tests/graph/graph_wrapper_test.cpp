@@ -7,6 +7,7 @@
 
 #include <cstdlib>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -280,6 +281,55 @@ TEST(ValueWrappers, ChangeArgumentsAndResultsOfAModule) {
   expected.sum().backward();
   EXPECT_TRUE(at::equal(x.grad(), y.grad()));
   EXPECT_EQ(fast->wrappers(), (Lines{"halving", "in double: replaces args[0]", "epilogue: writes no input"}));
+}
+
+// Parameters and buffers are the module's own, and numbers are no tensors.
+TEST(ValueWrappers, GetTheTensorsAmongTheArgumentsAndResults) {
+  struct Asked final : ValueWrapper {
+    std::string name() const override { return "asked"; }
+    at::Tensor input(const std::string& name, const at::Tensor& tensor) const override {
+      asked.insert(name);
+      return tensor;
+    }
+    at::Tensor result(std::size_t index, const at::Tensor& tensor) const override {
+      asked.insert("result " + std::to_string(index));
+      return tensor;
+    }
+    mutable std::set<std::string> asked;
+  };
+  const auto asked = std::make_shared<Asked>();
+  Compiled compiled(
+      [](const Values& in) -> Values {
+        return {3, in[0].toTensor() * in[1].toTensor() + in[2].toInt()};
+      },
+      {.wrappers = {asked}}, {.found = 1, .names = {"weight", "x", "number"}});
+  const at::Tensor weight = torch::ones({2}), x = torch::ones({2});
+  for (int run = 0; run < 2; ++run) {
+    asked->asked.clear();
+    compiled({weight, x, 4});
+    EXPECT_EQ(asked->asked, (std::set<std::string>{"x", "result 1"}));
+  }
+}
+
+// They get the arguments of the call: the library's own have not changed them yet.
+TEST(ValueWrappers, AreOutsideOfTheLibrarysOwn) {
+  struct Copying final : ValueWrapper {
+    std::string name() const override { return "copying"; }
+    at::Tensor input(const std::string& name, const at::Tensor& tensor) const override {
+      return name == "input 1" ? tensor.clone() : tensor;
+    }
+  };
+  Compiled compiled(
+      [](const Values& in) -> Values {
+        in[0].toTensor().add_(1);
+        return {in[0].toTensor() + in[1].toTensor()};
+      },
+      {.wrappers = {std::make_shared<Copying>()}});
+  const at::Tensor x = torch::ones({2});
+  // Without the copy, both arguments are the tensor that is written.
+  EXPECT_TRUE(at::equal(compiled({x, x})[0].toTensor(), torch::full({2}, 3.0)));
+  EXPECT_TRUE(at::equal(x, torch::full({2}, 2.0)));
+  EXPECT_EQ(compiled.wrappers(0), (Lines{"copying", "epilogue"}));
 }
 
 TEST(ValueWrappers, AWriteMustReachTheArgument) {

@@ -19,6 +19,7 @@
 #include "penstock/errors.h"
 #include "penstock/fake.h"
 #include "penstock/mode.h"
+#include "penstock/models/blocks/recomputed_block.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
@@ -360,6 +361,38 @@ TEST(Experts, CompiledNamesTheLayerOfNanScores) {
   x[0][2][1] = std::nan("");
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { fast->forward(x); }),
                        "blocks.2.experts: router scores of token 2"));
+}
+
+// Neither the weights of the choices nor the sum need the results of the last product.
+TEST(Experts, RecomputedEndBeforeTheirLastProduct) {
+  struct CountForwardProducts final : Mode {
+    void dispatch(const c10::OperatorHandle& op, Stack* stack) override {
+      if (op.operator_name().name == "penstock::grouped_product" && !stack->back().toBool()) ++products;
+      op.callBoxed(stack);
+    }
+    int products = 0;
+  };
+  Experts experts = made(kSmall);
+  const at::Tensor x = random_numbers({2, 5, kSmall.width}, 31).set_requires_grad(true);
+  const auto gradients = [&](const BlockResult& result) {
+    std::vector<at::Tensor> of{x};
+    for (const at::Tensor& parameter : experts->parameters()) of.push_back(parameter);
+    const at::Tensor loss =
+        result.hidden.square().sum() + loss_named(result, kBalanceLoss) + loss_named(result, kRouterZLoss);
+    return torch::autograd::grad({loss}, of);
+  };
+  const std::vector<at::Tensor> plain = gradients(experts->forward(x));
+  const BlockResult again =
+      recomputed_block(x, [experts](const at::Tensor& in) mutable { return experts->forward(in); });
+  CountForwardProducts count;
+  std::vector<at::Tensor> recomputed;
+  {
+    const ModeGuard guard(count);
+    recomputed = gradients(again);
+  }
+  EXPECT_EQ(count.products, 2);  // gate and up
+  ASSERT_EQ(recomputed.size(), plain.size());
+  for (std::size_t i = 0; i < plain.size(); ++i) EXPECT_TRUE(torch::equal(recomputed[i], plain[i])) << i;
 }
 
 TEST(Experts, FakeForwardAndBackward) {

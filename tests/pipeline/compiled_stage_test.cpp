@@ -6,12 +6,10 @@
 #include <torch/torch.h>
 
 #include <cstdlib>
-#include <filesystem>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "penstock/base/files.h"
 #include "penstock/errors.h"
 #include "penstock/fake.h"
 #include "penstock/mode.h"
@@ -21,6 +19,7 @@
 #include "penstock/torch/dispatch/constant_tensor.h"
 #include "penstock/torch/random/running_step.h"
 #include "tests/has_text.h"
+#include "tests/temporary_folder.h"
 #include "tests/throws.h"
 
 namespace penstock {
@@ -294,31 +293,20 @@ TEST(CompiledStage, RunsTheModuleUnderAMode) {
 
 // ---- graphs that are kept between runs ----
 
-class CacheFolder {
+class CacheFolder : public test::TemporaryFolder {
  public:
-  CacheFolder() {
-    std::string pattern = (std::filesystem::temp_directory_path() / "penstock_stages_XXXXXX").string();
-    path_ = ::mkdtemp(pattern.data());
-  }
-  ~CacheFolder() { remove_tree(path_); }
-  CacheFolder(const CacheFolder&) = delete;
-  CacheFolder& operator=(const CacheFolder&) = delete;
   CompiledStageOptions options(Counted& counted) const {
     CompiledStageOptions options = counted.options();
-    options.compile.cache = {.use = graph::CacheOptions::Use::On,
-                             .folder = path_.string(),
-                             .identity = "a stage",
-                             .name = "stage"};
+    options.compile.cache = {
+        .use = graph::CacheOptions::Use::On, .folder = path.string(), .identity = "a stage", .name = "stage"};
     return options;
   }
-
- private:
-  std::filesystem::path path_;
 };
 
 TEST(KeptStages, AreLoadedWithTheSameBits) {
   const CacheFolder folder;
   const StageModule plain = linear_with(dropped);
+  double made_in_seconds = 0;
   for (const bool cold : {true, false}) {
     Counted counted;
     int forwards = 0;
@@ -334,6 +322,9 @@ TEST(KeptStages, AreLoadedWithTheSameBits) {
     ASSERT_EQ(counted.captures.size(), 1u);
     EXPECT_EQ(counted.captures[0].source, cold ? GraphSource::Captured : GraphSource::Cache);
     EXPECT_EQ(forwards > 0, cold);
+    if (cold) made_in_seconds = counted.captures[0].made_in_seconds;
+    EXPECT_EQ(counted.captures[0].made_in_seconds, made_in_seconds);
+    EXPECT_GT(made_in_seconds, 0);
   }
 }
 

@@ -18,6 +18,7 @@
 #include "penstock/mode.h"
 #include "penstock/torch/compat/cpu_bfloat16.h"
 #include "penstock/torch/experts/expert_choice.h"
+#include "penstock/torch/experts/expert_gate.h"
 #include "penstock/torch/experts/expert_rows.h"
 #include "penstock/torch/experts/grouped_product.h"
 #include "tests/has_text.h"
@@ -304,6 +305,106 @@ TEST(ExpertRows, DroppedRowsAreNotRead) {
   }
 }
 
+TEST(ExpertRows, SumsAndTheirDerivative) {
+  for (const Case& each : cases())
+    for (const Sizes& sizes : kSizes) {
+      const auto [tokens, choices, experts, capacity, width] = sizes;
+      const std::string what = name_of(each) + " width " + std::to_string(width);
+      const Routing way = routing(tokens, choices, experts, capacity, 14, each.device);
+      at::Tensor rows = made({tokens * choices, width}, each, 15).set_requires_grad(true);
+      const at::Tensor ones = at::ones({tokens, choices}, rows.options().dtype(weight_dtype(each)));
+      at::Tensor again = rows.detach().clone().set_requires_grad(true);
+      const at::Tensor y = sum_rows(rows, way.order), wanted = combine_rows(again, ones, way.order);
+      EXPECT_TRUE(at::equal(y, wanted)) << what;
+      const at::Tensor gradient = made({width, tokens}, each, 16).t();
+      y.backward(gradient);
+      wanted.backward(gradient);
+      EXPECT_TRUE(at::equal(rows.grad(), again.grad())) << what;
+    }
+}
+
+// Both forms, beside a loop over the slots in double precision. Rows that no choice uses may hold anything.
+TEST(ExpertGate, WeighsTheRowsAndTheirDerivatives) {
+  for (const Case& each : cases())
+    for (const Sizes& sizes : kSizes) {
+      const auto [tokens, choices, experts, capacity, width] = sizes;
+      const std::string what = name_of(each) + " width " + std::to_string(width);
+      const Routing way = routing(tokens, choices, experts, capacity, 17, each.device);
+      const std::int64_t kept = way.order.ends[experts - 1].item<std::int64_t>(), slots = tokens * choices;
+      at::Tensor joint = made({slots, 2 * width}, each, 18);
+      at::Tensor exact_joint = exactly(joint);
+      joint.narrow(0, kept, slots - kept).fill_(std::nan(""));
+      exact_joint.set_requires_grad(true);
+      const at::Tensor weights =
+          made({tokens, choices}, {each.device, weight_dtype(each)}, 19).set_requires_grad(true);
+      const at::Tensor exact_weights = exactly(weights);
+      const at::Tensor silu = at::silu(exact_joint.narrow(1, 0, width)) * exact_joint.narrow(1, width, width);
+      std::vector<at::Tensor> wanted(static_cast<std::size_t>(slots), at::zeros({width}, at::kDouble));
+      for (std::size_t i = 0; i < way.slots.size(); ++i)
+        if (way.slots[i] >= 0)
+          wanted[static_cast<std::size_t>(way.slots[i])] =
+              exact_weights.flatten()[static_cast<std::int64_t>(i)] * silu[way.slots[i]];
+      const at::Tensor gradient = made({slots, width}, each, 20);
+      const at::Tensor exact = at::stack(wanted) + 0 * exact_joint.sum() + 0 * exact_weights.sum();
+      exact.backward(gradient.to(at::kDouble).cpu());
+      // Sums of `width` products in float32.
+      const double near = 2 * tolerance(each.dtype), of_weights = each.dtype == at::kDouble ? 1e-12 : 1e-4;
+
+      joint.set_requires_grad(true);
+      const at::Tensor inner = weighted_silu_halves(joint, weights, way.order);
+      EXPECT_EQ(inner.scalar_type(), each.dtype) << what;
+      expect_near(inner, exact.detach(), near, what);
+      inner.backward(gradient);
+      expect_near(joint.grad(), exact_joint.grad(), near, what);
+      expect_near(weights.grad(), exact_weights.grad(), of_weights, what);
+
+      const at::Tensor gate = joint.detach().narrow(1, 0, width).clone().set_requires_grad(true),
+                       up = joint.detach().narrow(1, width, width).set_requires_grad(true);
+      const at::Tensor by_halves = weights.grad().clone();
+      weights.mutable_grad().reset();
+      const at::Tensor parts = weighted_silu_product(gate, up, weights, way.order);
+      EXPECT_TRUE(at::equal(parts, inner)) << what;
+      parts.backward(gradient);
+      EXPECT_TRUE(at::equal(at::cat({gate.grad(), up.grad()}, 1), joint.grad())) << what;
+      EXPECT_TRUE(at::equal(weights.grad(), by_halves)) << what;
+    }
+}
+
+// Tiles end anywhere, and on several threads.
+TEST(ExpertGate, ManyRowsOnSeveralThreads) {
+  const Routing way = routing(3000, 2, 5, 900, 21, at::kCPU);
+  const at::Tensor joint = torch::randn({6000, 46}).set_requires_grad(true),
+                   weights = torch::rand({3000, 2}).set_requires_grad(true);
+  const auto run = [&](int threads) {
+    const int before = at::get_num_threads();
+    at::set_num_threads(threads);
+    const at::Tensor y = weighted_silu_halves(joint, weights, way.order);
+    std::vector<at::Tensor> all = torch::autograd::grad({y}, {joint, weights}, {at::cos(y.detach())});
+    all.push_back(y.detach());
+    at::set_num_threads(before);
+    return all;
+  };
+  const auto one = run(1), three = run(3);
+  for (std::size_t i = 0; i < one.size(); ++i) EXPECT_TRUE(at::equal(one[i], three[i])) << i;
+}
+
+TEST(ExpertGate, RejectsWhatDoesNotFit) {
+  const Routing way = routing(6, 2, 3, 0, 22, at::kCPU);
+  const at::Tensor rows = torch::rand({12, 4}), weights = torch::rand({6, 2});
+  EXPECT_TRUE(has_text(
+      message_of<ValueError>([&] { weighted_silu_product(rows, rows.to(at::kDouble), weights, way.order); }),
+      "got 12 x 4 of Float and 12 x 4 of Double"));
+  EXPECT_THROW(weighted_silu_product(rows, torch::rand({12, 3}), weights, way.order), ValueError);
+  EXPECT_THROW(weighted_silu_product(torch::rand({11, 4}), torch::rand({11, 4}), weights, way.order),
+               ValueError);
+  EXPECT_THROW(weighted_silu_product(rows, rows, weights.to(at::kDouble), way.order), ValueError);
+  EXPECT_THROW(weighted_silu_product(rows, rows, torch::rand({6, 3}), way.order), ValueError);
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] {
+                         weighted_silu_halves(torch::rand({12, 3}), weights, way.order);
+                       }),
+                       "a matrix of even width"));
+}
+
 TEST(ExpertRows, RejectsWhatDoesNotFit) {
   const Routing way = routing(6, 2, 3, 0, 13, at::kCPU);
   EXPECT_TRUE(has_text(message_of<ValueError>([&] {
@@ -436,8 +537,13 @@ TEST(ExpertOperators, FakeShapes) {
   EXPECT_EQ(order.order.sizes(), (at::IntArrayRef{20}));
   EXPECT_EQ(order.slot.sizes(), (at::IntArrayRef{10, 2}));
   EXPECT_EQ(order.ends.sizes(), (at::IntArrayRef{4}));
-  const at::Tensor rows = grouped_product(gather_rows(x, order), weight, order.ends);
+  const at::Tensor joint =
+      grouped_product(gather_rows(x, order), torch::cat({weight, weight}, 2), order.ends);
+  const at::Tensor rows =
+      weighted_silu_halves(joint, scores.gather(1, choices), order) +
+      weighted_silu_product(joint.narrow(1, 0, 8), joint.narrow(1, 8, 8), scores.gather(1, choices), order);
   EXPECT_EQ(rows.sizes(), (at::IntArrayRef{20, 8}));
+  EXPECT_EQ(sum_rows(rows, order).sizes(), (at::IntArrayRef{10, 8}));
   const at::Tensor y = combine_rows(rows, scores.gather(1, choices), order);
   EXPECT_EQ(y.sizes(), (at::IntArrayRef{10, 8}));
   y.sum().backward();

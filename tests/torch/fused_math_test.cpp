@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "penstock/mode.h"
+#include "penstock/torch/compat/cpu_memory.h"
 
 namespace penstock {
 namespace fused_math_test {
@@ -194,6 +195,32 @@ TEST(FusedMath, ModesSeeOperators) {
                                                     : std::vector<std::string>{"aten::silu", "aten::mul"};
     EXPECT_EQ(count.names, expected) << name_of(each);
   }
+}
+
+TEST(FusedMath, SiluProductOnTheCpuKeepsItsInputsAlone) {
+  count_cpu_memory();
+  const at::Tensor gate = at::randn({64, 256}).requires_grad_(true),
+                   up = at::randn({64, 256}).requires_grad_(true);
+  const std::int64_t before = cpu_memory().live;
+  const at::Tensor y = silu_product(gate, up);
+  const std::int64_t kept = cpu_memory().live - before;
+  EXPECT_GE(kept, y.numel() * 4);
+  EXPECT_LT(kept, y.numel() * 4 + 4096);
+  EXPECT_TRUE(at::equal(y, at::silu(gate) * up));
+}
+
+TEST(FusedMath, SecondDerivativesOfSiluProductOnTheCpu) {
+  const at::Tensor gate = at::randn({3, 5}, at::kDouble).requires_grad_(true),
+                   up = at::randn({3, 5}, at::kDouble).requires_grad_(true);
+  const at::Tensor by = at::randn({3, 5}, at::kDouble);
+  const auto derivatives = [&](const at::Tensor& y) {
+    const auto first = torch::autograd::grad({y}, {gate, up}, {by}, /*retain_graph=*/true, true);
+    const auto second = torch::autograd::grad({(first[0] * first[1]).sum()}, {gate, up});
+    return std::vector<at::Tensor>{first[0], first[1], second[0], second[1]};
+  };
+  const auto ours = derivatives(silu_product(gate, up)), wanted = derivatives(at::silu(gate) * up);
+  for (std::size_t i = 0; i < wanted.size(); ++i)
+    EXPECT_TRUE(at::allclose(ours[i], wanted[i], 1e-10, 1e-12)) << i;
 }
 
 }  // namespace fused_math_test

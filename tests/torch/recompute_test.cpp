@@ -12,6 +12,7 @@
 
 #include "penstock/dropout.h"
 #include "penstock/errors.h"
+#include "penstock/mode.h"
 #include "penstock/step_context.h"
 #include "penstock/torch/compat/cpu_memory.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
@@ -127,6 +128,7 @@ TEST(Recompute, RandomChainsHaveTheBitsOfPlainOnes) {
     for (int i = 0; i < 5; ++i)
       chain.emplace_back(static_cast<int>(random() % Parts::kKinds), random() % 2 == 0);
     const bool low = random() % 3 == 0, leaf = random() % 2 == 0, second_thread = random() % 4 == 0;
+    const bool early_stop = random() % 2 == 0;
     const at::Tensor x = at::randn({6, kWidth}).requires_grad_(leaf);
     const auto run = [&](bool again) {
       torch::manual_seed(round);
@@ -136,7 +138,9 @@ TEST(Recompute, RandomChainsHaveTheBitsOfPlainOnes) {
         const AutocastScope autocast(at::kCPU, low ? std::optional(at::kBFloat16) : std::nullopt);
         for (const auto& [kind, chosen] : chain) {
           const Part part = parts.part(kind);
-          y = again && chosen ? recompute([part](const Tensors& in) { return part(in[0]); }, {y}) : part(y);
+          y = again && chosen ? recompute([part](const Tensors& in) { return part(in[0]); }, {y},
+                                          {.early_stop = early_stop})
+                              : part(y);
         }
       }
       // Random numbers of the backward follow those of the forward either way.
@@ -264,6 +268,62 @@ TEST(Recompute, OnlyInputsAreKept) {
   EXPECT_LT(again.peak, plain.peak / 2 + 4 * kBytes);
   EXPECT_EQ(plain.after, 0);
   EXPECT_EQ(again.after, 0);
+}
+
+// Products that LibTorch computes while it exists.
+struct CountProducts final : Mode {
+  void dispatch(const c10::OperatorHandle& op, Stack* stack) override {
+    if (op.operator_name().name == "aten::mm") ++products;
+    op.callBoxed(stack);
+  }
+  int products = 0;
+};
+
+TEST(Recompute, EndsBeforeTheLastProduct) {
+  const at::Tensor a = at::randn({kWidth, kWidth}).requires_grad_(true),
+                   b = at::randn({kWidth, kWidth}).requires_grad_(true);
+  const at::Tensor x = at::randn({3, kWidth}).requires_grad_(true);
+  int ends = 0;
+  const auto part = [a, b, &ends](const Tensors& in) {
+    const at::Tensor y = in[0].mm(a).tanh().mm(b) + in[0];
+    ++ends;
+    return y;
+  };
+  // Runs that end, and products of the backward, 4 of which are those of the gradients.
+  const auto counts = [&](bool early_stop) {
+    ends = 0;
+    const at::Tensor y = recompute(part, {x}, {.early_stop = early_stop});
+    CountProducts count;
+    const ModeGuard guard(count);
+    y.sum().backward();
+    return std::pair(ends, count.products);
+  };
+  EXPECT_EQ(counts(false), std::pair(2, 6));
+  EXPECT_EQ(counts(true), std::pair(1, 5));
+}
+
+TEST(Recompute, AFunctionMayCatchTheEarlyEnd) {
+  const at::Tensor w = at::randn({kWidth, kWidth}).requires_grad_(true);
+  const at::Tensor x = at::randn({3, kWidth}).requires_grad_(true);
+  int runs = 0;
+  const auto part = [w, &runs](const Tensors& in) {
+    ++runs;
+    at::Tensor y = in[0].mm(w);
+    try {
+      y = y.sin();
+    } catch (...) {
+      y = y.cos();  // only in a second run, whose results are not used
+    }
+    return y;
+  };
+  const auto gradients = [&](const at::Tensor& y) {
+    return torch::autograd::grad({y}, {x, w}, {at::ones_like(y)});
+  };
+  const Tensors plain = gradients(part({x}));
+  const at::Tensor y = recompute(part, {x}, {.early_stop = true});
+  runs = 0;
+  expect_same(gradients(y), plain);
+  EXPECT_EQ(runs, 1);
 }
 
 TEST(Recompute, RefusesWhatCouldNotHaveTheSameBits) {

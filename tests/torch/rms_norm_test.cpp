@@ -9,6 +9,7 @@
 
 #include "penstock/fake.h"
 #include "penstock/mode.h"
+#include "penstock/torch/compat/cpu_memory.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 
 namespace penstock {
@@ -109,6 +110,34 @@ TEST(RmsNorm, FakeShapes) {
   y.sum().backward();
   EXPECT_EQ(x.grad().sizes(), x.sizes());
   EXPECT_EQ(weight.grad().sizes(), weight.sizes());
+}
+
+// Against LibTorch's own derivatives of the formula: the first ones, and those of these.
+TEST(RmsNorm, SecondDerivativesOnTheCpu) {
+  const at::Tensor x = at::randn({2, 3, 5}, at::kDouble).requires_grad_(true),
+                   weight = at::randn({5}, at::kDouble).requires_grad_(true);
+  const at::Tensor by = at::randn({2, 3, 5}, at::kDouble), again = at::randn({2, 3, 5}, at::kDouble);
+  const auto derivatives = [&](const at::Tensor& y) {
+    const auto first = torch::autograd::grad({y}, {x, weight}, {by}, /*retain_graph=*/true, true);
+    const at::Tensor mixed = (first[0] * again).sum() + (first[1] * first[1]).sum();
+    const auto second = torch::autograd::grad({mixed}, {x, weight});
+    return std::vector<at::Tensor>{first[0], first[1], second[0], second[1]};
+  };
+  const auto ours = derivatives(rms_norm(x, weight, 1e-3));
+  const auto wanted = derivatives(x * at::rsqrt(at::mean(x * x, at::IntArrayRef{-1}, true) + 1e-3) * weight);
+  for (std::size_t i = 0; i < wanted.size(); ++i)
+    EXPECT_TRUE(at::allclose(ours[i], wanted[i], 1e-10, 1e-12)) << i;
+}
+
+TEST(RmsNorm, KeepsItsInputAloneOnTheCpu) {
+  count_cpu_memory();
+  const at::Tensor x = at::randn({64, 256}).requires_grad_(true),
+                   weight = at::ones({256}).requires_grad_(true);
+  const std::int64_t before = cpu_memory().live;
+  const at::Tensor y = rms_norm(x, weight, 1e-5);
+  const std::int64_t kept = cpu_memory().live - before;
+  EXPECT_GE(kept, y.numel() * 4);
+  EXPECT_LT(kept, y.numel() * 4 + 4096);
 }
 
 }  // namespace rms_norm_test

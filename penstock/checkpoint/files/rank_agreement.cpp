@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <exception>
 #include <limits>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -27,56 +28,85 @@ constexpr std::chrono::seconds kVerdictSlack{3};
 // Step number for "this rank has left the round".
 constexpr std::uint64_t kGone = std::numeric_limits<std::uint64_t>::max();
 
+// Types of errors that keep their type: callers react to them differently than to an unusable checkpoint.
+enum class FailureKind : std::uint8_t { Checkpoint, Config, Format, NotImplemented, Invariant };
+
 struct RankResult {
   bool good = true;
-  bool config_error = false;  // the work threw a ConfigError
+  FailureKind kind = FailureKind::Checkpoint;  // if it is not good
   std::string error;
   Bytes bytes;
 };
 
 Bytes to_bytes(const RankResult& outcome) {
-  return comm::MessageWriter(kOutcome, 1, kMaxStatusBytes)
+  return comm::MessageWriter(kOutcome, 2, kMaxStatusBytes)
       .write(outcome.good)
-      .write(outcome.config_error)
+      .write(static_cast<std::uint8_t>(outcome.kind))
       .write(outcome.error)
       .write(outcome.bytes)
       .finish();
 }
 
 RankResult rank_result_of(const Bytes& bytes) {
-  comm::MessageReader reader(bytes, kOutcome, {1, 1}, kMaxStatusBytes);
+  comm::MessageReader reader(bytes, kOutcome, {2, 2}, kMaxStatusBytes);
   RankResult outcome;
-  reader.read(outcome.good).read(outcome.config_error).read(outcome.error).read(outcome.bytes);
+  reader.read(outcome.good);
+  outcome.kind = static_cast<FailureKind>(reader.read<std::uint8_t>());
+  reader.read(outcome.error).read(outcome.bytes);
   reader.expect_end();
   return outcome;
+}
+
+FailureKind kind_of(const std::exception& error) {
+  if (dynamic_cast<const ConfigError*>(&error) != nullptr) return FailureKind::Config;
+  if (dynamic_cast<const CheckpointFormatError*>(&error) != nullptr) return FailureKind::Format;
+  if (dynamic_cast<const NotImplemented*>(&error) != nullptr) return FailureKind::NotImplemented;
+  if (dynamic_cast<const InvariantError*>(&error) != nullptr) return FailureKind::Invariant;
+  return FailureKind::Checkpoint;
+}
+
+[[noreturn]] void throw_as(FailureKind kind, const std::string& text) {
+  switch (kind) {
+    case FailureKind::Config:
+      throw ConfigError(text);
+    case FailureKind::Format:
+      throw CheckpointFormatError(text);
+    case FailureKind::NotImplemented:
+      throw NotImplemented(text);
+    case FailureKind::Invariant:
+      throw InvariantError(text);
+    case FailureKind::Checkpoint:
+      break;
+  }
+  throw CheckpointError(text);
 }
 
 template <class Work>
 RankResult attempt(Work&& work) {
   try {
-    return {true, false, "", work()};
-  } catch (const ConfigError& error) {
-    return {false, true, error.what(), {}};
+    return {true, {}, "", work()};
   } catch (const std::exception& error) {
-    return {false, false, without_backtrace(error.what()), {}};
+    return {false, kind_of(error), without_backtrace(error.what()), {}};
   }
 }
 
-// Throws the errors of the ranks that failed, each text once; a ConfigError if all of them were ConfigErrors.
+// Throws the errors of the ranks that failed, each text once, as their type if they have one in common.
 // Ranks are not named for an error that all ranks report, nor for a configuration error of rank 0, which
 // checks it on behalf of all.
 void throw_errors(const std::vector<RankResult>& rank_results) {
   std::vector<std::pair<std::string, std::vector<int>>> texts;
-  bool config_errors = true;
+  std::optional<FailureKind> common;
   for (std::size_t rank = 0; rank < rank_results.size(); ++rank) {
     if (rank_results[rank].good) continue;
-    config_errors = config_errors && rank_results[rank].config_error;
+    const FailureKind kind = rank_results[rank].kind;
+    common = common.value_or(kind) == kind ? kind : FailureKind::Checkpoint;
     auto same = std::find_if(texts.begin(), texts.end(),
                              [&](const auto& text) { return text.first == rank_results[rank].error; });
     if (same == texts.end()) same = texts.insert(texts.end(), {rank_results[rank].error, {}});
     same->second.push_back(static_cast<int>(rank));
   }
   if (texts.empty()) return;
+  const bool config_errors = common == FailureKind::Config;
   std::string errors;
   for (const auto& [text, ranks] : texts) {
     const bool of_all =
@@ -85,8 +115,7 @@ void throw_errors(const std::vector<RankResult>& rank_results) {
         "{}{}{}", errors.empty() ? "" : "\n",
         of_all ? "" : fmt::format("rank{} {}: ", ranks.size() > 1 ? "s" : "", format_list(ranks)), text);
   }
-  if (config_errors) throw ConfigError(errors);
-  throw CheckpointError(errors);
+  throw_as(*common, errors);
 }
 
 }  // namespace
@@ -105,8 +134,7 @@ Bytes RankAgreement::agree(const std::string& topic, const std::function<Bytes()
     }));
   });
   RankResult outcome = rank_result_of(verdict);
-  if (!outcome.good && outcome.config_error) throw ConfigError(outcome.error);
-  if (!outcome.good) throw CheckpointError(outcome.error);
+  if (!outcome.good) throw_as(outcome.kind, outcome.error);
   return std::move(outcome.bytes);
 }
 
@@ -189,7 +217,7 @@ Bytes StatusBoardAgreement::exchange(const std::string& topic, Bytes own,
       const bool several = missing.size() > 1;
       verdict = to_bytes(
           {false,
-           false,
+           FailureKind::Checkpoint,
            fmt::format("checkpoint: \"{}\" was not agreed on before the deadline: rank{} {} did not join; "
                        "allow more time, or check {} disk{}",
                        topic, several ? "s" : "", format_list(missing), several ? "their" : "its",

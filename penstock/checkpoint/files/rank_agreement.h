@@ -4,9 +4,10 @@
 //                                   [](const std::vector<Bytes>& results) { return Bytes{}; });  // on rank 0
 //
 // If one rank fails, all fail: when a rank's work throws, or rank 0's `judge` does, every rank throws the
-// same CheckpointError, which names the ranks that failed and their reasons, each reason once. It is a
-// ConfigError if all of those ranks threw one. No rank is left waiting for a rank that has failed.
-// Thread safety: one thread per rank at a time.
+// same CheckpointError, which names the ranks that failed and their reasons, each reason once. If all of
+// those ranks threw a ConfigError, a CheckpointFormatError, a NotImplemented or an InvariantError, it is of
+// that type. No rank is left waiting for a rank that has failed. Thread safety: one thread per rank at a
+// time.
 #pragma once
 
 #include <atomic>

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <set>
+#include <string>
 #include <system_error>
 #include <utility>
 
@@ -58,34 +60,35 @@ std::vector<Damage> own_damage(const fs::path& path, bool blocks, int rank, int 
   }
   std::vector<Damage> damages;
   std::vector<SizedFile> sized;
+  std::set<std::string> unreadable;  // reported as a whole
   for (const IndexedFile& file : index.files) {
     sized.push_back({file.name, file.bytes});
     const std::uint64_t bytes = fs::file_size(path / file.name, error);
-    if (error)
+    if (error) {
+      unreadable.insert(file.name);
       damages.push_back({file.name, 0, 0, fmt::format("cannot be read: {}", error.message())});
-    else if (bytes < file.bytes)
+    } else if (bytes < file.bytes) {
       damages.push_back({file.name, bytes, file.bytes,
                          fmt::format("missing: the file has {} of {} bytes", bytes, file.bytes)});
-    else if (bytes > file.bytes)
+    } else if (bytes > file.bytes) {
       damages.push_back(
           {file.name, file.bytes, bytes,
            fmt::format("too large: the file has {} bytes, it was written with {}", bytes, file.bytes)});
+    }
   }
   if (blocks)
     read_blocks(path, sized, index.block_bytes, rank, size, [&](const BlockRead& read) {
       const IndexedFile& file = index.files[read.file];
-      // A file that is missing or unreadable has been reported as a whole.
-      if (std::any_of(damages.begin(), damages.end(), [&](const Damage& known) {
-            return known.file == file.name && known.what.starts_with("cannot");
-          }))
-        return;
-      if (!read.error.empty())
+      if (unreadable.contains(file.name)) return;
+      if (!read.error.empty()) {
+        unreadable.insert(file.name);
         damages.push_back({file.name, read.begin, read.end, fmt::format("cannot be read: {}", read.error)});
-      else if (read.bytes.size() == read.end - read.begin &&
-               xxh3_checksum64(read.bytes, "checkpoints") !=
-                   file.checksums.at(read.begin / index.block_bytes))
+      } else if (read.bytes.size() == read.end - read.begin &&
+                 xxh3_checksum64(read.bytes, "checkpoints") !=
+                     file.checksums.at(read.begin / index.block_bytes)) {
         damages.push_back({file.name, read.begin, read.end,
                            "the checksum differs: these bytes are not the ones that were written"});
+      }
     });
   if (damages.empty()) {
     try {

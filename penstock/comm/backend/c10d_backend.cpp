@@ -27,11 +27,14 @@ c10d::ReduceOp::RedOpType to_c10d(ReduceOp op) {
   return c10d::ReduceOp::SUM;
 }
 
-// Returns a view of the same memory without ownership. Gloo's threads release a tensor some time after they
-// report completion. Code that waits for the work (which keeps the memory alive until then) would still see
-// the tensor in use, and a pool would need one more buffer than are ever in use.
+// Returns a view of the same memory without ownership, for CPU tensors. Gloo's threads release a tensor some
+// time after they report completion. Code that waits for the work (which keeps the memory alive until then)
+// would still see the tensor in use, and a pool would need one more buffer than are ever in use. Worse, the
+// tensor may be the last owner of this group, through the graph that computed it: the group would be
+// destroyed on its own thread, for which it would wait.
 at::Tensor borrowed(const at::Tensor& tensor) {
-  if (!tensor.is_cpu()) return tensor;
+  if (!tensor.is_cpu())
+    return tensor.grad_fn() ? tensor.detach() : tensor;  // of streams: owned, not the graph
   return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(),
                        tensor.options().requires_grad(false));
 }
@@ -48,7 +51,7 @@ TransferPtr C10dBackend::all_reduce(const at::Tensor& tensor, ReduceOp op) {
 
 TransferPtr C10dBackend::broadcast(const at::Tensor& tensor, int source) {
   const auto lock = one_at_a_time();
-  std::vector<at::Tensor> tensors = {tensor};
+  std::vector<at::Tensor> tensors = {borrowed(tensor)};
   c10d::BroadcastOptions options;
   options.rootRank = source;
   return collective(group_->broadcast(tensors, options));
@@ -67,8 +70,8 @@ TransferPtr C10dBackend::all_gather(const at::Tensor& output, const at::Tensor& 
 
 TransferPtr C10dBackend::reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op) {
   const auto lock = one_at_a_time();
-  at::Tensor out = output;
-  at::Tensor in = input;
+  at::Tensor out = borrowed(output);
+  at::Tensor in = borrowed(input);
   c10d::ReduceScatterOptions options;
   options.reduceOp = to_c10d(op);
 #if PENSTOCK_TORCH_AT_LEAST(2, 14)
@@ -82,8 +85,8 @@ TransferPtr C10dBackend::all_to_all(const at::Tensor& output, const at::Tensor& 
                                     std::vector<std::int64_t> output_splits,
                                     std::vector<std::int64_t> input_splits) {
   const auto lock = one_at_a_time();
-  at::Tensor out = output;
-  at::Tensor in = input;
+  at::Tensor out = borrowed(output);
+  at::Tensor in = borrowed(input);
 #if PENSTOCK_TORCH_AT_LEAST(2, 14)
   return collective(group_->all_to_all_single(out, in, output_splits, input_splits));
 #else

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "penstock/base/describe.h"
 #include "penstock/base/text.h"
 #include "penstock/comm/group/work_state.h"
 #include "penstock/errors.h"
@@ -32,7 +33,14 @@ const std::string& Group::name() const { return need(state_).name; }
 const std::vector<int>& Group::ranks() const { return need(state_).ranks; }
 int Group::size() const { return static_cast<int>(need(state_).ranks.size()); }
 int Group::axis_rank() const { return need(state_).axis_rank; }
-int Group::rank_at(int axis_rank) const { return need(state_).ranks.at(static_cast<std::size_t>(axis_rank)); }
+int Group::rank_at(int axis_rank) const {
+  const GroupState& group = need(state_);
+  const auto members = static_cast<int>(group.ranks.size());
+  if (axis_rank < 0 || axis_rank >= members)
+    throw ValueError(describe(fmt::format("position in group {}", group.name), fmt::format("{}", axis_rank),
+                              fmt::format("0 to {}", members - 1), "see size()"));
+  return group.ranks[static_cast<std::size_t>(axis_rank)];
+}
 std::chrono::milliseconds Group::timeout() const { return need(state_).timeout; }
 
 std::string Group::describe_backends() const {

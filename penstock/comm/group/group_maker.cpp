@@ -107,7 +107,7 @@ std::shared_ptr<GroupState> make_group(const std::shared_ptr<WorldCore>& core, c
                                    group->name));
     entry = group;
   }
-  if (!core->fake && recipe.ranks.size() > 1) watch_for_stalls(group);
+  if (!core->fake && recipe.ranks.size() > 1) watch_for_stalls(group->waits);
   return group;
 }
 
@@ -122,10 +122,9 @@ void rethrow_as_group_error(WorldCore& core, const std::string& group, const std
     if (!failure || dynamic_cast<const CommError*>(&error) != nullptr) throw;
     CommContext context;
     context.rank = core.env.rank;
-    context.lost_rank = failure->rank;
     context.operation = "new_group";
     context.group = group;
-    throw PeerLostError(failure->describe(), context);
+    failure->raise(context);
   }
 }
 

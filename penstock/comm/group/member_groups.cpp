@@ -240,11 +240,9 @@ std::string MemberGroups::await_verdict(const Opening& opening) {
       if (auto verdict = store.try_get(opening.key("verdict"))) return *verdict;
       CommContext context;
       context.rank = own;
-      context.lost_rank = failure->rank;
       context.operation = "group_of";
       context.group = opening.name;
-      throw PeerLostError(
-          fmt::format("{}, while waiting for the group of {}", failure->describe(), opening.name), context);
+      failure->raise(context, fmt::format(", while waiting for the group of {}", opening.name));
     }
     std::this_thread::sleep_for(pause.next());
   }

@@ -5,7 +5,7 @@
 #include <thread>
 #include <vector>
 
-#include "penstock/comm/group/work_state.h"
+#include "penstock/comm/group/group_waits.h"
 
 namespace penstock::comm {
 
@@ -15,7 +15,7 @@ constexpr auto kPeriod = std::chrono::milliseconds(250);
 
 struct Watch {
   std::mutex mutex;
-  std::vector<std::weak_ptr<GroupState>> groups;
+  std::vector<std::weak_ptr<GroupWaits>> groups;
   bool running = false;
 };
 
@@ -28,7 +28,7 @@ Watch& watch() {
 void look() {
   for (;;) {
     std::this_thread::sleep_for(kPeriod);
-    std::vector<std::shared_ptr<GroupState>> alive;
+    std::vector<std::shared_ptr<GroupWaits>> alive;
     {
       std::lock_guard lock(watch().mutex);
       std::erase_if(watch().groups, [](const auto& group) { return group.expired(); });
@@ -39,15 +39,15 @@ void look() {
       for (const auto& weak : watch().groups)
         if (auto group = weak.lock()) alive.push_back(std::move(group));
     }
-    for (const auto& group : alive) group->check_waits();
+    for (const auto& group : alive) group->check();
   }
 }
 
 }  // namespace
 
-void watch_for_stalls(const std::shared_ptr<GroupState>& group) {
+void watch_for_stalls(const std::shared_ptr<GroupWaits>& waits) {
   std::lock_guard lock(watch().mutex);
-  watch().groups.push_back(group);
+  watch().groups.push_back(waits);
   if (watch().running) return;
   watch().running = true;
   std::thread(look).detach();

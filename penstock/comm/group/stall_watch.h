@@ -6,10 +6,10 @@
 
 namespace penstock::comm {
 
-class GroupState;
+class GroupWaits;
 
-// Checks the group's waits until the group is destroyed. The thread starts on first use and ends with the
-// last group.
-void watch_for_stalls(const std::shared_ptr<GroupState>& group);
+// Checks the waits until their group is destroyed. The thread starts on first use and ends with the last
+// group.
+void watch_for_stalls(const std::shared_ptr<GroupWaits>& waits);
 
 }  // namespace penstock::comm

@@ -3,13 +3,12 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <thread>
+#include <iterator>
+#include <utility>
 
 #include "penstock/base/log.h"
 #include "penstock/base/text.h"
 #include "penstock/base/warnings.h"
-#include "penstock/comm/group/checked_transfer.h"
-#include "penstock/comm/group/stall_watch.h"
 #include "penstock/comm/record/recorder.h"
 #include "penstock/comm/record/recorder_dump.h"
 #include "penstock/errors.h"
@@ -24,15 +23,8 @@ namespace {
 constexpr auto kFailureReportTime = std::chrono::seconds(3);
 // On transports with resumable waits, how long a wait runs before it checks again which ranks are alive.
 constexpr auto kSlice = std::chrono::milliseconds(250);
-// How long a rank that timed out waits for the others to report what they are doing.
-constexpr auto kStatusWaitTime = std::chrono::milliseconds(1500);
-// Waiting ranks post their status after this fraction (1/n) of the timeout, so that a rank that is slow to
-// wake up still has posted one.
-constexpr int kStatusPostFraction = 4;
 // A rank that left normally may still have data in flight; a wait for it continues this long.
 constexpr auto kDepartureGraceTime = std::chrono::seconds(5);
-// How long a point-to-point wait lasts before its contract is compared with the other side's.
-constexpr auto kContractCheckDelay = std::chrono::milliseconds(300);
 
 std::string message_of(const std::exception_ptr& error) {
   try {
@@ -44,16 +36,26 @@ std::string message_of(const std::exception_ptr& error) {
   }
 }
 
-std::string place_text(const WorkState& work) {
-  return fmt::format("{}{}", work.operation(), work.label().empty() ? "" : " \"" + work.label() + "\"");
-}
-
 // Errors of the caller, found before anything moved: the group stays usable.
 bool is_misuse(const std::exception& error) {
   const auto is_one_of = [&]<class... Types>() {
     return ((dynamic_cast<const Types*>(&error) != nullptr) || ...);
   };
   return is_one_of.operator()<ValueError, TypeError, NotImplemented, InvariantError, std::logic_error>();
+}
+
+// -1 if the rank is not a member.
+int position_of(int rank, const std::vector<int>& members) {
+  const auto found = std::find(members.begin(), members.end(), rank);
+  return found == members.end() ? -1 : static_cast<int>(found - members.begin());
+}
+
+// An abandoned backend lives until the process ends, and may write to this memory as long.
+void keep_forever(std::vector<at::Tensor> tensors) {
+  static std::mutex& mutex = *new std::mutex;
+  static auto& kept = *new std::vector<at::Tensor>;
+  const std::lock_guard lock(mutex);
+  kept.insert(kept.end(), std::make_move_iterator(tensors.begin()), std::make_move_iterator(tensors.end()));
 }
 
 // c10 appends where it was thrown, with a backtrace; the first line is what a reader needs.
@@ -97,9 +99,8 @@ WorkState::~WorkState() {
     group_->adopt_abandoned(transfers_, kept_);
     warn_once(
         "comm",
-        fmt::format(
-            "a {} on group {} was dropped without wait(); its memory is kept until the group is destroyed",
-            operation_, group_->name));
+        fmt::format("a {} on group {} was dropped without wait(); its memory is kept until the process ends",
+                    operation_, group_->name));
   } catch (const std::exception& error) {
     log().error("comm: an unfinished {} could not be kept alive: {}", operation_, error.what());
   }
@@ -144,7 +145,7 @@ void WorkState::wait(std::chrono::milliseconds timeout) {
     std::rethrow_exception(error);
   }
   finish(nullptr);
-  group_->withdraw_status();
+  group_->waits->withdraw_status();
 }
 
 bool WorkState::done() {
@@ -178,28 +179,25 @@ GroupState::GroupState(std::shared_ptr<WorldCore> world_core, std::string group_
     : world(std::move(world_core)),
       name(std::move(group_name)),
       ranks(std::move(members)),
-      timeout(group_timeout) {
-  const auto found = std::find(ranks.begin(), ranks.end(), world->env.rank);
-  if (found != ranks.end()) axis_rank = static_cast<int>(found - ranks.begin());
-}
+      axis_rank(position_of(world->env.rank, ranks)),
+      timeout(group_timeout),
+      waits(std::make_shared<GroupWaits>(world->store, common_name(), ranks, axis_rank)) {}
 
 void GroupState::follow_liveness() {
   // After a loss every wait of this group ends, whichever rank was lost: a run cannot continue without a
-  // rank. Held weakly:
-  // the reporting thread may be in the call while the last owner of the group releases it.
-  listener_ = world->liveness->listen([weak = weak_from_this()](const RankEvent&) {
-    const auto self = weak.lock();
-    if (!self) return;
-    std::lock_guard lock(self->mutex_);
-    for (const Wait& wait : self->waiting_) wait.transfer->interrupt();
+  // rank. The reporting thread must not own the group, as GroupWaits explains.
+  listener_ = world->liveness->listen([weak = std::weak_ptr(waits)](const RankEvent&) {
+    if (const auto group_waits = weak.lock()) group_waits->interrupt();
   });
 }
 
 GroupState::~GroupState() {
   listener_.reset();
+  waits->close();
   if (error_ || !abandoned_transfers_.empty()) {
     if (cpu) cpu->abandon();
     if (cuda) cuda->abandon();
+    keep_forever(std::move(abandoned_tensors_));
   }
 }
 
@@ -213,27 +211,14 @@ void GroupState::check_usable(const char* operation) const {
   if (const auto failure = world->liveness->first_failure()) {
     CommContext context;
     context.rank = own_rank();
-    context.lost_rank = failure->rank;
     context.operation = operation;
     context.group = name;
-    throw PeerLostError(failure->describe(), context);
+    failure->raise(context);
   }
 }
 
 void GroupState::wait_for(Transfer& transfer, WorkState& work, Clock::time_point deadline) {
-  struct Registration {
-    Registration(GroupState& state, Wait wait) : group(state) {
-      std::lock_guard lock(group.mutex_);
-      place = group.waiting_.insert(group.waiting_.end(), std::move(wait));
-    }
-    ~Registration() {
-      std::lock_guard lock(group.mutex_);
-      group.waiting_.erase(place);
-    }
-    GroupState& group;
-    std::list<Wait>::iterator place;
-  } registration(*this, {&transfer, Clock::now(),
-                         Clock::now() + (deadline - Clock::now()) / kStatusPostFraction, &work});
+  const GroupWaits::Scope registered(*waits, transfer, work, deadline);
   // A loss reported before this transfer was registered did not interrupt it.
   if (world->liveness->first_failure()) transfer.interrupt();
 
@@ -267,17 +252,11 @@ void GroupState::wait_for(Transfer& transfer, WorkState& work, Clock::time_point
 }
 
 void GroupState::raise(const std::string& transport_error, WorkState& work, bool timed_out) {
-  {
-    std::lock_guard lock(mutex_);
-    if (!mismatch_.empty()) throw MismatchError(mismatch_);
-  }
+  if (const std::string mismatch = waits->mismatch(); !mismatch.empty()) throw MismatchError(mismatch);
   CommContext context = work.context();
   auto failure = world->liveness->first_failure();
   if (!failure && !timed_out) failure = world->liveness->await_failure(Clock::now() + kFailureReportTime);
-  if (failure) {
-    context.lost_rank = failure->rank;
-    throw PeerLostError(failure->describe(), context);
-  }
+  if (failure) failure->raise(context);
   for (const int rank : ranks)
     if (rank != own_rank() && world->liveness->state_of(rank).state == RankState::Left) {
       context.lost_rank = rank;
@@ -288,73 +267,12 @@ void GroupState::raise(const std::string& transport_error, WorkState& work, bool
                           context);
     }
   if (timed_out) {
-    const std::string missing = describe_missing_ranks(work);
+    const std::string missing = waits->describe_missing_ranks(work);
     throw TimeoutError(fmt::format("timed out{}; set a larger PENSTOCK_TIMEOUT_S if ranks are slow; {}",
                                    missing, dump_for_error("time-out")),
                        context);
   }
   throw CommError(fmt::format("the transport failed: {}", transport_error), context);
-}
-
-std::string GroupState::status_key(int position) const {
-  return fmt::format("stall/{}/{}", common_name(), position);
-}
-
-void GroupState::post_long_wait() {
-  if (status_posted_) return;
-  const std::lock_guard status_lock(status_mutex_);
-  std::string text;
-  {
-    // Set while the wait cannot end, so that it withdraws the status when it does.
-    const std::lock_guard lock(mutex_);
-    const auto now = Clock::now();
-    for (const Wait& wait : waiting_)
-      if (now >= wait.post_at && text.empty()) text = place_text(*wait.work);
-    status_posted_ = !text.empty();
-  }
-  if (!text.empty()) world->store.set(status_key(axis_rank), text);
-}
-
-void GroupState::withdraw_status() {
-  if (!status_posted_) [[likely]]
-    return;
-  const std::lock_guard status_lock(status_mutex_);
-  try {
-    world->store.set(status_key(axis_rank), "");
-    status_posted_ = false;  // posted again for other waits of this group that continue
-  } catch (const std::exception& error) {
-    // The wait itself succeeded.
-    log().debug("comm: cannot withdraw this rank's status from the store: {}", error.what());
-  }
-}
-
-std::string GroupState::describe_missing_ranks(WorkState& work) {
-  // Every rank that times out posts what it is doing; a rank that posts nothing is the one to investigate.
-  try {
-    world->store.set(status_key(axis_rank), place_text(work));
-    std::vector<std::string> statuses(ranks.size());
-    std::vector<int> silent;
-    for (const auto until = Clock::now() + kStatusWaitTime;;) {
-      silent.clear();
-      for (std::size_t i = 0; i < ranks.size(); ++i) {
-        if (statuses[i].empty())
-          statuses[i] = world->store.try_get(status_key(static_cast<int>(i))).value_or("");
-        if (statuses[i].empty()) silent.push_back(ranks[i]);
-      }
-      if (silent.empty() || Clock::now() >= until) break;
-      std::this_thread::sleep_for(std::chrono::milliseconds(50));
-    }
-    std::string text;
-    if (!silent.empty())
-      text += fmt::format("; no status from rank{} {} (busy elsewhere or stopped)",
-                          silent.size() > 1 ? "s" : "", format_list(silent));
-    for (std::size_t i = 0; i < ranks.size() && i < 16; ++i)
-      if (!statuses[i].empty() && static_cast<int>(i) != axis_rank)
-        text += fmt::format("; rank {} is in {}", ranks[i], statuses[i]);
-    return text;
-  } catch (const std::exception& error) {
-    return fmt::format("; the store does not answer either ({})", first_line(error.what()));
-  }
 }
 
 void GroupState::fail(const std::string& reason, std::exception_ptr error) noexcept {
@@ -395,51 +313,6 @@ std::uint32_t GroupState::next_number(bool sends, int position, int tag) {
   std::lock_guard lock(numbers_mutex_);
   return numbers_[static_cast<std::uint64_t>(position) << 33 |
                   static_cast<std::uint64_t>(static_cast<std::uint32_t>(tag)) << 1 | (sends ? 1 : 0)]++;
-}
-
-std::string GroupState::find_mismatch(const ExpectedTransfer& expected, const std::string& label) const {
-  const int other = ranks[static_cast<std::size_t>(expected.position)];
-  const int sender = expected.sends ? own_rank() : other, receiver = expected.sends ? other : own_rank();
-  const auto key = [&](bool sends) {
-    return fmt::format("p2p/{}/{}-{}/{}.{}/{}", common_name(), sender, receiver, expected.contract.tag,
-                       expected.contract.number, sends ? "send" : "recv");
-  };
-  world->store.set(key(expected.sends), expected.contract.to_bytes());
-  const auto posted = world->store.try_get(key(!expected.sends));
-  if (!posted) return {};  // the other side has not arrived, or is not waiting
-  const Contract theirs = Contract::from_bytes(*posted);
-  if (theirs.matches(expected.contract)) return {};
-  return expected.sends ? describe_mismatch(sender, expected.contract, receiver, theirs, label)
-                        : describe_mismatch(sender, theirs, receiver, expected.contract, label);
-}
-
-void GroupState::check_waits() {
-  try {
-    post_long_wait();
-  } catch (const std::exception&) {
-    return;  // for the reason given below
-  }
-  std::vector<std::pair<ExpectedTransfer, std::string>> lasting;
-  {
-    std::lock_guard lock(mutex_);
-    for (const Wait& wait : waiting_)
-      if (Clock::now() - wait.since > kContractCheckDelay)
-        for (const ExpectedTransfer& expected : wait.work->expected_transfers())
-          lasting.emplace_back(expected, wait.work->label());
-  }
-  for (const auto& [expected, label] : lasting) {
-    std::string found;
-    try {
-      found = find_mismatch(expected, label);
-    } catch (const std::exception&) {
-      return;  // the store does not answer: the waits themselves will report which rank was lost
-    }
-    if (found.empty()) continue;
-    std::lock_guard lock(mutex_);
-    mismatch_ = found;
-    for (const Wait& wait : waiting_) wait.transfer->interrupt();
-    return;
-  }
 }
 
 int GroupState::internal_tag(std::uint32_t operation, int phase) const {

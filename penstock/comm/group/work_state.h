@@ -8,7 +8,6 @@
 #include <deque>
 #include <exception>
 #include <functional>
-#include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -19,6 +18,7 @@
 #include "penstock/base/env.h"
 #include "penstock/comm/backend/backend.h"
 #include "penstock/comm/group/contract.h"
+#include "penstock/comm/group/group_waits.h"
 #include "penstock/comm/launch/launch_env.h"
 #include "penstock/comm/rendezvous/monitor.h"
 #include "penstock/comm/rendezvous/store.h"
@@ -46,13 +46,6 @@ struct WorldCore {
 
   // Reports to every other rank that this one failed.
   void fail(const std::string& reason) noexcept;
-};
-
-// One point-to-point transfer of an operation, as seen by this side.
-struct ExpectedTransfer {
-  bool sends = false;
-  int position = 0;  // of the other side in the group
-  Contract contract;
 };
 
 // One operation in flight.
@@ -137,13 +130,6 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   // Returns the sequence number of the next transfer with this (member, tag, direction).
   std::uint32_t next_number(bool sends, int position, int tag);
 
-  // Called periodically by the stall watch: compares long waits with what the other side reports. A
-  // difference ends the wait with an error that names both sides. The store is not accessed otherwise.
-  void check_waits();
-
-  // Called after a successful wait: withdraws the status that the stall watch posted about it.
-  void withdraw_status();
-
   int own_rank() const { return world->env.rank; }
   // Returns the name without the suffix that distinguishes the ranks of one process: the same on every
   // member.
@@ -154,9 +140,10 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   const std::shared_ptr<WorldCore> world;
   const std::string name;
   const std::vector<int> ranks;  // global rank by position
-  int axis_rank = -1;
+  const int axis_rank;           // -1: not a member
   const std::chrono::milliseconds timeout;
   const DebugLevel debug = debug_level();
+  const std::shared_ptr<GroupWaits> waits;  // never null
 
   std::shared_ptr<Backend> cpu;       // Gloo or fake; null if this build has none
   std::shared_ptr<Backend> cuda;      // NCCL or fake; null: CUDA tensors go through host memory
@@ -166,30 +153,13 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   std::atomic<std::uint32_t> sequence{0};    // number of composed collectives started
 
  private:
-  std::string find_mismatch(const ExpectedTransfer& expected, const std::string& label) const;
   [[noreturn]] void raise(const std::string& transport_error, WorkState& work, bool timed_out);
-  std::string describe_missing_ranks(WorkState& work);
-  void post_long_wait();
-  std::string status_key(int position) const;
 
   mutable std::mutex mutex_;  // guards the members below
   std::exception_ptr error_;
-  struct Wait {
-    Transfer* transfer;
-    Clock::time_point since;
-    Clock::time_point post_at;  // when to start notifying the other ranks
-    const WorkState* work;      // not modified while it waits
-  };
-  std::list<Wait> waiting_;
-  std::string mismatch_;  // found by the stall watch
   std::vector<TransferPtr> abandoned_transfers_;
   std::vector<at::Tensor> abandoned_tensors_;
   std::shared_ptr<void> listener_;
-
-  // Whether this rank's status is in the store, for ranks whose wait has failed. Changed under mutex_;
-  // status_mutex_ is held while the status is written.
-  std::atomic<bool> status_posted_ = false;
-  std::mutex status_mutex_;
 
   std::mutex numbers_mutex_;
   std::unordered_map<std::uint64_t, std::uint32_t>

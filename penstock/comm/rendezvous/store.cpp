@@ -106,11 +106,8 @@ class Store::Interruptible final : public c10d::Store {
       context.operation = "store wait";
       context.elapsed_s = seconds_since(begin);
       if (liveness_)
-        if (const auto failure = liveness_->first_failure()) {
-          context.lost_rank = failure->rank;
-          throw PeerLostError(fmt::format("{}, while waiting for {}", failure->describe(), waiting_for),
-                              context);
-        }
+        if (const auto failure = liveness_->first_failure())
+          failure->raise(context, fmt::format(", while waiting for {}", waiting_for));
       if (Clock::now() >= deadline)
         throw TimeoutError(fmt::format("timed out waiting for {}", waiting_for), context);
       std::this_thread::sleep_for(pause);
@@ -158,11 +155,11 @@ class Store::Interruptible final : public c10d::Store {
       context.operation = "store";
       const auto failure =
           liveness_ ? liveness_->await_failure(Clock::now() + std::chrono::seconds(1)) : std::nullopt;
-      context.lost_rank = failure ? failure->rank : 0;
-      throw PeerLostError(failure ? failure->describe()
-                                  : fmt::format("the rendezvous store does not answer ({}); the process that "
-                                                "hosts it, usually rank 0, has ended",
-                                                words.substr(0, words.find('\n'))),
+      if (failure) failure->raise(context);
+      context.lost_rank = 0;
+      throw PeerLostError(fmt::format("the rendezvous store does not answer ({}); the process that hosts it, "
+                                      "usually rank 0, has ended",
+                                      words.substr(0, words.find('\n'))),
                           context);
     }
   }

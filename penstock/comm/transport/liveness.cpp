@@ -3,6 +3,8 @@
 
 #include <fmt/format.h>
 
+#include <utility>
+
 namespace penstock::comm {
 
 std::string RankEvent::describe() const {
@@ -17,6 +19,12 @@ std::string RankEvent::describe() const {
       return fmt::format("rank {} was lost: {}", rank, reason);
   }
   return {};
+}
+
+void RankEvent::raise(CommContext context, const std::string& where) const {
+  context.lost_rank = rank;
+  if (state == RankState::Failed) throw PeerFailedError(describe() + where, std::move(context));
+  throw PeerLostError(describe() + where, std::move(context));
 }
 
 Liveness::Liveness(int world_size) : ranks_(static_cast<std::size_t>(world_size)) {

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "penstock/comm/transport/transfer.h"
+#include "penstock/errors.h"
 
 namespace penstock::comm {
 
@@ -31,6 +32,16 @@ struct RankEvent {
 
   // "rank 2 was lost: its connection closed without a goodbye", "rank 1 failed: ..."
   std::string describe() const;
+
+  // Throws the PeerLostError for an operation that this event ended: about "<describe()><where>".
+  [[noreturn]] void raise(CommContext context, const std::string& where = {}) const;
+};
+
+// The PeerLostError for a rank that reported an error of its own, as opposed to one that is gone without
+// notice. Its process may still exist and answer questions.
+class PeerFailedError final : public PeerLostError {
+ public:
+  using PeerLostError::PeerLostError;
 };
 
 class Liveness {
@@ -49,7 +60,8 @@ class Liveness {
   std::optional<RankEvent> await_failure(Clock::time_point deadline) const;
 
   // Calls `listener` on the reporting thread for each Failed or Lost event, until the token is destroyed. The
-  // listener must be quick and must not call back into this object.
+  // listener must be quick and must not call back into this object. It must own nothing whose destruction
+  // waits for the reporting thread, such as a group: its last owner destroys the world and the monitor.
   using Listener = std::function<void(const RankEvent&)>;
   std::shared_ptr<void> listen(Listener listener);
 

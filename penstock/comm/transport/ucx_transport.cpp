@@ -134,6 +134,7 @@ class UcxTransport::Core {
 
  private:
   static void wake_mover() noexcept;
+  CommError no_events(const char* why) const;
   Operation* take();
   Operation* started(Operation* operation, ucs_status_ptr_t result);
   void finish(Operation& operation, ucs_status_t status) noexcept;  // UCX has finished with it
@@ -232,6 +233,14 @@ class UcxTransport::Mover {
 };
 
 void UcxTransport::Core::wake_mover() noexcept { Mover::instance().wake(); }
+
+CommError UcxTransport::Core::no_events(const char* why) const {
+  return CommError(
+      fmt::format("UCX transport: axis rank {} cannot wait for events: {}; set PENSTOCK_P2P=gloo "
+                  "to use sockets instead",
+                  axis_rank_, why),
+      {});
+}
 
 void UcxTransport::Core::check_peer(int peer) const {
   if (peer < 0 || peer >= size_ || peer == axis_rank_)
@@ -389,9 +398,7 @@ UcxTransport::Core::Sleep UcxTransport::Core::sleep(Operation& operation,
       if (progress() > 0 || closed_ || operation.done.load(std::memory_order_relaxed) || interrupted.load())
         return Sleep::Woken;
       const ucs_status_t status = ucp_worker_arm(worker_.get());
-      if (status != UCS_OK && status != UCS_ERR_BUSY)
-        throw std::runtime_error(fmt::format("UCX transport: axis rank {} cannot wait for events: {}",
-                                             axis_rank_, ucs_status_string(status)));
+      if (status != UCS_OK && status != UCS_ERR_BUSY) throw no_events(ucs_status_string(status));
       armed = status == UCS_OK;
     }
     if (spare_wake_events_.empty()) {
@@ -418,9 +425,7 @@ UcxTransport::Core::Sleep UcxTransport::Core::sleep(Operation& operation,
   std::erase(sleepers_, wake_event.get());
   wake_event->reset();
   spare_wake_events_.push_back(std::move(wake_event));
-  if (failure != 0 && failure != EINTR)
-    throw std::runtime_error(fmt::format("UCX transport: axis rank {} cannot wait for events: {}", axis_rank_,
-                                         std::strerror(failure)));
+  if (failure != 0 && failure != EINTR) throw no_events(std::strerror(failure));
   if (ready > 0 && waits[2].revents != 0) lose(operation.peer);
   return armed ? Sleep::Woken : Sleep::Napped;
 }
@@ -563,9 +568,9 @@ WaitResult UcxTransport::Handle::result() const {
                  "make both sides agree on shape and dtype, or receive into a larger buffer"));
   if (status_ == UCS_ERR_CANCELED)
     throw StateError(fmt::format("the UCX transport was closed during {}; finish transfers first", name()));
-  throw std::runtime_error(
-      fmt::format("UCX transport: {} failed: {}; axis rank {} has probably died, see its log", name(),
-                  ucs_status_string(status_), peer_));
+  throw CommError(fmt::format("UCX transport: {} failed: {}; axis rank {} has probably died, see its log",
+                              name(), ucs_status_string(status_), peer_),
+                  {});
 }
 
 WaitResult UcxTransport::Handle::wait(Clock::time_point deadline) {

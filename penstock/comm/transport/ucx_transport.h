@@ -29,8 +29,8 @@ struct Arrival {
 
 // Failures of a transfer are thrown by `wait`:
 //   MismatchError   the message is longer than the receive (names sender, tag and capacity)
-//   StateError                the transport was closed during the transfer
-//   std::runtime_error        UCX could not move the message (names the peer)
+//   StateError      the transport was closed during the transfer
+//   CommError       UCX could not move the message (names the peer by its axis rank)
 // A failed transfer counts as `done()`, so that polling callers see the exception instead of polling forever.
 class UcxTransfer : public Transfer {
  public:

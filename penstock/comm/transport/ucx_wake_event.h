@@ -8,7 +8,8 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
-#include <stdexcept>
+
+#include "penstock/errors.h"
 
 namespace penstock::comm {
 
@@ -17,9 +18,10 @@ class WakeEvent {
  public:
   WakeEvent() : fd_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
     if (fd_ < 0)
-      throw std::runtime_error(
+      throw CommError(
           fmt::format("UCX transport: cannot create an event descriptor: {}; raise the limit of open files",
-                      std::strerror(errno)));
+                      std::strerror(errno)),
+          {});
   }
   ~WakeEvent() { ::close(fd_); }
   WakeEvent(const WakeEvent&) = delete;

@@ -21,7 +21,7 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-constexpr int kManifestVersion = 1;
+constexpr int kManifestVersion = 2;
 constexpr FileKind kCallKind{"PSCALLS1", "a call of an artifact", 1};
 constexpr std::string_view kManifest = "manifest.json";
 constexpr std::string_view kCompileAgain = "write the artifact again, with penstock compile";
@@ -111,7 +111,8 @@ ArtifactFolder ArtifactFolder::open(const fs::path& folder, const Fields& expect
     for (const json& call : manifest.at("calls"))
       entries.push_back({call.at("key").get<std::string>(), call.at("module").get<std::string>(),
                          call.at("call").get<std::string>(), call.at("bytes").get<std::size_t>(),
-                         call.at("xxh64").get<std::uint64_t>()});
+                         call.at("xxh64").get<std::uint64_t>(),
+                         std::chrono::microseconds(call.at("made_in_us").get<std::int64_t>())});
   } catch (const json::exception& error) {
     refuse_artifact(folder, fmt::format("{} is damaged: {}", kManifest, error.what()), kCompileAgain);
   }
@@ -138,13 +139,14 @@ ArtifactFolder ArtifactFolder::open(const fs::path& folder, const Fields& expect
 }
 
 void ArtifactFolder::add(const CacheKey& key, std::string module, std::string call,
-                         std::span<const std::uint8_t> bytes) {
+                         std::span<const std::uint8_t> bytes, std::chrono::microseconds made_in) {
   PENSTOCK_INVARIANT(writable_, "a call is added to an artifact that was opened");
   const Bytes file = framed(kCallKind, bytes);
   write_file(folder_ / (key.text() + ".call"), file, folder_);
   const std::lock_guard lock(mutex_);
   std::erase_if(entries_, [&](const Entry& entry) { return entry.key == key.text(); });
-  entries_.push_back({key.text(), std::move(module), std::move(call), file.size(), checksum64(file)});
+  entries_.push_back(
+      {key.text(), std::move(module), std::move(call), file.size(), checksum64(file), made_in});
 }
 
 void ArtifactFolder::finish() {
@@ -161,7 +163,8 @@ void ArtifactFolder::finish() {
                                  {"module", entry.module},
                                  {"call", entry.call},
                                  {"bytes", entry.bytes},
-                                 {"xxh64", entry.checksum}});
+                                 {"xxh64", entry.checksum},
+                                 {"made_in_us", entry.made_in.count()}});
   const std::string text =
       manifest.dump(2, ' ', /*ensure_ascii=*/false, json::error_handler_t::replace) + "\n";
   write_file(folder_ / kManifest, {reinterpret_cast<const std::uint8_t*>(text.data()), text.size()}, folder_);
@@ -190,9 +193,12 @@ Bytes ArtifactFolder::read(const Entry& entry) const {
   }
 }
 
-std::optional<Bytes> ArtifactFolder::find(const CacheKey& key) const {
-  for (const Entry& entry : entries())
-    if (entry.key == key.text()) return read(entry);
+std::optional<Bytes> ArtifactFolder::find(const CacheKey& key, std::chrono::microseconds* made_in) const {
+  for (const Entry& entry : entries()) {
+    if (entry.key != key.text()) continue;
+    if (made_in) *made_in = entry.made_in;
+    return read(entry);
+  }
   return std::nullopt;
 }
 

@@ -1,10 +1,12 @@
 // The folder behind an artifact (penstock/compile_artifact.h): manifest.json and one file for each call.
 //
 // The manifest lists what the calls are valid for, as named fields, and the calls: module, a description,
-// file, size and checksum. It is written last, under a temporary name that is then renamed, so an interrupted
-// artifact cannot be opened. Errors are ConfigError with a remedy. Thread safety: any thread.
+// file, size, checksum and the time it took to make it, which is not in the file. It is written last, under a
+// temporary name that is then renamed, so an interrupted artifact cannot be opened. Errors are ConfigError
+// with a remedy. Thread safety: any thread.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
@@ -29,7 +31,8 @@ class ArtifactFolder {
     std::string module;  // "stage 0"
     std::string call;    // "2 inputs, training": for people
     std::size_t bytes = 0;
-    std::uint64_t checksum = 0;  // XXH64
+    std::uint64_t checksum = 0;              // XXH64
+    std::chrono::microseconds made_in = {};  // how long capturing and compiling the call took
   };
 
   // Starts an empty artifact: makes the folder and removes an older artifact from it.
@@ -39,10 +42,11 @@ class ArtifactFolder {
 
   ArtifactFolder(ArtifactFolder&& other) noexcept;
 
-  void add(const CacheKey& key, std::string module, std::string call, std::span<const std::uint8_t> bytes);
+  void add(const CacheKey& key, std::string module, std::string call, std::span<const std::uint8_t> bytes,
+           std::chrono::microseconds made_in = {});
   void finish();
 
-  std::optional<Bytes> find(const CacheKey& key) const;
+  std::optional<Bytes> find(const CacheKey& key, std::chrono::microseconds* made_in = nullptr) const;
   // The bytes of an entry. Throws ConfigError if the file is missing or damaged.
   Bytes read(const Entry& entry) const;
 

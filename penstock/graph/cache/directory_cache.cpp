@@ -23,7 +23,7 @@ namespace {
 namespace fs = std::filesystem;
 
 // Increment it when a change of the program makes the contents of entries mean something else.
-constexpr FileKind kEntryKind{"PSCACHE1", "an entry of the compile cache", 1};
+constexpr FileKind kEntryKind{"PSCACHE1", "an entry of the compile cache", 2};
 constexpr std::string_view kRemedy = "it is made again; if this happens often, check the disk";
 // Left by processes that were killed while they wrote.
 constexpr auto kOldTemporary = std::chrono::hours(1);
@@ -61,9 +61,9 @@ std::string CacheCounts::text() const {
   return text;
 }
 
-bool CacheReservation::store(std::span<const std::uint8_t> bytes) {
+bool CacheReservation::store(std::span<const std::uint8_t> bytes, std::chrono::microseconds made_in) {
   if (!cache_) return false;
-  const bool written = cache_->write(key_, bytes);
+  const bool written = cache_->write(key_, bytes, made_in);
   lock_.release();
   return written;
 }
@@ -90,12 +90,20 @@ void DirectoryCache::refuse(const std::string& why) const {
   count([&](CacheCounts& counts) { ++counts.refused[why]; });
 }
 
-std::optional<Bytes> DirectoryCache::read(const CacheKey& key, bool first) const {
+void DirectoryCache::count_hit(const CacheLookup& lookup, bool waited) const {
+  count([&](CacheCounts& counts) {
+    ++counts.hits;
+    counts.waited += waited ? 1 : 0;
+    counts.time_saved += lookup.made_in;
+  });
+}
+
+void DirectoryCache::read(const CacheKey& key, CacheLookup& lookup, bool first) const {
   const fs::path file = file_of(key);
   const int descriptor = ::open(file.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (descriptor < 0) {
     if (errno != ENOENT) warn_about(file, last_error());
-    return std::nullopt;
+    return;
   }
   struct stat info {};
   Bytes bytes;
@@ -122,24 +130,33 @@ std::optional<Bytes> DirectoryCache::read(const CacheKey& key, bool first) const
   ::close(descriptor);
   if (!why.empty()) {
     warn_about(file, why);
-    return std::nullopt;
+    return;
   }
   try {
-    const auto fields = unframed(kEntryKind, bytes, "compile cache: " + file.string(), std::string(kRemedy));
-    bytes.erase(bytes.begin(), bytes.begin() + (fields.data() - bytes.data()));
-    return bytes;
+    const std::string name = "compile cache: " + file.string();
+    const auto fields = unframed(kEntryKind, bytes, name, std::string(kRemedy));
+    ByteReader in(fields, name, std::string(kRemedy));
+    const std::chrono::microseconds made_in(in.number<std::int64_t>());
+    if (made_in.count() < 0) in.fail("it was made in less than no time");
+    const auto contents = static_cast<std::ptrdiff_t>(bytes.size() - in.remaining());
+    bytes.erase(bytes.begin(), bytes.begin() + contents);
+    lookup.entry = std::move(bytes);
+    lookup.made_in = made_in;
   } catch (const ValueError& error) {
     warn_once("cache", error.what());
     if (first) count([](CacheCounts& counts) { ++counts.damaged; });
-    return std::nullopt;
   }
 }
 
 std::optional<Bytes> DirectoryCache::find(const CacheKey& key) const {
   if (!usable_) return std::nullopt;
-  std::optional<Bytes> entry = read(key);
-  count([&](CacheCounts& counts) { ++(entry ? counts.hits : counts.misses); });
-  return entry;
+  CacheLookup lookup;
+  read(key, lookup);
+  if (lookup.entry)
+    count_hit(lookup, /*waited=*/false);
+  else
+    count([](CacheCounts& counts) { ++counts.misses; });
+  return std::move(lookup.entry);
 }
 
 CacheLookup DirectoryCache::find_or_reserve(const CacheKey& key, std::string_view what, Busy busy) const {
@@ -148,9 +165,9 @@ CacheLookup DirectoryCache::find_or_reserve(const CacheKey& key, std::string_vie
     count([](CacheCounts& counts) { ++counts.misses; });
     return lookup;
   }
-  lookup.entry = read(key);
+  read(key, lookup);
   if (lookup.entry) {
-    count([](CacheCounts& counts) { ++counts.hits; });
+    count_hit(lookup, /*waited=*/false);
     return lookup;
   }
   const fs::path file = file_of(key);
@@ -161,14 +178,14 @@ CacheLookup DirectoryCache::find_or_reserve(const CacheKey& key, std::string_vie
   const bool waited = lock.waited();
   // Also if it did not wait: another process may have stored the entry, and released the lock, since the look
   // above.
-  lookup.entry = read(key, /*first=*/false);
+  read(key, lookup, /*first=*/false);
   if (!lookup.entry && lock.outcome() == EntryLock::Outcome::Done) {
     // A damaged entry, which another process is replacing.
     lock = EntryLock::acquire(lock_file, longest_wait, [] { return false; });
-    lookup.entry = read(key, /*first=*/false);
+    read(key, lookup, /*first=*/false);
   }
   if (lookup.entry) {
-    count([&](CacheCounts& counts) { ++counts.hits, counts.waited += waited ? 1 : 0; });
+    count_hit(lookup, waited);
     return lookup;
   }
   count([](CacheCounts& counts) { ++counts.misses; });
@@ -183,15 +200,21 @@ CacheLookup DirectoryCache::find_or_reserve(const CacheKey& key, std::string_vie
   return lookup;
 }
 
-bool DirectoryCache::replace(const CacheKey& key, std::span<const std::uint8_t> bytes) const {
-  return usable_ && write(key, bytes);
+bool DirectoryCache::replace(const CacheKey& key, std::span<const std::uint8_t> bytes,
+                             std::chrono::microseconds made_in) const {
+  return usable_ && write(key, bytes, made_in);
 }
 
-bool DirectoryCache::write(const CacheKey& key, std::span<const std::uint8_t> fields) const {
+bool DirectoryCache::write(const CacheKey& key, std::span<const std::uint8_t> contents,
+                           std::chrono::microseconds made_in) const {
   static std::atomic<unsigned> serial{0};
   const fs::path file = file_of(key);
   const fs::path temporary = fmt::format("{}.{}.{}.tmp", file.string(), ::getpid(), serial.fetch_add(1));
-  const Bytes bytes = framed(kEntryKind, fields);
+  ByteWriter fields;
+  fields.bytes.reserve(sizeof(std::int64_t) + contents.size());
+  fields.number(static_cast<std::int64_t>(made_in.count()));
+  fields.raw(contents);
+  const Bytes bytes = framed(kEntryKind, fields.bytes);
   if (static_cast<std::int64_t>(bytes.size()) > options_.max_bytes) {
     refuse("larger than PENSTOCK_CACHE_MB");
     return false;

@@ -4,8 +4,10 @@
 //   CacheLookup found = cache.find_or_reserve(key, "step of stage 0");
 //   if (!found.entry) {
 //     ... make the bytes; other processes that need this entry wait ...
-//     found.reservation.store(bytes);        // or not: then the next one who waits makes it
+//     found.reservation.store(bytes, took);  // or not: then the next one who waits makes it
 //   }
+//
+// An entry has the time that making it took, so that the counts say what the hits have saved.
 //
 // Nothing here fails the run. What cannot be read, locked or written is reported by one warning for each file
 // and reason, and the caller works as if the entry did not exist: a full disk, a folder without permission, a
@@ -39,6 +41,7 @@ struct CacheCounts {
   std::size_t waited = 0;                      // hits that another process made meanwhile
   std::size_t damaged = 0;                     // entries that were replaced
   std::size_t removed = 0;                     // to keep the folder within its size
+  std::chrono::microseconds time_saved{0};     // in which the entries of the hits were made
   std::map<std::string, std::size_t> refused;  // what was not cached, by reason
 
   std::string text() const;  // "3 hits, 1 miss, 1 stored"
@@ -57,8 +60,8 @@ class DirectoryCache;
 class CacheReservation {
  public:
   CacheReservation() = default;
-  // Writes the entry and ends the reservation. Returns whether it was written.
-  bool store(std::span<const std::uint8_t> bytes);
+  // Writes the entry, which was made in this time, and ends the reservation. Returns whether it was written.
+  bool store(std::span<const std::uint8_t> bytes, std::chrono::microseconds made_in = {});
   void release() { lock_.release(); }
   // Whether an entry can be stored at all.
   explicit operator bool() const { return cache_ != nullptr; }
@@ -72,7 +75,8 @@ class CacheReservation {
 
 struct CacheLookup {
   std::optional<Bytes> entry;
-  CacheReservation reservation;  // if there is no entry
+  std::chrono::microseconds made_in{0};  // how long it took to make the entry
+  CacheReservation reservation;          // if there is no entry
 };
 
 class DirectoryCache {
@@ -89,7 +93,8 @@ class DirectoryCache {
   // Returns the entry if there is one.
   std::optional<Bytes> find(const CacheKey& key) const;
   // Replaces an entry, or adds it, without a reservation.
-  bool replace(const CacheKey& key, std::span<const std::uint8_t> bytes) const;
+  bool replace(const CacheKey& key, std::span<const std::uint8_t> bytes,
+               std::chrono::microseconds made_in = {}) const;
   // Removes an entry whose contents turned out to be unusable, and warns; the next lookup makes it anew.
   void discard(const CacheKey& key, const std::string& why) const;
   // Counts something that could not be cached.
@@ -103,9 +108,12 @@ class DirectoryCache {
 
  private:
   friend class CacheReservation;
-  // `first`: a damaged entry is counted; false for another look at it.
-  std::optional<Bytes> read(const CacheKey& key, bool first = true) const;
-  bool write(const CacheKey& key, std::span<const std::uint8_t> bytes) const;
+  // Sets the entry and its time, if there is one. `first`: a damaged entry is counted; false for another look
+  // at it.
+  void read(const CacheKey& key, CacheLookup& lookup, bool first = true) const;
+  bool write(const CacheKey& key, std::span<const std::uint8_t> bytes,
+             std::chrono::microseconds made_in) const;
+  void count_hit(const CacheLookup& lookup, bool waited) const;
   void limit_size(const std::filesystem::path& keep) const;
   template <class Change>
   void count(const Change& change) const;

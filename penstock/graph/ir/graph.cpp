@@ -63,40 +63,19 @@ struct SideEffects {
   }
 };
 
-// Which operators draw random numbers: those with LibTorch's tag, and those that take a generator, since not
-// all have the tag in all versions.
-class RandomOperators {
- public:
-  static RandomOperators& instance() {
-    static RandomOperators& operators = *new RandomOperators;
-    return operators;
+// Whether an operator draws random numbers: those with LibTorch's tag, and those that take a generator, since
+// not all have the tag in all versions.
+bool draws_random_numbers(const c10::OperatorHandle& op) {
+  if (op.hasTag(at::Tag::nondeterministic_seeded)) return true;
+  // Draws from a state that it is given.
+  if (operator_inside(op)) return false;
+  for (const c10::Argument& argument : op.schema().arguments()) {
+    c10::TypePtr type = argument.type();
+    if (const auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
+    if (type->kind() == c10::TypeKind::GeneratorType) return true;
   }
-  bool contains(const c10::OperatorHandle& op) {
-    const std::size_t index = operator_index(op);
-    const std::lock_guard lock(mutex_);
-    if (index >= known_.size()) known_.resize(index + 64, Known::No);
-    if (known_[index] == Known::No) known_[index] = draws(op) ? Known::Random : Known::Other;
-    return known_[index] == Known::Random;
-  }
-
- private:
-  enum class Known : std::uint8_t { No, Random, Other };
-
-  static bool draws(const c10::OperatorHandle& op) {
-    if (op.hasTag(at::Tag::nondeterministic_seeded)) return true;
-    // Draws from a state that it is given.
-    if (operator_inside(op)) return false;
-    for (const c10::Argument& argument : op.schema().arguments()) {
-      c10::TypePtr type = argument.type();
-      if (const auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
-      if (type->kind() == c10::TypeKind::GeneratorType) return true;
-    }
-    return false;
-  }
-
-  std::mutex mutex_;
-  std::vector<Known> known_;  // by operator_index()
-};
+  return false;
+}
 
 [[noreturn]] void malformed(const Graph& graph, std::size_t node, const std::string& why) {
   throw InvariantError(fmt::format("graph: node {} is malformed: {}; the node is {}", node, why,
@@ -258,7 +237,9 @@ bool overlaps_itself(const Geometry& geometry) {
 }
 
 ValueId Graph::new_value(Geometry geometry, StorageId storage) {
-  values.push_back({std::move(geometry), storage});
+  Value& value = values.emplace_back();
+  value.geometry = std::move(geometry);
+  value.storage = storage;
   return ValueId{static_cast<std::int32_t>(values.size() - 1)};
 }
 
@@ -303,7 +284,15 @@ void register_side_effect(const std::string& op, const std::string& effect) {
   effects.effects.insert_or_assign(op, effect);
 }
 
-bool is_random(const Node& node) { return RandomOperators::instance().contains(node.op); }
+bool is_random(const Node& node) {
+  enum class Known : std::uint8_t { No, Random, Other };
+  // By operator_index(). Each thread has its own: several passes ask about every node, without a lock.
+  static thread_local std::vector<Known> known;
+  const std::size_t index = operator_index(node.op);
+  if (index >= known.size()) known.resize(index + 64, Known::No);
+  if (known[index] == Known::No) known[index] = draws_random_numbers(node.op) ? Known::Random : Known::Other;
+  return known[index] == Known::Random;
+}
 
 std::size_t count_writes(const Graph& graph) {
   return static_cast<std::size_t>(

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <string>
@@ -16,27 +17,22 @@ namespace {
 // inputs.
 class PartOfGraph {
  public:
-  explicit PartOfGraph(const Graph& from)
+  PartOfGraph(const Graph& from, std::size_t nodes)
       : from_(from),
         new_ids_(from.values.size(), kNoValue),
         new_storages_(static_cast<std::size_t>(from.storages), -1) {
     for (const ConstantTensor& constant : from.constants) constants_.emplace(constant.value, constant);
     to_.table = from.table;
+    to_.nodes.reserve(nodes);
   }
 
   void add_input(ValueId old, std::string name) { to_.inputs.push_back({map(old), std::move(name)}); }
   void add_node(const Node& node) {
-    Node copied{node.op, map(node.arguments), {}, node.phase, node.grad_enabled};
-    copied.results = map(node.results);
-    to_.nodes.push_back(std::move(copied));
+    add_node(node, [](ValueId) { return true; });
   }
   // Results of a recomputed node that are already available are dropped.
   void add_node(const Node& node, const std::vector<char>& at_hand) {
-    Node copied = node;
-    for (Operand& result : copied.results)
-      for (ValueId& value : result.values)
-        if (value != kNoValue && at_hand[index_of(value)]) value = kNoValue;
-    add_node(copied);
+    add_node(node, [&](ValueId value) { return !at_hand[index_of(value)]; });
   }
   void add_output(const Operand& output) { to_.outputs.push_back(map(output)); }
 
@@ -46,12 +42,22 @@ class PartOfGraph {
   }
 
  private:
+  template <class Keeps>
+  void add_node(const Node& node, const Keeps& keeps_result) {
+    Node& copied = to_.nodes.emplace_back(Node{node.op, {}, {}, node.phase, node.grad_enabled});
+    copied.arguments = map(node.arguments);
+    copied.results = node.results;
+    for (Operand& result : copied.results)
+      for (ValueId& value : result.values)
+        if (value != kNoValue) value = keeps_result(value) ? map(value) : kNoValue;
+  }
   ValueId map(ValueId old) {
     ValueId& value = new_ids_[index_of(old)];
     if (value == kNoValue) {
       std::int32_t& storage = new_storages_[index_of(from_[old].storage)];
       if (storage < 0) storage = static_cast<std::int32_t>(to_.new_storage());
       value = to_.new_value(from_[old].geometry, StorageId{storage});
+      if (constants_.empty()) return value;
       if (const auto constant = constants_.find(old); constant != constants_.end())
         to_.constants.push_back({value, constant->second.tensor, constant->second.symbolic});
     }
@@ -59,15 +65,17 @@ class PartOfGraph {
   }
   Operand map(const Operand& operand) {
     Operand result = operand;
-    for (ValueId& value : result.values)
-      if (value != kNoValue) value = map(value);
+    map_values(result);
     return result;
   }
   std::vector<Operand> map(const std::vector<Operand>& operands) {
-    std::vector<Operand> result;
-    result.reserve(operands.size());
-    for (const Operand& operand : operands) result.push_back(map(operand));
+    std::vector<Operand> result = operands;
+    for (Operand& operand : result) map_values(operand);
     return result;
+  }
+  void map_values(Operand& operand) {
+    for (ValueId& value : operand.values)
+      if (value != kNoValue) value = map(value);
   }
 
   const Graph& from_;
@@ -175,7 +183,10 @@ Partition split(const JointGraph& joint, const ForwardBackwardSplit& halves,
     if (is_saved[i] && wanted[i]) result.saved.push_back(ValueId{static_cast<std::int32_t>(i)});
   const std::size_t states = joint.first_state_input(),
                     backward_states = states + joint.states_of(Phase::Forward);
-  PartOfGraph forward(graph), backward(graph);
+  const auto count = [](const std::vector<char>& chosen) {
+    return static_cast<std::size_t>(std::count(chosen.begin(), chosen.end(), char{1}));
+  };
+  PartOfGraph forward(graph, count(halves.in_forward)), backward(graph, count(in_backward));
   const auto add_inputs = [&](PartOfGraph& part, std::size_t first, std::size_t end) {
     for (std::size_t i = first; i < end; ++i) part.add_input(graph.inputs[i].value, graph.inputs[i].name);
   };

@@ -176,7 +176,7 @@ std::vector<char> nodes_without_tangents(const JointGraph& joint,
   for (std::size_t i = 0; i < graph.nodes.size(); ++i) {
     const Node& node = graph.nodes[i];
     if (halves.in_forward[i]) continue;
-    bool tied = must_run(node) || is_random(node);
+    bool tied = must_run(node);
     for_each_value(node.arguments, [&](ValueId value) { tied |= depends[index_of(value)] != 0; });
     if (tied) for_each_value(node.results, [&](ValueId value) { depends[index_of(value)] = 1; });
     early[i] = !tied;

@@ -212,7 +212,7 @@ std::string CallGuard::difference(const Values& inputs, const BoundSizes* sizes,
                          expected.requires_grad ? "does" : "does not");
     if (actual.is_leaf != expected.is_leaf)
       return fmt::format("{} is {}a leaf, in the capture {}", who, actual.is_leaf ? "" : "not ",
-                         expected.is_leaf);
+                         expected.is_leaf ? "it is" : "it is not");
     if (actual.same_as != expected.same_as || actual.shares_with != expected.shares_with ||
         actual.is_view != expected.is_view)
       return fmt::format("{} shares memory with different inputs than in the capture", who);

@@ -209,6 +209,7 @@ CallStore::CallStore(const CompileOptions& options, FunctionIdentity function, C
 CacheCounts CallStore::counts() const {
   CacheCounts counts = cache_ ? cache_->counts() : CacheCounts();
   counts.hits += artifact_hits_;
+  counts.time_saved += artifact_time_saved_;
   return counts;
 }
 
@@ -247,23 +248,26 @@ CallStore::Place CallStore::find(const CallGuard& guard, Sizes sizes, const Valu
     return place;
   }
   std::optional<Bytes> bytes;
+  std::chrono::microseconds made_in{0};
   if (artifact_) {
     if (artifact_->is_writable()) {
       place.keeps = true;
       return place;
     }
-    bytes = artifact_->find(place.key);
+    bytes = artifact_->find(place.key, &made_in);
     if (!bytes) {
       // A call for all sizes may be in the artifact for these sizes alone.
       if (sizes == Sizes::Dynamic) return place;
       refuse_missing(guard, inputs);
     }
     ++artifact_hits_;
+    artifact_time_saved_ += made_in;
   } else {
     CacheLookup lookup = cache_->find_or_reserve(
         place.key, name_or("a call"),
         may_wait_in_capture(inputs) ? DirectoryCache::Busy::GoOn : DirectoryCache::Busy::Wait);
     bytes = std::move(lookup.entry);
+    made_in = lookup.made_in;
     place.reservation = std::move(lookup.reservation);
     place.keeps = static_cast<bool>(place.reservation);
   }
@@ -272,6 +276,7 @@ CallStore::Place CallStore::find(const CallGuard& guard, Sizes sizes, const Valu
     place.call = decode(*bytes, inputs,
                         artifact_ ? fmt::format("artifact {}", artifact_->folder().string())
                                   : fmt::format("compile cache: {}", cache_->file_of(place.key).string()));
+    place.call->made_in = made_in;
   } catch (const ValueError& error) {
     if (artifact_) throw ConfigError(error.what());
     cache_->discard(place.key, error.what());
@@ -324,7 +329,7 @@ StoredCall CallStore::decode(std::span<const std::uint8_t> bytes, const Values& 
                              const std::string& name) const {
   ByteReader in(bytes, name);
   const auto capture = in.take(in.count()), recorded = in.take(in.count()), others = in.take(in.count());
-  StoredCall call{decode_capture(capture, default_call_wrappers(), tensors_among(inputs), name), {}, {}};
+  StoredCall call{decode_capture(capture, default_call_wrappers(), tensors_among(inputs), name), {}, {}, {}};
   GraphDecoder rest(others, name, "");
   rest(call.code, call.checked_sizes);
   rest.expect_end();
@@ -342,17 +347,17 @@ void CallStore::inspect(Place& place, const FunctionCapture& capture) const {
     place.refused = *why + "; register it as a buffer, or pass it as an argument";
 }
 
-void CallStore::keep(Place& place, const CompiledCall& call) {
+void CallStore::keep(Place& place, const CompiledCall& call, std::chrono::microseconds made_in) {
   if (!place.keeps) return;
   try {
     if (!place.refused.empty()) throw NotImplemented(place.refused);
     const Bytes bytes = encode(call);
     if (artifact_)
-      artifact_->add(place.key, options_.name, call_text(call.capture().guard), bytes);
+      artifact_->add(place.key, options_.name, call_text(call.capture().guard), bytes, made_in);
     else if (place.reservation)
-      place.reservation.store(bytes);
+      place.reservation.store(bytes, made_in);
     else
-      cache_->replace(place.key, bytes);
+      cache_->replace(place.key, bytes, made_in);
   } catch (const NotImplemented& error) {
     if (artifact_)
       throw NotImplemented(
@@ -368,22 +373,26 @@ void CallStore::refuse(const std::string& why) const {
   warn_once("cache", fmt::format("compile cache: {} is compiled in every run: {}", name_or("a call"), why));
 }
 
-void CallStore::keep_again(const CacheKey& key, const CompiledCall& call) {
+void CallStore::keep_again(const CacheKey& key, const CompiledCall& call, std::chrono::microseconds made_in) {
   Place place;
   place.key = key;
   place.keeps = artifact_ ? artifact_->is_writable() : !options_.identity.empty();
-  keep(place, call);
+  keep(place, call, made_in);
 }
 
 CallStore::Halves CallStore::halves_of(FunctionCapture capture, const Split& split) {
-  if (!cache_) return {split(std::move(capture)), {}, {}, {}};
   Halves halves;
+  if (!cache_) {
+    halves.capture = split(std::move(capture));
+    return halves;
+  }
   try {
     halves.key =
         environment(capture.guard).field("level", "graph").field("graph", encode_joint(capture)).key();
   } catch (const NotImplemented& error) {
     cache_->refuse(error.what());
-    return {split(std::move(capture)), {}, {}, {}};
+    halves.capture = split(std::move(capture));
+    return halves;
   }
   CacheLookup lookup = cache_->find_or_reserve(halves.key, name_or("a graph"));
   if (lookup.entry) {
@@ -423,6 +432,7 @@ CallStore::Halves CallStore::halves_of(FunctionCapture capture, const Split& spl
     }
   }
   halves.code = {};
+  halves.begin = std::chrono::steady_clock::now();
   halves.capture = split(std::move(capture));
   halves.reservation = std::move(lookup.reservation);
   return halves;
@@ -434,7 +444,9 @@ void CallStore::keep_halves(Halves& halves, const CompiledCall& call) {
     GraphEncoder encoder("compile cache");
     if (const SubclassLayout* layout = call.capture().joint.subclasses.get()) encoder.refer_to(*layout);
     encoder(call.capture().joint.graph, call.halves(), call.code(), call.capture().meta.symbols_for_backward);
-    halves.reservation.store(encoder.finish());
+    const auto made_in = std::chrono::duration_cast<std::chrono::microseconds>(
+        std::chrono::steady_clock::now() - halves.begin);
+    halves.reservation.store(encoder.finish(), made_in);
   } catch (const NotImplemented& error) {
     cache_->refuse(error.what());
   }

@@ -4,7 +4,7 @@
 //   auto store = CallStore::open(options, function_identity, compilers);   // null if nothing is kept
 //   StoredCall::Place place = store->find(guard, CallStore::Sizes::Fixed, inputs);
 //   if (place.call) ...                                         // CallGuard::holds must still be asked
-//   else { ... capture and compile ...; store->keep(place, call); }
+//   else { ... capture and compile ...; store->keep(place, call, time); }
 //
 // Call level (CacheOptions::identity, artifacts): from the guard of a call to the whole capture; the function
 // does not run. Switched off with decompositions or wrappers of the user, which are code. Graph level: from a
@@ -13,6 +13,7 @@
 // objects may use one folder.
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -35,6 +36,7 @@ struct StoredCall {
   PartitionedCapture capture;
   CompiledCode code;
   std::vector<SymbolValues> checked_sizes;
+  std::chrono::microseconds made_in{0};  // how long capturing and compiling it took
 };
 
 class CallStore {
@@ -60,10 +62,11 @@ class CallStore {
   Place find(const CallGuard& guard, Sizes sizes, const Values& inputs);
   // Must be called with a new capture before it is partitioned: notes whether it can be kept at all.
   void inspect(Place& place, const FunctionCapture& capture) const;
-  // Keeps a call; with reason counted, or, in an artifact, thrown, if it has no form in bytes.
-  void keep(Place& place, const CompiledCall& call);
+  // Keeps a call that was made in this time; with reason counted, or, in an artifact, thrown, if it has no
+  // form in bytes.
+  void keep(Place& place, const CompiledCall& call, std::chrono::microseconds made_in);
   // Keeps it again, after more sizes were checked.
-  void keep_again(const CacheKey& key, const CompiledCall& call);
+  void keep_again(const CacheKey& key, const CompiledCall& call, std::chrono::microseconds made_in);
 
   // `split` of a capture, looked up by the graph. The code is that of an earlier run, or empty.
   struct Halves {
@@ -71,6 +74,7 @@ class CallStore {
     CompiledCode code;
     CacheKey key;
     CacheReservation reservation;
+    std::chrono::steady_clock::time_point begin = {};  // of what keep_halves() notes as their time
   };
   using Split = std::function<PartitionedCapture(FunctionCapture capture)>;
   Halves halves_of(FunctionCapture capture, const Split& split);
@@ -106,7 +110,8 @@ class CallStore {
   std::string only_graphs_;
   std::optional<DirectoryCache> cache_;
   ArtifactFolder* artifact_ = nullptr;  // owned by options_.artifact
-  mutable std::size_t artifact_hits_ = 0;
+  std::size_t artifact_hits_ = 0;
+  std::chrono::microseconds artifact_time_saved_{0};
 };
 
 // ---- for keys and artifacts ----

@@ -17,6 +17,12 @@
 namespace penstock::graph {
 namespace {
 
+std::chrono::microseconds time_since(std::chrono::steady_clock::time_point begin) {
+  return std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now() - begin);
+}
+
+double in_ms(std::chrono::microseconds time) { return 1e-3 * static_cast<double>(time.count()); }
+
 // Why a capture is not valid for a call.
 std::string difference_of(CompiledCall& call, const Values& inputs) {
   const CallGuard& guard = call.capture().guard;
@@ -58,7 +64,8 @@ struct Compiled::Refused {
 
 struct Compiled::Lookup {
   Lookup(CallStore& store, const Values& inputs, const Convention& convention, CallStore::Sizes sizes)
-      : guard(inputs, convention), place(store.find(guard, sizes, inputs)) {}
+      : begin(Clock::now()), guard(inputs, convention), place(store.find(guard, sizes, inputs)) {}
+  Clock::time_point begin;
   CallGuard guard;
   CallStore::Place place;
 };
@@ -122,6 +129,7 @@ Values Compiled::check_and_run(CompiledCall& call, const Values& inputs,
         fmt::format("graph: the artifact was not compiled for {}; compile it with a call of these sizes, or "
                     "set dynamic.trust if the function does the same for all sizes",
                     call.dynamic()->table().text_of(sizes->values)));
+  const auto begin = Clock::now();
   FunctionCapture fixed =
       with_explicit_states(capture_function(function_, inputs, convention_), explicit_states());
   const std::string difference = difference_at(call.capture(), fixed, *sizes);
@@ -136,15 +144,15 @@ Values Compiled::check_and_run(CompiledCall& call, const Values& inputs,
                     "sizes, or set recapture",
                     call.dynamic()->table().text_of(sizes->values), difference));
   if (check_) check_(fixed, inputs);
-  return add(std::move(fixed), difference).run(inputs);
+  return add(std::move(fixed), difference, begin).run(inputs);
 }
 
 CompilerChoice Compiled::compilers() const {
   return CompilerChoice(forward_compiler_, backward_compiler_, inference_compiler_);
 }
 
-CompiledCall& Compiled::add(FunctionCapture capture, const std::string& why) {
-  const auto start = std::chrono::steady_clock::now();
+CompiledCall& Compiled::add(FunctionCapture capture, const std::string& why, Clock::time_point begin) {
+  const auto start = Clock::now();
   if (options_.joint_checks) check_joint(capture, convention_);
   capture.second_derivatives = options_.second_derivatives;
   PassLog passes;
@@ -162,17 +170,17 @@ CompiledCall& Compiled::add(FunctionCapture capture, const std::string& why) {
                                      CompiledCallOptions{.trust_sizes = options_.dynamic.trust,
                                                          .compile_backward = options_.compile_backward,
                                                          .code = std::move(halves.code)}));
+  made_in_.push_back(time_since(begin));
   if (store_) store_->keep_halves(halves, *calls_.back());
   if (options_.log) {
     const CompiledCall& call = *calls_.back();
-    const std::chrono::duration<double, std::milli> ms = std::chrono::steady_clock::now() - start;
     options_.log(fmt::format(
         "graph: capture {}{}: {} nodes, {} in forward, {} in backward, {} bytes saved, compiled in {:.1f} "
         "ms{}{}{}{}",
         calls_.size(), call.dynamic() ? " for all sizes" : "", call.capture().joint.graph.nodes.size(),
         call.halves().forward.nodes.size(), call.halves().backward.nodes.size(),
-        call.halves().saved_bytes(call.capture().joint.graph), ms.count(), why.empty() ? "" : "; ", why,
-        passes.text().empty() ? "" : "; passes: ", passes.text()));
+        call.halves().saved_bytes(call.capture().joint.graph), in_ms(time_since(start)),
+        why.empty() ? "" : "; ", why, passes.text().empty() ? "" : "; passes: ", passes.text()));
   }
   return *calls_.back();
 }
@@ -217,6 +225,13 @@ CompiledCall* Compiled::load(Lookup& lookup, const Values& inputs) {
   }
   ++loaded_;
   calls_.push_back(std::move(call));
+  made_in_.push_back(stored.made_in);
+  if (options_.log)
+    options_.log(fmt::format(
+        "graph: capture {} was loaded: {} nodes in {:.1f} ms, which were captured and compiled in "
+        "{:.1f} ms",
+        calls_.size(), calls_.back()->capture().joint.graph.nodes.size(), in_ms(time_since(lookup.begin)),
+        in_ms(stored.made_in)));
   return calls_.back().get();
 }
 
@@ -227,11 +242,12 @@ CompiledCall* Compiled::capture_fixed(const Values& inputs) {
     if (CompiledCall* call = load(*lookup, inputs)) return call;
   }
   const std::string why = why_captured(inputs);
+  const auto begin = Clock::now();
   FunctionCapture capture = capture_as_called(inputs);
   if (check_) check_(capture, inputs);
   if (store_) store_->inspect(lookup->place, capture);
-  CompiledCall& call = add(std::move(capture), why);
-  if (store_) store_->keep(lookup->place, call);
+  CompiledCall& call = add(std::move(capture), why, begin);
+  if (store_) store_->keep(lookup->place, call, made_in_.back());
   return &call;
 }
 
@@ -246,8 +262,8 @@ Values Compiled::capture(const Values& inputs) {
 }
 
 void Compiled::keep_checked(const CompiledCall& call) {
-  const auto kept = dynamic_keys_.find(&call);
-  if (kept != dynamic_keys_.end()) store_->keep_again(kept->second, call);
+  const auto kept = dynamic_kept_.find(&call);
+  if (kept != dynamic_kept_.end()) store_->keep_again(kept->second.key, call, kept->second.made_in);
 }
 
 CompiledCall* Compiled::capture_dynamic(const Values& inputs) {
@@ -279,9 +295,10 @@ CompiledCall* Compiled::capture_dynamic(const Values& inputs) {
   if (store_) {
     lookup.emplace(*store_, inputs, convention_, CallStore::Sizes::Dynamic);
     CompiledCall* call = load(*lookup, inputs);
-    if (call) dynamic_keys_.emplace(call, lookup->place.key);
+    if (call) dynamic_kept_.emplace(call, Kept{lookup->place.key, made_in_.back()});
     if (call || store_->only_loads()) return call;
   }
+  const auto begin = Clock::now();
   Generalized all = capture_for_all_sizes(function_, inputs, convention_, std::move(symbols));
   if (all.capture) {
     all.capture = with_explicit_states(std::move(*all.capture), explicit_states());
@@ -291,12 +308,12 @@ CompiledCall* Compiled::capture_dynamic(const Values& inputs) {
     if (all.refused.empty()) {
       const std::string why = why_captured(inputs);
       if (check_) check_(*all.capture, inputs);
-      if (!lookup) return &add(std::move(*all.capture), why);
+      if (!lookup) return &add(std::move(*all.capture), why, begin);
       store_->inspect(lookup->place, *all.capture);
-      CompiledCall& call = add(std::move(*all.capture), why);
+      CompiledCall& call = add(std::move(*all.capture), why, begin);
       if (lookup->place.keeps && lookup->place.refused.empty())
-        dynamic_keys_.emplace(&call, lookup->place.key);
-      store_->keep(lookup->place, call);
+        dynamic_kept_.emplace(&call, Kept{lookup->place.key, made_in_.back()});
+      store_->keep(lookup->place, call, made_in_.back());
       return &call;
     }
   }

@@ -24,6 +24,7 @@
 // safety: calls of one object must not overlap; backward may run on any thread.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -72,6 +73,8 @@ class Compiled {
   CacheCounts cache_counts() const;
   // The number of calls that were loaded, so that the function was not captured.
   std::size_t loaded() const { return loaded_; }
+  // How long it took to capture and compile a call; for one that was loaded, when its entry was made.
+  std::chrono::microseconds made_in(std::size_t capture) const { return made_in_.at(capture); }
 
   // One capture for each kind of call so far; the most recent is last.
   std::size_t captures() const { return calls_.size(); }
@@ -100,8 +103,9 @@ class Compiled {
   bool captures_for_all_sizes() const {
     return !options_.dynamic.dims.empty() && !options_.dynamic.specialize;
   }
-  // Splits and compiles a capture. `why`: what made it necessary, for the log.
-  CompiledCall& add(FunctionCapture capture, const std::string& why = {});
+  using Clock = std::chrono::steady_clock;
+  // Splits and compiles a capture, which was begun then. `why`: what made it necessary, for the log.
+  CompiledCall& add(FunctionCapture capture, const std::string& why, Clock::time_point begin);
   std::string why_captured(const Values& inputs) const;
   struct Lookup;  // of a kind of call in the store
   // Returns the stored call, which is added, or null.
@@ -121,8 +125,13 @@ class Compiled {
   std::shared_ptr<const PassList> passes_;
   std::unique_ptr<CallStore> store_;  // null if nothing is kept between runs
   std::vector<std::unique_ptr<CompiledCall>> calls_;
+  std::vector<std::chrono::microseconds> made_in_;  // by call
   std::size_t loaded_ = 0;
-  std::map<const CompiledCall*, CacheKey> dynamic_keys_;  // of the calls for all sizes that are kept
+  struct Kept {
+    CacheKey key;
+    std::chrono::microseconds made_in;
+  };
+  std::map<const CompiledCall*, Kept> dynamic_kept_;  // the calls for all sizes that are kept
   std::vector<Refused> refused_;
 };
 

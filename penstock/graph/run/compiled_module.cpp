@@ -14,6 +14,7 @@
 #include "penstock/errors.h"
 #include "penstock/graph/ir/graph.h"
 #include "penstock/graph/run/compiled_module_internals.h"
+#include "penstock/graph/run/leaf_values.h"
 #include "penstock/graph/run/spec_codec.h"
 
 namespace penstock::graph {
@@ -54,22 +55,6 @@ std::string with_argument_name(const std::string& path, const std::vector<std::s
     if (!names[i].empty() && path.starts_with(numbered)) return names[i] + path.substr(numbered.size());
   }
   return path;
-}
-
-Values values_of_leaves(const std::vector<Tree>& leaves) {
-  Values values;
-  values.reserve(leaves.size());
-  for (const Tree& leaf : leaves)
-    values.push_back(leaf.is_tensor() ? c10::IValue(leaf.tensor()) : tree_to_ivalue(leaf));
-  return values;
-}
-
-template <class Iterator>
-std::vector<Tree> leaves_of_values(Iterator begin, Iterator end) {
-  std::vector<Tree> leaves;
-  for (; begin != end; ++begin)
-    leaves.push_back(begin->isTensor() ? Tree(begin->toTensor()) : tree_from_ivalue(*begin));
-  return leaves;
 }
 
 }  // namespace
@@ -143,8 +128,8 @@ CompiledModuleBase::Impl::Entry& CompiledModuleBase::Impl::entry_for(std::type_i
           "graph: a training flag of a submodule was changed between forward and the second derivative, "
           "which runs "
           "the module again; call train() or eval() after it");
-    const auto first = inputs.begin() + static_cast<std::ptrdiff_t>(found) + 1;
-    FlatTree flat = flatten_tree(forward(unflatten_tree(leaves_of_values(first, inputs.end()), spec)));
+    FlatTree flat =
+        flatten_tree(forward(unflatten_tree(leaves_of_values(std::span(inputs).subspan(found + 1)), spec)));
     Values values = values_of_leaves(flat.leaves);
     const auto known = std::find(results->begin(), results->end(), flat.spec);
     values.emplace_back(static_cast<std::int64_t>(known - results->begin()));
@@ -187,7 +172,8 @@ Tree CompiledModuleBase::call(const Tree& args, std::type_index types, const For
   const Values values = entry.compiled(inputs);
   if (entry.compiled.captures() != captures) impl_->latest = &entry;
   const auto spec = static_cast<std::size_t>(values.back().toInt());
-  return unflatten_tree(leaves_of_values(values.begin(), values.end() - 1), entry.results->at(spec));
+  return unflatten_tree(leaves_of_values(std::span(values).first(values.size() - 1)),
+                        entry.results->at(spec));
 }
 
 // Gives the functions of compiled_module_internals.h access to the members.

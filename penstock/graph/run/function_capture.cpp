@@ -63,23 +63,19 @@ void find_memory_after(FunctionCapture& capture, const Values& inner) {
 }
 
 void find_written_primals(FunctionCapture& capture, const Values& inner) {
-  std::vector<at::Tensor> primals;
-  std::vector<char> changed;
+  std::vector<at::Tensor> primals, changed;
   for (std::size_t i = 0; i < inner.size(); ++i) {
     if (!is_defined_tensor(inner[i])) continue;
     const InputInfo& info = capture.meta.inputs[i];
     primals.push_back(inner[i].toTensor());
-    changed.push_back(info.mutation_type() != MutationType::NotMutated);
+    if (info.mutation_type() != MutationType::NotMutated) changed.push_back(primals.back());
     capture.primal_written.push_back(info.mutation_type() == MutationType::MutatedOutOfGraph &&
                                      info.mutates_data);
   }
   // Changing a tensor, even only its metadata, increments the version of all tensors that share its memory.
-  for (std::size_t i = 0; i < primals.size(); ++i) {
-    bool shares = false;
-    for (std::size_t j = 0; j < primals.size(); ++j)
-      shares |= changed[j] && primals[i].is_alias_of(primals[j]);
-    capture.primal_shares_changed.push_back(shares);
-  }
+  for (const at::Tensor& primal : primals)
+    capture.primal_shares_changed.push_back(std::any_of(
+        changed.begin(), changed.end(), [&](const at::Tensor& other) { return primal.is_alias_of(other); }));
 }
 
 // The number of symbols that backward depends on.

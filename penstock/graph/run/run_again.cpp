@@ -13,6 +13,7 @@
 #include "penstock/base/warnings.h"
 #include "penstock/errors.h"
 #include "penstock/graph/wrap/random_numbers.h"
+#include "penstock/operator_traits.h"
 #include "penstock/torch/compat/autograd_node.h"
 
 namespace penstock::graph {
@@ -93,7 +94,7 @@ std::string RunAgain::why_not(const FunctionForm& form, const JointGraph& joint)
     return fmt::format("its backward writes {}", joint.graph.inputs[joint.written_in_backward[0]].name);
   for (const Node& node : joint.graph.nodes) {
     if (accesses_generator(node)) continue;  // the graph draws: others were removed
-    const std::string op = c10::toString(node.op.operator_name());
+    const std::string& op = traits_of(node.op).name;
     if (is_random(node)) return fmt::format("it draws random numbers ({}), and would draw others", op);
     if (has_side_effect(node)) return fmt::format("it has a side effect ({}), which would happen again", op);
   }

@@ -124,6 +124,7 @@ class Analysis {
           storage.place.add(byte_range(tracer_.graph[value].geometry));
           storage.with_grad |= node.grad_enabled;
         }
+    const bool with_subclasses = any_subclass();
     for (std::size_t i = 0; i < inputs_.size(); ++i) {
       InputInfo info;
       info.keep_input_mutations = options_.keep_input_mutations;
@@ -157,7 +158,7 @@ class Analysis {
       info.mutations_under_no_grad = storage.data && !storage.with_grad;
       info.mutates_storage_metadata = replaced;
       info.requires_grad = fake.requires_grad();
-      if (options_.keep_only_data_mutations && (info.mutates_metadata || any_subclass()))
+      if (options_.keep_only_data_mutations && (info.mutates_metadata || with_subclasses))
         info.keep_input_mutations = false;
       info.validate(i);
       if (!is_subclass(fake)) check_overlapping_write(i, info);

@@ -9,16 +9,19 @@
 
 #include <algorithm>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 #include <set>
 #include <string>
+#include <unordered_set>
 #include <utility>
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/fake.h"
 #include "penstock/graph/trace/function_trace.h"
+#include "penstock/operator_traits.h"
 
 namespace penstock::graph {
 namespace {
@@ -40,7 +43,7 @@ class GradientWatch final : public torch::autograd::FunctionPostHook {
   // `seen` must live until backward has ended. The nodes belong to the capture and are not run again.
   static void attach(const torch::autograd::variable_list& results, const Seen& seen) {
     std::vector<torch::autograd::Node*> open;
-    std::set<torch::autograd::Node*> known;
+    std::unordered_set<torch::autograd::Node*> known;
     const auto visit = [&](torch::autograd::Node* node) {
       // A leaf passes nothing on, and belongs to the tensor, not to the capture.
       if (node && node->num_outputs() > 0 && known.insert(node).second) open.push_back(node);
@@ -239,10 +242,11 @@ class JointCapture {
     tracer_.phase = Phase::Backward;
     const std::size_t first_node = tracer_.graph.nodes.size();
     for (std::size_t i = result_.primals; i < tracer_.graph.inputs.size(); ++i)
-      passed_on_[tracer_.graph[tracer_.graph.inputs[i].value].storage] = first_node;
+      note_passed_on(tracer_.graph[tracer_.graph.inputs[i].value].storage, first_node);
     const GradientWatch::Seen seen = [&](const at::Tensor& gradient) {
+      if (is_fake(gradient)) return note_passed_on(tracer_.storage_of(gradient), tracer_.graph.nodes.size());
       for (const at::Tensor& part : plain_parts(gradient))
-        if (is_fake(part)) passed_on_.try_emplace(tracer_.storage_of(part), tracer_.graph.nodes.size());
+        if (is_fake(part)) note_passed_on(tracer_.storage_of(part), tracer_.graph.nodes.size());
     };
     // Backward follows what forward did, and usually runs outside the autocast scope.
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
@@ -259,9 +263,19 @@ class JointCapture {
     return_written_in_backward(first_node);
   }
 
+  // Only the first time counts.
+  void note_passed_on(StorageId storage, std::size_t nodes) {
+    if (index_of(storage) >= passed_on_.size())
+      passed_on_.resize(static_cast<std::size_t>(tracer_.graph.storages), kNotPassedOn);
+    std::size_t& first = passed_on_[index_of(storage)];
+    first = std::min(first, nodes);
+  }
+
   // Handles writes in backward to tensors that backward did not create, as made by user-defined autograd
   // functions or hooks.
   void return_written_in_backward(std::size_t first_node) {
+    const std::vector<Node>& nodes = tracer_.graph.nodes;
+    if (std::none_of(nodes.begin() + static_cast<std::ptrdiff_t>(first_node), nodes.end(), writes)) return;
     std::map<StorageId, std::size_t> primals;
     for (std::size_t i = 0; i < result_.primals; ++i)
       primals.emplace(tracer_.graph[tracer_.graph.inputs[i].value].storage, i);
@@ -282,7 +296,7 @@ class JointCapture {
         for (const ValueId value : node.arguments[argument].values) {
           if (value == kNoValue) continue;
           const StorageId storage = tracer_.graph[value].storage;
-          const std::string op = c10::toString(node.op.operator_name());
+          const std::string& op = traits_of(node.op).name;
           if (const auto primal = primals.find(storage); primal != primals.end()) {
             check_written_in_backward(primal->second, node, op);
             written.insert(primal->second);
@@ -294,8 +308,7 @@ class JointCapture {
                 "graph: backward writes memory that forward gave to an input by set_ ({}); write it in "
                 "forward, or copy into the input instead",
                 op));
-          } else if (const auto handed = passed_on_.find(storage);
-                     handed != passed_on_.end() && handed->second <= i) {
+          } else if (index_of(storage) < passed_on_.size() && passed_on_[index_of(storage)] <= i) {
             throw NotImplemented(
                 fmt::format("graph: backward writes a gradient that was passed to it ({}), which others may "
                             "hold; create a new tensor in the "
@@ -339,8 +352,9 @@ class JointCapture {
   std::vector<at::Tensor> bases_;
   SubclassLayout layout_;
   std::map<StorageId, std::size_t> written_memory_;
-  // Per gradient storage: the number of nodes when another autograd node received it.
-  std::map<StorageId, std::size_t> passed_on_;
+  // By storage: the number of nodes when another autograd node received a gradient in it.
+  static constexpr std::size_t kNotPassedOn = std::numeric_limits<std::size_t>::max();
+  std::vector<std::size_t> passed_on_;
   bool any_subclass_ = false;
   JointGraph result_;
 };

@@ -183,18 +183,29 @@ void Tracer::run_below(const c10::OperatorHandle& op, Stack* stack) {
     op.callBoxed(stack);
 }
 
-// A subclass that is not fake handles its operators itself, and the operators it calls are recorded instead.
-Payload* Tracer::subclass_in(c10::ArrayRef<c10::IValue> arguments) const {
-  Payload* chosen = nullptr;
-  for (const c10::IValue& argument : arguments)
-    if (argument.isTensor() || argument.isList())
-      for_each_tensor(argument, [&](const at::Tensor& tensor) {
-        Payload* payload = payload_of(tensor);
-        if (payload && !is_fake(tensor) && (!chosen || payload->priority() > chosen->priority()))
-          chosen = payload;
-      });
-  return chosen;
-}
+// The tensors among the arguments of a call.
+struct Tracer::Arguments {
+  explicit Arguments(c10::ArrayRef<c10::IValue> arguments) {
+    for (const c10::IValue& argument : arguments) {
+      if (argument.isTensor())
+        add(argument.toTensor());
+      else if (argument.isList())
+        for_each_tensor(argument, [&](const at::Tensor& tensor) { add(tensor); });
+    }
+  }
+  void add(const at::Tensor& tensor) {
+    kept.push_back(tensor);
+    Payload* payload = payload_of(tensor);
+    if (!payload) return;
+    any_wrapper = true;
+    if (!is_fake(tensor) && (!subclass || payload->priority() > subclass->priority())) subclass = payload;
+  }
+
+  c10::SmallVector<at::Tensor, 6> kept;
+  bool any_wrapper = false;
+  // One that is not fake handles its operators itself, and the operators it calls are recorded instead.
+  Payload* subclass = nullptr;
+};
 
 void Tracer::dispatch(const c10::OperatorHandle& op, Stack* stack) {
   const OperatorTraits& traits = traits_of(op);
@@ -206,30 +217,22 @@ void Tracer::dispatch(const c10::OperatorHandle& op, Stack* stack) {
       node.arguments.push_back(argument_of(traits.arguments[i].kind, arguments[i]));
   };
   const c10::ArrayRef<c10::IValue> arguments(stack->data() + base, traits.arguments.size());
-  if (Payload* subclass = subclass_in(arguments)) [[unlikely]] {
-    for (const c10::IValue& argument : arguments)
-      if (argument.isTensor() || argument.isList())
-        for_each_tensor(argument, [&](const at::Tensor& tensor) { check_subclass_constant(tensor); });
-    const PayloadPtr keep = PayloadPtr::reclaim_copy(subclass);
+  // Keeps the arguments alive while the operator runs, so that no result reuses an argument's address.
+  const Arguments tensors(arguments);
+  if (tensors.subclass) [[unlikely]] {
+    for (const at::Tensor& tensor : tensors.kept) check_subclass_constant(tensor);
+    const PayloadPtr keep = PayloadPtr::reclaim_copy(tensors.subclass);
     const ModeGuard again(*this);
     return keep->dispatch(op, stack);
   }
   if (traits.mutates && rebind(op, stack, base)) return;
-  if (decompositions && any_wrapper_in(arguments)) [[unlikely]]
+  if (decompositions && tensors.any_wrapper) [[unlikely]]
     if (const Decomposition* decomposition = decompositions->find(op);
         decomposition &&
         std::find(expanding_.begin(), expanding_.end(), op.operator_name()) == expanding_.end())
       return expand(op, *decomposition, stack, base);
-  if (traits.mutates || any_wrapper_in(arguments)) [[likely]] {
+  if (traits.mutates || tensors.any_wrapper) [[likely]] {
     read_arguments(arguments);
-    // Keeps the arguments alive while the operator runs, so that no result reuses an argument's address.
-    c10::SmallVector<at::Tensor, 6> kept;
-    for (const c10::IValue& argument : arguments) {
-      if (argument.isTensor())
-        kept.push_back(argument.toTensor());
-      else if (argument.isList())
-        for_each_tensor(argument, [&](const at::Tensor& tensor) { kept.push_back(tensor); });
-    }
     try {
       run_below(op, stack);
     } catch (const DataDependentError& error) {

@@ -78,7 +78,7 @@ class Tracer final : public Mode {
   ValueId rewritten(const at::Tensor& tensor);
   StorageId new_storage(const at::Tensor& tensor);
   StorageId storage_of_result(const at::Tensor& tensor, const Node& node);
-  Payload* subclass_in(c10::ArrayRef<c10::IValue> arguments) const;
+  struct Arguments;
   void run_below(const c10::OperatorHandle& op, Stack* stack);
   // Records set_ and resize_. Returns false for any other operator.
   bool rebind(const c10::OperatorHandle& op, Stack* stack, std::size_t base);

@@ -14,10 +14,10 @@
 // (torch/random/unit_half.h).
 //
 // Within an expert, rows are in the order of the ranks, then of the tokens: as on one rank with the batches
-// of all ranks one after another. An expert computes the same products from the same matrices, so that hidden
-// states, and gradients of gate, up and down, equal those of one rank where the router's do: bit for bit, but
-// for elementwise functions, whose last bit may depend on the place of an element on some processors. Losses
-// are those of the rank's own tokens, and the capacity counts the choices of one rank.
+// of all ranks one after another. Hidden states and gradients equal those of one rank up to rounding: the
+// weights of the choices stay with the tokens, and are applied to what comes back, whereas one rank applies
+// them before its last product. Losses are those of the rank's own tokens, and the capacity counts the
+// choices of one rank.
 //
 // Gradients: those of gate, up and down contain the terms of the tokens of all ranks of the mesh. Do not
 // reduce them over it. Reduce them over the other data parallel ranks only; where gradients are averaged,

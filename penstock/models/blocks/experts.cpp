@@ -6,6 +6,7 @@
 #include <fmt/ranges.h>
 
 #include <cstdint>
+#include <functional>
 #include <tuple>
 #include <utility>
 
@@ -20,6 +21,7 @@
 #include "penstock/step_context.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/torch/experts/expert_choice.h"
+#include "penstock/torch/experts/expert_gate.h"
 #include "penstock/torch/experts/expert_rows.h"
 #include "penstock/torch/experts/grouped_product.h"
 #include "penstock/torch/experts/router.h"
@@ -32,6 +34,12 @@ namespace {
 constexpr std::int64_t kRowsOfOneProduct = 256;
 
 }  // namespace
+
+// SwiGLU between the products: of [R, 2 * expert_width], or of the results of gate and up.
+struct ExpertsImpl::Gating {
+  std::function<at::Tensor(const at::Tensor& joint)> halves;
+  std::function<at::Tensor(const at::Tensor& by_gate, const at::Tensor& by_up)> parts;
+};
 
 // What the router decided for T tokens.
 struct ExpertsImpl::Routing {
@@ -161,28 +169,45 @@ at::Tensor ExpertsImpl::shares_of(const at::Tensor& counts, std::int64_t choices
 }
 
 at::Tensor ExpertsImpl::run_experts(const at::Tensor& tokens, const Routing& routing) const {
+  const at::Tensor rows = gather_rows(tokens, routing.order);  // [T * top_k, width]
+  if (!axes_.experts) {
+    const ExpertOrder& order = routing.order;
+    return sum_rows(feed(rows, order.ends,
+                         {.halves =
+                              [&](const at::Tensor& joint) {
+                                return weighted_silu_halves(joint, routing.weights, order);
+                              },
+                          .parts =
+                              [&](const at::Tensor& by_gate, const at::Tensor& by_up) {
+                                return weighted_silu_product(by_gate, by_up, routing.weights, order);
+                              }}),
+                    order);
+  }
+  // The weights stay with the tokens: the ranks of the experts do not know them.
+  const auto swiglu = [&](const at::Tensor& arrived, const at::Tensor& ends) {
+    return feed(arrived, ends, {.halves = &silu_halves, .parts = &silu_product});
+  };
+  return combine_rows(compute_elsewhere(rows, routing.order, axes_.experts->group(0), swiglu),
+                      routing.weights, routing.order);
+}
+
+// On a GPU gate and up are one product, whose weights are joined in the pass that casts them. Elsewhere, and
+// for few rows, copying all experts would cost more than it saves.
+at::Tensor ExpertsImpl::feed(const at::Tensor& rows, const at::Tensor& ends, const Gating& gating) const {
   const auto own = [](const at::Tensor& parameter) {
     return is_dtensor(parameter) ? to_local(parameter) : parameter;
   };
-  const auto weight = [&](const at::Tensor& parameter) { return cast_weight(own(parameter)); };
-  // On a GPU gate and up are one product, whose weights are joined in the pass that casts them. Elsewhere,
-  // and for few rows, copying all experts would cost more than it saves.
-  const auto swiglu = [&](const at::Tensor& rows, const at::Tensor& ends) {
-    const at::ScalarType dtype = rows.scalar_type();
-    if (!rows.is_cuda() || rows.size(0) < kRowsOfOneProduct)
-      return grouped_product(
-          silu_product(grouped_product(rows, weight(gate), ends), grouped_product(rows, weight(up), ends)),
-          weight(down), ends);
-    const at::Tensor inner =
-        silu_halves(grouped_product(rows, join_columns(own(gate), own(up), dtype), ends));
-    const at::Tensor last = own(down);
-    return grouped_product(inner, last.scalar_type() == dtype ? last : join_columns(last, {}, dtype), ends);
-  };
-  const at::Tensor rows = gather_rows(tokens, routing.order);  // [T * top_k, width]
-  const at::Tensor results = axes_.experts
-                                 ? compute_elsewhere(rows, routing.order, axes_.experts->group(0), swiglu)
-                                 : swiglu(rows, routing.order.ends);
-  return combine_rows(results, routing.weights, routing.order);
+  const at::ScalarType dtype = rows.scalar_type();
+  if (!rows.is_cuda() || rows.size(0) < kRowsOfOneProduct) {
+    const auto weight = [&](const at::Tensor& parameter) { return cast_weight(own(parameter)); };
+    const at::Tensor by_gate = grouped_product(rows, weight(gate), ends),
+                     by_up = grouped_product(rows, weight(up), ends);
+    return grouped_product(gating.parts(by_gate, by_up), weight(down), ends);
+  }
+  const at::Tensor inner =
+      gating.halves(grouped_product(rows, join_columns(own(gate), own(up), dtype), ends));
+  const at::Tensor last = own(down);
+  return grouped_product(inner, last.scalar_type() == dtype ? last : join_columns(last, {}, dtype), ends);
 }
 
 BlockResult ExpertsImpl::forward(const at::Tensor& x, const at::Tensor& valid) {

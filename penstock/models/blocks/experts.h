@@ -10,7 +10,8 @@
 //   chosen = the top_k of scores, plus router_bias if there is one
 //   y      = sum over the chosen of weight * down(silu(gate(x)) * up(x)), plus shared(x) if there is one
 //
-// A weight is the expert's score, divided by the sum over the token's chosen experts if router_normalize.
+// Weights are applied before the product with down, which is the same sum (expert_gate.h). A weight is the
+// expert's score, divided by the sum over the token's chosen experts if router_normalize.
 // Every expert takes the tokens that chose it, none or all (dropless); with a capacity factor at most
 // expert_capacity(), the first ones in token order, and dropped choices contribute nothing. Results do not
 // depend on the number of threads, all shapes are independent of the routing, and nothing waits for the
@@ -91,6 +92,7 @@ class ExpertsImpl : public torch::nn::Cloneable<ExpertsImpl> {
   at::Tensor router_bias, router_load;  // float32 [experts]; undefined without a bias
 
  private:
+  struct Gating;
   struct Routing;
   // Logits [T, experts] of all tokens of x, on every rank.
   at::Tensor router_logits_of(const at::Tensor& x) const;
@@ -99,6 +101,8 @@ class ExpertsImpl : public torch::nn::Cloneable<ExpertsImpl> {
   // [experts], how often each was chosen, divided by the number of choices of a rank; 0: by their sum.
   at::Tensor shares_of(const at::Tensor& counts, std::int64_t choices, at::ScalarType dtype) const;
   at::Tensor run_experts(const at::Tensor& tokens, const Routing& routing) const;
+  // The experts' own layers: rows [R, width] sorted by expert -> [R, width].
+  at::Tensor feed(const at::Tensor& rows, const at::Tensor& ends, const Gating& gating) const;
 
   ExpertOptions options_;
   std::string layer_;

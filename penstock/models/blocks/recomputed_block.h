@@ -22,13 +22,13 @@ inline bool recomputes_now(const RecomputePlan& plan, const BlockId& block, int 
   return plan.any() && plan.recomputes(block, stage, StepContext::current()->microbatch);
 }
 
-// Returns forward(x). `forward` must own what it uses: it runs again in the backward. Random numbers of
-// blocks have keys, so that no generator is involved.
+// Returns forward(x). `forward` must own what it uses: it runs again in the backward, up to the last tensor
+// that is needed. Random numbers of blocks have keys, so that no generator is involved.
 template <class Forward>
 auto recomputed_block(const at::Tensor& x, Forward forward) {
   return recompute(
       [forward = std::move(forward)](const std::vector<at::Tensor>& in) mutable { return forward(in[0]); },
-      {x}, {.preserve_generators = false});
+      {x}, {.early_stop = true, .preserve_generators = false});
 }
 
 }  // namespace penstock::models

@@ -18,12 +18,12 @@
 #include "penstock/graph/run/call_guard.h"
 #include "penstock/graph/run/compiled.h"
 #include "penstock/graph/run/function_capture.h"
+#include "penstock/graph/run/leaf_values.h"
 #include "penstock/graph/run/spec_codec.h"
 #include "penstock/mode.h"
 #include "penstock/pipeline/compiled/prepare_stage.h"
 #include "penstock/pipeline/compiled/step_independence.h"
 #include "penstock/pipeline/stage/sharded_modules.h"
-#include "penstock/pytree_convert.h"
 #include "penstock/shard/state/whole_forward_scope.h"
 #include "penstock/step_context.h"
 #include "penstock/torch/dispatch/any_operator_hook.h"
@@ -34,22 +34,6 @@ namespace {
 
 using graph::Values;
 using Clock = std::chrono::steady_clock;
-
-Values values_of(const std::vector<Tree>& leaves) {
-  Values values;
-  values.reserve(leaves.size());
-  for (const Tree& leaf : leaves)
-    values.push_back(leaf.is_tensor() ? c10::IValue(leaf.tensor()) : tree_to_ivalue(leaf));
-  return values;
-}
-
-template <class Iterator>
-std::vector<Tree> leaves_of(Iterator begin, Iterator end) {
-  std::vector<Tree> leaves;
-  for (; begin != end; ++begin)
-    leaves.push_back(begin->isTensor() ? Tree(begin->toTensor()) : tree_from_ivalue(*begin));
-  return leaves;
-}
 
 // The part of the step that a capture is valid for.
 std::string text_of(const StepContext& step, bool uses_rows) {
@@ -97,8 +81,8 @@ class CompiledStage {
     const Call call = call_with(args, kwargs, *step);
     const Values values = run(call, [&] { return (*call.entry->compiled)(call.inputs); });
     const auto spec = static_cast<std::size_t>(values.back().toInt());
-    const Tree both =
-        unflatten_tree(leaves_of(values.begin(), values.end() - 1), call.entry->results->at(spec));
+    const Tree both = unflatten_tree(graph::leaves_of_values(std::span(values).first(values.size() - 1)),
+                                     call.entry->results->at(spec));
     if (options_.set_values_left) options_.set_values_left(both[1]);
     return both[0];
   }
@@ -144,7 +128,7 @@ class CompiledStage {
       call.copied.push_back(own.copied);
     }
     call.inputs.emplace_back(text_of(step, options_.uses_rows));
-    for (c10::IValue& leaf : values_of(flat.leaves)) call.inputs.push_back(std::move(leaf));
+    for (c10::IValue& leaf : graph::values_of_leaves(flat.leaves)) call.inputs.push_back(std::move(leaf));
     return call;
   }
 
@@ -182,16 +166,16 @@ class CompiledStage {
     entry->flags = flags;
     entry->grad = grad;
     entry->results = std::make_shared<std::vector<TreeSpec>>();
-    const auto first = static_cast<std::ptrdiff_t>(state_.size()) + 1;
+    const std::size_t first = state_.size() + 1;
     entry->function = [this, spec, first, results = entry->results](const Values& inputs) {
-      const Tree given = unflatten_tree(leaves_of(inputs.begin() + first, inputs.end()), spec);
+      const Tree given = unflatten_tree(graph::leaves_of_values(std::span(inputs).subspan(first)), spec);
       StepContext step = *StepContext::current();
       step.captured = true;
       const StepGuard guard(std::move(step));
       const Tree result = module_.forward(given[0], given[1]);
       FlatTree flat =
           flatten_tree(Tree::tuple({result, options_.values_left ? options_.values_left() : Tree()}));
-      Values values = values_of(flat.leaves);
+      Values values = graph::values_of_leaves(flat.leaves);
       const auto known = std::find(results->begin(), results->end(), flat.spec);
       values.emplace_back(static_cast<std::int64_t>(known - results->begin()));
       if (known == results->end()) results->push_back(std::move(flat.spec));
@@ -275,6 +259,8 @@ class CompiledStage {
     StageCapture capture{.graph = compiled.captures(),
                          .graphs = 0,
                          .nodes = compiled.joint(compiled.captures() - 1).graph.nodes.size()};
+    capture.made_in_seconds =
+        std::chrono::duration<double>(compiled.made_in(compiled.captures() - 1)).count();
     if (was_loaded)
       capture.source = options_.compile.cache.artifact ? GraphSource::Artifact : GraphSource::Cache;
     for (const auto& each : entries_) capture.graphs += each->compiled->captures();

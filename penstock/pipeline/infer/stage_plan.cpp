@@ -303,11 +303,12 @@ void StagePlanner::Negotiation::announce_outputs(int s, StagePlan& plan, bool is
   std::size_t skipped = 0;
   skips_from(s, [&](int, const SkipTensor&) { ++skipped; });
   const std::size_t made = plan.meta.outputs->size();
-  if (made < skipped + (is_last(s) ? 0 : 1))
-    throw PipeliningMetadataError(describe(
-        fmt::format("outputs of stage {}", s), fmt::format("{} tensors", made),
-        fmt::format("at least {}: its own outputs, then {} for skip connections", skipped + 1, skipped),
-        "return the tensors of skip connections last, in the order of their declaration"));
+  const std::size_t least = skipped + (is_last(s) ? 0 : 1);  // the last stage may return nothing
+  if (made < least)
+    throw PipeliningMetadataError(
+        describe(fmt::format("outputs of stage {}", s), fmt::format("{} tensors", made),
+                 fmt::format("at least {}: its own outputs, then {} for skip connections", least, skipped),
+                 "return the tensors of skip connections last, in the order of their declaration"));
   plan.main_outputs = made - skipped;
   if (is_last(s)) return;
   const bool varies = plan.varying_outputs.front();

@@ -11,6 +11,7 @@
 
 #include "penstock/base/env.h"
 #include "penstock/base/log.h"
+#include "penstock/comm/transport/liveness.h"
 
 namespace penstock {
 
@@ -27,9 +28,8 @@ std::string without_context(const CommError& error) {
 
 // A rank that reported its own error has not vanished; one that is gone reports nothing.
 std::optional<int> vanished_rank(const CommError& error) {
-  const std::optional<int> lost = error.context().lost_rank;
-  if (!lost) return std::nullopt;
-  return std::string(error.what()).starts_with(fmt::format("rank {} failed", *lost)) ? std::nullopt : lost;
+  const bool reported = dynamic_cast<const comm::PeerFailedError*>(&error) != nullptr;
+  return reported ? std::nullopt : error.context().lost_rank;
 }
 
 void write_report(const StallReport& report) {

@@ -34,6 +34,14 @@ void launch_combine_rows_backward(const at::Tensor& rows, const at::Tensor& weig
                                   const at::Tensor& slot, const at::Tensor& gradient,
                                   const at::Tensor& row_gradient, const at::Tensor& weight_gradient);
 
+// expert_gate.h. Rows of gate and up are contiguous, the distances between them may be larger.
+void launch_weighted_gate(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& weights,
+                          const at::Tensor& order, const at::Tensor& inner);
+void launch_weighted_gate_backward(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& weights,
+                                   const at::Tensor& order, const at::Tensor& slot,
+                                   const at::Tensor& gradient, const at::Tensor& by_gate,
+                                   const at::Tensor& by_up, const at::Tensor& by_weight);
+
 // grouped_product.h. `library`: use LibTorch's grouped product where it applies. These allocate their result;
 // no tensor is empty.
 at::Tensor launch_grouped_product(const at::Tensor& rows, const at::Tensor& weight, const at::Tensor& ends,

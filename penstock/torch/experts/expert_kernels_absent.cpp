@@ -1,4 +1,5 @@
-// Replaces expert_kernels_cuda.cpp and grouped_kernels_cuda.cpp in builds without CUDA.
+// Replaces expert_kernels_cuda.cpp, gate_kernels_cuda.cpp and grouped_kernels_cuda.cpp in builds without
+// CUDA.
 #include "penstock/errors.h"
 #include "penstock/torch/experts/expert_kernels.h"
 
@@ -32,6 +33,15 @@ void launch_combine_rows(const at::Tensor&, const at::Tensor&, const at::Tensor&
 }
 void launch_combine_rows_backward(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
                                   const at::Tensor&, const at::Tensor&, const at::Tensor&) {
+  no_expert_kernels();
+}
+void launch_weighted_gate(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                          const at::Tensor&) {
+  no_expert_kernels();
+}
+void launch_weighted_gate_backward(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                   const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                   const at::Tensor&) {
   no_expert_kernels();
 }
 at::Tensor launch_grouped_product(const at::Tensor&, const at::Tensor&, const at::Tensor&, bool, bool) {

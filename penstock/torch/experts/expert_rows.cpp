@@ -233,6 +233,18 @@ struct CombineRows : torch::autograd::Function<CombineRows> {
   }
 };
 
+struct SumRows : torch::autograd::Function<SumRows> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& rows, const at::Tensor& order,
+                            const at::Tensor& slot) {
+    // Not save_for_backward(): the second run of a recomputed part would compute the rows to get here.
+    context->saved_data["order"] = order;
+    return call_combine(rows, slot, c10::nullopt);
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    return {call_gather(gradients[0], context->saved_data["order"].toTensor()), at::Tensor(), at::Tensor()};
+  }
+};
+
 }  // namespace
 
 at::Tensor gather_rows(const at::Tensor& tokens, const ExpertOrder& order) {
@@ -241,6 +253,10 @@ at::Tensor gather_rows(const at::Tensor& tokens, const ExpertOrder& order) {
 
 at::Tensor combine_rows(const at::Tensor& rows, const at::Tensor& weights, const ExpertOrder& order) {
   return CombineRows::apply(rows, weights, order.order, order.slot);
+}
+
+at::Tensor sum_rows(const at::Tensor& rows, const ExpertOrder& order) {
+  return SumRows::apply(rows, order.order, order.slot);
 }
 
 TORCH_LIBRARY_FRAGMENT(penstock, library) {

@@ -1,5 +1,6 @@
-// The loops of expert_rows.cpp over contiguous rows of `width` elements, for float, double and c10::BFloat16
-// (and c10::Half). Private to this folder. Sums are computed in Sum: double for double, else float.
+// The loops of expert_rows.cpp and expert_gate.cpp over contiguous rows of `width` elements, for float,
+// double and c10::BFloat16 (and c10::Half). Private to this folder. Sums are computed in Sum: double for
+// double, else float.
 #pragma once
 
 #include <cstdint>
@@ -20,5 +21,16 @@ void combine_row(const Element* rows, const std::int32_t* slots, const RowSum<El
 template <class Element>
 RowSum<Element> scale_and_multiply(const Element* row, const Element* gradient, RowSum<Element> weight,
                                    std::int64_t width, Element* scaled);
+
+// inner[i] = weight * gate[i] * shares[i] * up[i], where shares are the sigmoids of gate.
+template <class Element>
+void gate_row(const Element* gate, const Element* up, const RowSum<Element>* shares, RowSum<Element> weight,
+              std::int64_t width, Element* inner);
+
+// The gradients of gate and up, for that of inner. Returns that of the weight.
+template <class Element>
+RowSum<Element> gate_row_backward(const Element* gate, const Element* up, const RowSum<Element>* shares,
+                                  const Element* gradient, RowSum<Element> weight, std::int64_t width,
+                                  Element* by_gate, Element* by_up);
 
 }  // namespace penstock::detail

@@ -1,19 +1,23 @@
 #include "penstock/torch/experts/grouped_product.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
 #include <atomic>
+#include <mutex>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
+#include "penstock/torch/compat/autograd_node.h"
 #include "penstock/torch/experts/expert_kernels.h"
 
 namespace penstock {
@@ -207,19 +211,35 @@ at::Tensor call_outer(const at::Tensor& rows, const at::Tensor& gradient, const 
   return op.call(rows, gradient, ends);
 }
 
-struct GroupedProductFunction : torch::autograd::Function<GroupedProductFunction> {
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& rows, const at::Tensor& weight,
-                            const at::Tensor& ends) {
-    context->save_for_backward({rows, weight, ends});
-    return call_product(rows, weight, ends, false);
+// A node of its own, because it saves its tensors before the product is computed, as LibTorch's nodes do: a
+// recomputed part (recompute.h) whose last product this is ends before it.
+class GroupedProductNode final : public torch::autograd::Node {
+ public:
+  GroupedProductNode(const at::Tensor& rows, const at::Tensor& weight, const at::Tensor& ends)
+      : Node(torch::autograd::collect_next_edges(rows, weight)),
+        rows_(rows, /*is_output=*/false),
+        weight_(weight, /*is_output=*/false),
+        ends_(ends, /*is_output=*/false) {}
+
+  std::string name() const override { return "GroupedProduct"; }
+  void release_variables() override {
+    const std::lock_guard lock(mutex_);
+    rows_.reset_data();
+    weight_.reset_data();
+    ends_.reset_data();
   }
-  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    const variable_list saved = context->get_saved_variables();
-    const at::Tensor &rows = saved[0], &weight = saved[1], &ends = saved[2],
+
+ private:
+  variable_list apply(variable_list&& gradients) override {
+    const std::lock_guard lock(mutex_);
+    if (!gradients[0].defined()) return variable_list(2);
+    const at::Tensor rows = rows_.unpack(), weight = weight_.unpack(), ends = ends_.unpack(),
                      gradient = gradients[0].contiguous();
-    return {context->needs_input_grad(0) ? call_product(gradient, weight, ends, true) : at::Tensor(),
-            context->needs_input_grad(1) ? call_outer(rows, gradient, ends) : at::Tensor(), at::Tensor()};
+    return {task_should_compute_output(0) ? call_product(gradient, weight, ends, true) : at::Tensor(),
+            task_should_compute_output(1) ? call_outer(rows, gradient, ends) : at::Tensor()};
   }
+
+  torch::autograd::SavedVariable rows_, weight_, ends_;
 };
 
 struct JoinColumns : torch::autograd::Function<JoinColumns> {
@@ -250,7 +270,13 @@ at::Tensor join_columns(const at::Tensor& first, const at::Tensor& second, at::S
 }
 
 at::Tensor grouped_product(const at::Tensor& rows, const at::Tensor& weight, const at::Tensor& ends) {
-  return GroupedProductFunction::apply(rows, weight, ends);
+  if (!at::GradMode::is_enabled() || !(rows.requires_grad() || weight.requires_grad()))
+    return call_product(rows, weight, ends, false);
+  const auto node = make_node<GroupedProductNode>(rows, weight, ends);
+  const c10::AutoGradMode no_grad(false);
+  const at::Tensor product = call_product(rows, weight, ends, false);
+  torch::autograd::impl::set_gradient_edge(product, {node, node->add_input_metadata(product)});
+  return product;
 }
 
 GroupedProductPath set_grouped_product_path(GroupedProductPath path) { return product_path.exchange(path); }

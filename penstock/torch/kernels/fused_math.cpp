@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/Reduction.h>
+#include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -155,6 +156,25 @@ struct SiluHalves : torch::autograd::Function<SiluHalves> {
   }
 };
 
+// By LibTorch's operators. Keeps its inputs alone, where they would keep silu(gate) as well.
+struct LeanSiluProduct : torch::autograd::Function<LeanSiluProduct> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& gate, const at::Tensor& up) {
+    context->save_for_backward({gate, up});
+    return at::mul(at::silu(gate), up);
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const variable_list saved = context->get_saved_variables();
+    const at::Tensor &gate = saved[0], &up = saved[1], &gradient = gradients[0];
+    return {silu_gradient(at::mul(gradient, up), gate), at::mul(gradient, at::silu(gate))};
+  }
+  static at::Tensor silu_gradient(const at::Tensor& gradient, const at::Tensor& x) {
+    // LibTorch's operator has no derivative of its own in every version.
+    if (!at::GradMode::is_enabled()) return at::silu_backward(gradient, x);
+    const at::Tensor share = at::sigmoid(x);
+    return gradient * (share * (1 + x * (1 - share)));
+  }
+};
+
 void add_operators(torch::Library& library) {
   library.impl("cross_entropy_rows", &cross_entropy_rows);
   library.impl("cross_entropy_rows_backward", &cross_entropy_rows_backward);
@@ -163,6 +183,12 @@ void add_operators(torch::Library& library) {
   library.impl("silu_product_backward", &silu_product_backward);
   library.impl("silu_halves", &silu_halves_forward);
   library.impl("silu_halves_backward", &silu_halves_backward);
+}
+
+at::Tensor silu_product_by_operators(const at::Tensor& gate, const at::Tensor& up) {
+  // Its gradients have no broadcast and no promotion.
+  const bool alike = gate.sizes() == up.sizes() && gate.scalar_type() == up.scalar_type();
+  return alike ? LeanSiluProduct::apply(gate, up) : at::mul(at::silu(gate), up);
 }
 
 }  // namespace
@@ -196,13 +222,13 @@ at::Tensor silu_product(const at::Tensor& gate, const at::Tensor& up) {
   if (fits(gate) && fits(up) && gate.sizes() == up.sizes() && gate.scalar_type() == up.scalar_type() &&
       gate.device() == up.device())
     return SiluProduct::apply(gate, up);
-  return at::silu(gate) * up;
+  return silu_product_by_operators(gate, up);
 }
 
 at::Tensor silu_halves(const at::Tensor& joint) {
   if (fits(joint) && joint.dim() == 2) return SiluHalves::apply(joint);
   const std::int64_t width = joint.size(-1) / 2;
-  return at::silu(joint.narrow(-1, 0, width)) * joint.narrow(-1, width, width);
+  return silu_product_by_operators(joint.narrow(-1, 0, width), joint.narrow(-1, width, width));
 }
 
 TORCH_LIBRARY_FRAGMENT(penstock, library) {

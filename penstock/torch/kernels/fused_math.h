@@ -30,7 +30,8 @@ at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& targets
 // ComplexDouble for float64).
 at::Tensor rotate_pairs(const at::Tensor& x, const at::Tensor& turns);
 
-// Rows of a larger tensor, as split() gives them, are not copied.
+// Rows of a larger tensor, as split() gives them, are not copied. Keeps its inputs for backward, and nothing
+// else.
 at::Tensor silu_product(const at::Tensor& gate, const at::Tensor& up);
 // The same of the two halves of each row: [n, 2 * width] -> [n, width]. The gradient is one tensor, too.
 at::Tensor silu_halves(const at::Tensor& joint);

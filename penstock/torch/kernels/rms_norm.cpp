@@ -1,6 +1,7 @@
 #include "penstock/torch/kernels/rms_norm.h"
 
 #include <ATen/ATen.h>
+#include <ATen/ExpandUtils.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -64,10 +65,36 @@ struct RmsNormFunction : torch::autograd::Function<RmsNormFunction> {
   }
 };
 
+at::Tensor norm_scale(const at::Tensor& x, double epsilon) {
+  return at::rsqrt(at::mean(at::mul(x, x), -1, true).add(epsilon));
+}
+
+// By LibTorch's operators. Keeps x alone, where they would keep the scaled rows as well; backward computes
+// the scales again, of x, so that it can be differentiated.
+struct LeanRmsNorm : torch::autograd::Function<LeanRmsNorm> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
+                            double epsilon) {
+    context->save_for_backward({x, weight});
+    context->saved_data["epsilon"] = epsilon;
+    return at::mul(at::mul(x, norm_scale(x, epsilon)), weight);
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const variable_list saved = context->get_saved_variables();
+    const at::Tensor &x = saved[0], &weight = saved[1], &gradient = gradients[0];
+    const at::Tensor scale = norm_scale(x, context->saved_data["epsilon"].toDouble()),
+                     rows = at::mul(x, scale), by_rows = at::mul(gradient, weight);
+    const at::Tensor along = at::mean(at::mul(by_rows, rows), -1, true);
+    return {at::mul(at::sub(by_rows, at::mul(rows, along)), scale),
+            at::sum_to(at::mul(gradient, rows), weight.sizes()), at::Tensor()};
+  }
+};
+
+bool is_plain_or_fake(const at::Tensor& tensor) { return !is_wrapper(tensor) || is_fake(tensor); }
+
 bool has_norm_kernel(const at::Tensor& x, const at::Tensor& weight) {
-  const auto plain = [](const at::Tensor& tensor) { return !is_wrapper(tensor) || is_fake(tensor); };
   return x.is_cuda() && x.numel() > 0 && weight.dim() == 1 && weight.size(0) == x.size(-1) &&
-         weight.device() == x.device() && plain(x) && plain(weight) && detail::has_norm_kernels(x, weight);
+         weight.device() == x.device() && is_plain_or_fake(x) && is_plain_or_fake(weight) &&
+         detail::has_norm_kernels(x, weight);
 }
 
 }  // namespace
@@ -77,8 +104,7 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double epsilo
   const auto dtype = x.scalar_type();
   if (dtype == at::kHalf || dtype == at::kBFloat16)
     return rms_norm(x.to(at::kFloat), weight.to(at::kFloat), epsilon).to(dtype);
-  const at::Tensor scale = at::rsqrt(at::mean(at::mul(x, x), -1, true).add(epsilon));
-  return at::mul(at::mul(x, scale), weight);
+  return LeanRmsNorm::apply(x, weight, epsilon);
 }
 
 TORCH_LIBRARY_FRAGMENT(penstock, library) {

@@ -4,8 +4,8 @@
 // operators penstock::rms_norm and penstock::rms_norm_backward; elsewhere, for float64, for subclasses that
 // are not fake and for rows of more than 16,384 elements it is plain operators. 16-bit dtypes are computed in
 // float32. The result has the dtype of x; for a float32 x on a GPU within an autocast scope it has the dtype
-// of that scope, as the products that follow need it, rounded once. Nothing waits for the device.
-// Differentiable once on a GPU.
+// of that scope, as the products that follow need it, rounded once. Keeps nothing for backward but x, the
+// weight and, on a GPU, one number for each row. Nothing waits for the device. Differentiable once on a GPU.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -143,6 +143,10 @@ std::string saved_text(at::IntArrayRef sizes, at::ScalarType dtype) {
                "let the function do the same in both runs: no dependence on values that change in between"));
 }
 
+// Ends a second run that has saved everything. Not a std::exception, which code in between may catch to add
+// to its message.
+struct SecondRunIsDone {};
+
 // One run of a function: what a second run needs, and the places of the tensors that autograd saves.
 //
 // Slots are numbered in the order in which the forward saves. A slot is empty until the second run fills all
@@ -153,7 +157,9 @@ class RecomputedRun {
   using Computation = std::function<void(const std::vector<at::Tensor>&)>;
 
   RecomputedRun(Computation function, const std::vector<at::Tensor>& inputs, const RecomputeOptions& options)
-      : function_(std::move(function)), state_(std::in_place, inputs, options) {
+      : function_(std::move(function)),
+        state_(std::in_place, inputs, options),
+        early_stop_(options.early_stop) {
     for (const at::Tensor& input : inputs) inputs_.push_back(as_input(input));
   }
 
@@ -164,19 +170,24 @@ class RecomputedRun {
   }
   // The next tensor of the second run.
   void fill(const at::Tensor& tensor) {
-    if (next_ == slots_.size())
+    if (next_ == slots_.size()) {
+      // Only where the function has caught the end of the run.
+      if (early_stop_) throw SecondRunIsDone();
       refuse_other_tensors(
           fmt::format("more, beginning with {}", saved_text(tensor.sizes(), tensor.scalar_type())),
           fmt::format("{}", slots_.size()));
+    }
     Slot& slot = slots_[next_++];
     if (tensor.sizes() != at::IntArrayRef(slot.sizes) || tensor.scalar_type() != slot.dtype)
       refuse_other_tensors(
           fmt::format("{} as number {}", saved_text(tensor.sizes(), tensor.scalar_type()), next_),
           saved_text(slot.sizes, slot.dtype));
     // Without the graph of the second run, which no backward goes through.
-    if (!slot.wanted) return;
-    slot.tensor = tensor.detach();
-    slot.version = version_of(tensor);
+    if (slot.wanted) {
+      slot.tensor = tensor.detach();
+      slot.version = version_of(tensor);
+    }
+    if (early_stop_ && next_ == slots_.size()) throw SecondRunIsDone();
   }
 
   at::Tensor get(std::size_t slot) {
@@ -227,6 +238,7 @@ class RecomputedRun {
   Computation function_;
   std::vector<Input> inputs_;
   std::optional<ForwardState> state_;  // until the second run
+  const bool early_stop_;
   std::vector<Slot> slots_;
   std::size_t next_ = 0;
   std::mutex mutex_;
@@ -305,7 +317,10 @@ void RecomputedRun::run_again() {
   {
     const ThreadMark mark(recomputing);
     const SavedTensorHooks hooks([this] { return std::make_unique<TakeOut>(*this); });
-    state_->run([&] { function_(inputs); });
+    try {
+      state_->run([&] { function_(inputs); });
+    } catch (const SecondRunIsDone&) {
+    }
   }
   if (next_ != slots_.size())
     refuse_other_tensors(fmt::format("{}", next_), fmt::format("{}", slots_.size()));

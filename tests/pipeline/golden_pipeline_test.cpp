@@ -287,7 +287,7 @@ void expect_close(const at::Tensor& actual, const at::Tensor& expected, const st
   ASSERT_EQ(actual.sizes(), expected.sizes()) << what;
   // Relative to the largest element: small elements are differences of large ones and carry their rounding
   // errors. Those of a gradient after a step on another processor were up to 1.2e-5 of it.
-  const double allowed = 1e-6 + 3e-5 * expected.abs().max().item<double>();
+  const double allowed = 1e-6 + 2e-5 * expected.abs().max().item<double>();
   EXPECT_LE((actual - expected).abs().max().item<double>(), allowed) << what;
 }
 

@@ -1,10 +1,11 @@
-# penstock_room(<room> [HOT] SOURCES <files of that folder> [LINKS <targets>] [PRIVATE <targets>])
+# penstock_room(<room> [HOT] [ALONE] SOURCES <files of that folder> [LINKS <targets>] [PRIVATE <targets>])
 #
 # One target per room, a folder of penstock/ with sources: comm/group is penstock_comm_group. What a room may use of other rooms is said in
-# penstock/arrows.txt, which is read here: links follow the arrows. Rooms below its line "LibTorch" link LibTorch and share one precompiled
-# header; in a unity build those of a folder are compiled together, as one library.
+# penstock/arrows.txt, which is read here: links follow the arrows. Rooms below its line "LibTorch" link LibTorch and share precompiled
+# headers. In a unity build the rooms of a folder are compiled together, as one library: those with LibTorch, and those without.
 #   HOT       has loops over elements, or runs for each operator: compiled with -O2. Others are compiled with -O1, which takes a
 #             quarter less time
+#   ALONE     needs a library that programs should not load for the sake of its neighbours: a library of its own
 #   LINKS     other libraries that its headers need
 #   PRIVATE   other libraries that its sources need
 
@@ -54,7 +55,7 @@ function(penstock_library_of room variable)
 endfunction()
 
 function(penstock_room room)
-  cmake_parse_arguments(arg "HOT" "" "SOURCES;LINKS;PRIVATE" ${ARGN})
+  cmake_parse_arguments(arg "HOT;ALONE" "" "SOURCES;LINKS;PRIVATE" ${ARGN})
   if(NOT room IN_LIST PENSTOCK_KNOWN_ROOMS)
     message(FATAL_ERROR "penstock_room(${room}): penstock/arrows.txt has no line for it; add one that says what it may include")
   endif()
@@ -62,9 +63,13 @@ function(penstock_room room)
   string(REGEX REPLACE "/.*" "" folder ${room})
   set(target penstock_${name})
   set(library ${target})
-  if(PENSTOCK_UNITY AND room IN_LIST PENSTOCK_TORCH_ROOMS)
-    # Every unit instantiates the templates that LibTorch's headers leave pending, 4 s of a compiler's time: few large units.
-    set(library penstock_${folder}_with_torch)
+  if(PENSTOCK_UNITY AND NOT folder STREQUAL room AND NOT arg_ALONE)
+    # Every unit parses the headers it shares with its neighbours, 2 s of a compiler's time, and those with LibTorch instantiate
+    # the templates that its headers leave pending, 3 s: few large units.
+    set(library penstock_${folder}_without_torch)
+    if(room IN_LIST PENSTOCK_TORCH_ROOMS)
+      set(library penstock_${folder}_with_torch)
+    endif()
     if(arg_HOT)
       string(APPEND library _hot)
     endif()
@@ -91,7 +96,8 @@ function(penstock_room room)
     endif()
     target_link_libraries(${library} PUBLIC ${needed})
     # The rooms of a folder that are hot and those that are not use each other.
-    if(needed MATCHES "^penstock_${folder}_with_torch")
+    string(REGEX REPLACE "_hot$" "" kind ${library})
+    if(needed MATCHES "^${kind}(_hot)?$")
       target_link_libraries(${needed} PUBLIC ${library})
     endif()
   endforeach()
@@ -113,20 +119,24 @@ function(penstock_make_library library room hot)
   target_compile_features(${library} PUBLIC cxx_std_20)
   target_link_libraries(${library} PRIVATE penstock_flags)
   penstock_use_unity(${library})
-  set(with_torch OFF)
   if(room IN_LIST PENSTOCK_TORCH_ROOMS)
-    set(with_torch ON)
     target_link_libraries(${library} PUBLIC penstock_libtorch)
-    penstock_use_torch_library_header(${library})
+    penstock_use_torch_library_header(${library} "${hot}")
   else()
     target_compile_options(${library} PRIVATE "SHELL:-include ${penstock_fmt_instances}")
   endif()
-  # Newer g++ refuse a precompiled header that was made with other optimizations.
-  if(NOT hot AND CMAKE_BUILD_TYPE STREQUAL "Release"
-     AND NOT (with_torch AND CMAKE_CXX_COMPILER_VERSION VERSION_GREATER_EQUAL 13))
-    target_compile_options(${library} PRIVATE -O1 -Wno-maybe-uninitialized)  # at -O1 g++ 12 takes checked optionals for uninitialized ones
+  if(NOT hot AND NOT room IN_LIST PENSTOCK_TORCH_ROOMS)
+    penstock_optimize_little(${library})
   endif()
   set(PENSTOCK_ROOMS ${PENSTOCK_ROOMS} ${library} CACHE INTERNAL "")
+endfunction()
+
+# Precompiled headers must be made with the same: g++ 12 compiles functions as its precompiled header was made, whatever the command line
+# says, and newer ones refuse it.
+function(penstock_optimize_little target)
+  if(CMAKE_BUILD_TYPE STREQUAL "Release")
+    target_compile_options(${target} PRIVATE -O1 -Wno-maybe-uninitialized)  # at -O1 g++ 12 takes checked optionals for uninitialized ones
+  endif()
 endfunction()
 
 # Precompiled Torch headers, each built once. A translation unit costs 13 s without; what it costs with one depends on how many
@@ -134,11 +144,8 @@ endfunction()
 # autograd functions), 7 s with all of torch/torch.h (modules, optimizers), which programs and tests use. Tests and examples are
 # compiled without optimization, which halves what they cost, and benchmarks with little; the library they use is not.
 function(penstock_use_torch_header target)
-  if(CMAKE_BUILD_TYPE STREQUAL "Release" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)  # see penstock_make_library
-    target_compile_options(${target} PRIVATE -O1 -Wno-maybe-uninitialized)
-  endif()
-  penstock_precompiled(${target} penstock_torch_header <torch/torch.h> <torch/library.h>
-                       <torch/csrc/distributed/c10d/Store.hpp> ${penstock_fmt_instances} <spdlog/spdlog.h>)
+  penstock_precompiled_little(${target} penstock_torch_header <torch/torch.h> <torch/library.h>
+                              <torch/csrc/distributed/c10d/Store.hpp> ${penstock_fmt_instances} <spdlog/spdlog.h>)
 endfunction()
 
 function(penstock_use_torch_test_header target)
@@ -159,9 +166,25 @@ function(penstock_use_torch_example_header target)
   endif()
 endfunction()
 
-function(penstock_use_torch_library_header target)
-  penstock_precompiled(${target} penstock_torch_library_header <ATen/ATen.h> <torch/library.h> <torch/csrc/autograd/custom_function.h> <torch/nn/module.h>
-                       <torch/csrc/distributed/c10d/Store.hpp> ${penstock_fmt_instances} <spdlog/spdlog.h>)
+function(penstock_use_torch_library_header target hot)
+  set(headers <ATen/ATen.h> <torch/library.h> <torch/csrc/autograd/custom_function.h> <torch/nn/module.h>
+              <torch/csrc/distributed/c10d/Store.hpp> ${penstock_fmt_instances} <spdlog/spdlog.h>)
+  if(hot)
+    penstock_precompiled(${target} penstock_torch_hot_header ${headers})
+  else()
+    penstock_precompiled_little(${target} penstock_torch_library_header ${headers})
+  endif()
+endfunction()
+
+# For targets with little optimization, and so is the header.
+function(penstock_precompiled_little target header)
+  if(TARGET ${header})
+    penstock_precompiled(${target} ${header})
+  else()
+    penstock_precompiled(${target} ${header} ${ARGN})
+    penstock_optimize_little(${header})
+  endif()
+  penstock_optimize_little(${target})
 endfunction()
 
 function(penstock_precompiled target header)

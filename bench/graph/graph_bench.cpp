@@ -3,9 +3,10 @@
 // with dynamic dims; optionally Python's AOT autograd.
 //
 //   graph_bench                                                  width 32
-//   graph_bench --peer "python3 bench/graph/graph_peer.py"             compared with the peer: capture,
-//   replay, loss and gradient norm graph_bench --width 256 --layers 12 --repeats 20 graph_bench --device cuda
-//   --width 768 --layers 12
+//   graph_bench --peer "python3 bench/graph/graph_peer.py"       compared with the peer: capture, replay,
+//                                                                loss and gradient norm
+//   graph_bench --width 256 --layers 12 --repeats 20
+//   graph_bench --device cuda --width 768 --layers 12
 //
 // "In shape" is forward and backward over fake tensors without recording; the additional cost of a capture is
 // the recording. Capture figures are the minimum of several runs for Penstock and the median for the peer;

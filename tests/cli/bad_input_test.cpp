@@ -1,6 +1,6 @@
 // Every command with bad inputs: it ends in time, with a documented exit code and a message of Penstock.
 //
-//   PENSTOCK_BAD_INPUTS=200 build/release/tests/cli_plain_tests --of=bad_input_test  # cases per command (3)
+//   PENSTOCK_BAD_INPUTS=200 build/release/tests/cli_plain_tests --of=bad_input_test  # cases per command
 //   PENSTOCK_BAD_INPUT_SEED=7                                                         # other cases
 //   PENSTOCK_BAD_INPUT_COMMAND='data make'                                            # only this command
 #include <gtest/gtest.h>
@@ -46,8 +46,11 @@ TEST(BadInput, EveryCommandReportsItsOwnError) {
   const std::vector<std::string> variables = own_variables(program());
   ASSERT_GE(commands.size(), 15U) << "commands of the program that --help lists";
   ASSERT_GE(variables.size(), 5U) << "variables in the program";
-  const std::uint64_t each = number_of("PENSTOCK_BAD_INPUTS", 3),
-                      seed = number_of("PENSTOCK_BAD_INPUT_SEED", 20261117);
+  // By default fewer of the commands that load LibTorch, which takes more time than all they do.
+  const auto cases = [](const CommandHelp& command) {
+    return number_of("PENSTOCK_BAD_INPUTS", loads_libtorch(command.name) ? 2 : 5);
+  };
+  const std::uint64_t seed = number_of("PENSTOCK_BAD_INPUT_SEED", 20261117);
   const std::string only = environment("PENSTOCK_BAD_INPUT_COMMAND");
   const ScratchFolder folder;
   const GoodFiles good = make_good_files(program(), folder.path());
@@ -59,7 +62,7 @@ TEST(BadInput, EveryCommandReportsItsOwnError) {
                     << " is new: give it a good command line in tests/cli/bad_inputs.cpp";
       continue;
     }
-    for (std::uint64_t i = 0; i < each && (only.empty() || only == command.name); ++i)
+    for (std::uint64_t i = 0; i < cases(command) && (only.empty() || only == command.name); ++i)
       tasks.push_back({&command, i});
   }
   std::cout << tasks.size() << " bad inputs, seed " << seed << std::endl;
@@ -145,19 +148,17 @@ class KnownBadInput : public ::testing::Test {
 
 TEST_F(KnownBadInput, SizesBeyondMemory) {
   folder_.write("text.txt", std::string(5000, 'a'));
+  const auto refused = [&](const std::string& command, const std::string& size,
+                           std::vector<std::string> words) {
+    words.insert(words.begin(), "penstock: memory: got a need of at least");
+    expect_refused(here(command + " --data.sources text.txt --device cpu --pp 1 " + size), words);
+  };
   for (const char* command :
-       {"train --dry-run", "train --run_folder run", "inspect memory --predict-only", "parity --steps 1"}) {
-    expect_refused(
-        here(std::string(command) + " --data.sources text.txt --device cpu --pp 1 --context 16777216"),
-        {"penstock: memory: got a need of at least", "TiB", "of model.context = 16777216",
-         "lower model.context"});
-    expect_refused(
-        here(std::string(command) + " --data.sources text.txt --device cpu --pp 1 --vocabulary 4294967296"),
-        {"penstock: memory: got a need of at least", "TiB", "model.vocabulary = 4294967296"});
-    expect_refused(here(std::string(command) + " --data.sources text.txt --device cpu --pp 1 --preset tiny "
-                                               "--width 1048576 --heads 1 --key_value_heads 1"),
-                   {"penstock: memory: got a need of at least", "model.width = 1048576"});
-  }
+       {"train --dry-run", "train --run_folder run", "inspect memory --predict-only", "parity --steps 1"})
+    refused(command, "--context 16777216", {"TiB", "of model.context = 16777216", "lower model.context"});
+  refused("train --run_folder run", "--vocabulary 4294967296", {"TiB", "model.vocabulary = 4294967296"});
+  refused("train --run_folder run", "--preset tiny --width 1048576 --heads 1 --key_value_heads 1",
+          {"model.width = 1048576"});
   expect_refused(here("inspect graph --vocabulary 4294967296"),
                  {"the embedding, model.vocabulary = 4294967296"});
   EXPECT_FALSE(std::filesystem::exists(folder_ / "run"));

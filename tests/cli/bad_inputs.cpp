@@ -429,6 +429,12 @@ std::vector<std::string> own_variables(const std::string& program) {
 
 bool has_good_line(const std::string& command) { return good_lines().contains(command); }
 
+bool loads_libtorch(const std::string& command) {
+  static const std::set<std::string> plain{"launch",    "schedule", "check",     "simulate",  "compare",
+                                           "partition", "trace",    "data make", "data show", "report"};
+  return !plain.contains(command);
+}
+
 GoodFiles make_good_files(const std::string& program, const fs::path& folder) {
   GoodFiles good;
   good.text = folder / "text.txt";

@@ -45,6 +45,8 @@ struct BadInput {
 
 // Returns whether a good command line for the command is known; without one it cannot be tested.
 bool has_good_line(const std::string& command);
+// Whether the command, which has a good command line, is one of the program that loads LibTorch.
+bool loads_libtorch(const std::string& command);
 
 // Makes one case; its files are created in `folder`, which is new and in which the command runs.
 BadInput make_bad_input(const std::string& program, const CommandHelp& command, const GoodFiles& good,

@@ -74,7 +74,7 @@ Ended train(const InvalidConfiguration& invalid, const fs::path& folder) {
 }
 
 TEST(InvalidConfigurations, AreRefusedByName) {
-  const std::uint64_t cases = count_from("PENSTOCK_INVALID_CONFIGURATIONS", 40),
+  const std::uint64_t cases = count_from("PENSTOCK_INVALID_CONFIGURATIONS", 24),
                       seed = count_from("PENSTOCK_INVALID_CONFIGURATIONS_SEED", 20261118);
   const ScratchFolder folder;
   std::atomic<std::uint64_t> next{0};

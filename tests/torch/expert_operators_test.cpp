@@ -18,6 +18,7 @@
 #include "penstock/mode.h"
 #include "penstock/torch/compat/cpu_bfloat16.h"
 #include "penstock/torch/experts/expert_choice.h"
+#include "penstock/torch/experts/expert_feed.h"
 #include "penstock/torch/experts/expert_gate.h"
 #include "penstock/torch/experts/expert_rows.h"
 #include "penstock/torch/experts/grouped_product.h"
@@ -524,6 +525,65 @@ TEST(GroupedProduct, RejectsWhatDoesNotFit) {
 // them
 
 // Shapes are known without values: the whole layer runs on fake tensors, forward and backward.
+// One operator for all steps: the bits of the single ones, with dropped choices, experts without tokens and
+// tokens that chose an expert twice.
+TEST(ExpertFeed, EqualsTheSingleOperators) {
+  std::mt19937 random(31);
+  const auto below = [&](std::int64_t end) {
+    return static_cast<std::int64_t>(random() % static_cast<unsigned>(end));
+  };
+  for (int round = 0; round < 60; ++round) {
+    const Case each{at::kCPU, round % 2 == 0 ? at::kFloat : at::kDouble};
+    const std::int64_t tokens = below(70), choices = 1 + below(2), experts = 1 + below(9),
+                       width = 1 + below(300), inner_width = 1 + below(40),
+                       capacity = round % 3 == 0 ? 1 + below(5) : 0;
+    const std::string what = name_of(each) + " round " + std::to_string(round);
+    const auto next = static_cast<std::uint64_t>(100 * round);
+    const at::Tensor x = made({tokens, 2 * width}, each, next).narrow(1, 0, width),
+                     gate = made({experts, width, inner_width}, each, next + 1),
+                     up = made({experts, width, inner_width}, each, next + 2),
+                     down = made({experts, inner_width, width}, each, next + 3),
+                     weights = made({tokens, choices}, each, next + 4);
+    const ExpertOrder order =
+        expert_order(torch::randint(experts, {tokens, choices}, at::kLong), experts, capacity);
+    ASSERT_TRUE(can_use_expert_feed(x, gate, up, down, weights)) << what;
+    const at::Tensor rows = gather_rows(x, order);
+    const at::Tensor inner = weighted_silu_product(grouped_product(rows, gate, order.ends),
+                                                   grouped_product(rows, up, order.ends), weights, order);
+    const at::Tensor wanted = sum_rows(grouped_product(inner, down, order.ends), order);
+    EXPECT_TRUE(at::equal(expert_feed(x, gate, up, down, weights, order), wanted)) << what;
+  }
+}
+
+// Where the single operators are needed: for derivatives, other dtypes, and sums that depend on the order.
+TEST(ExpertFeed, OnlyWhereItsBitsAreTheSame) {
+  const auto tensor = [](at::IntArrayRef sizes) { return torch::rand(sizes); };
+  const at::Tensor x = tensor({4, 6}), gate = tensor({3, 6, 5}), down = tensor({3, 5, 6}),
+                   weights = tensor({4, 2});
+  EXPECT_TRUE(can_use_expert_feed(x, gate, gate, down, weights));
+  EXPECT_FALSE(can_use_expert_feed(x, gate, gate, down, tensor({4, 3})));
+  EXPECT_FALSE(can_use_expert_feed(x.to(at::kBFloat16), gate, gate, down, weights));
+  EXPECT_FALSE(can_use_expert_feed(x, gate, gate, down.to(at::kDouble), weights));
+  const at::Tensor trained = down.clone().set_requires_grad(true);
+  EXPECT_FALSE(can_use_expert_feed(x, gate, gate, trained, weights));
+  const at::NoGradGuard no_grad;
+  EXPECT_TRUE(can_use_expert_feed(x, gate, gate, trained, weights));
+}
+
+TEST(ExpertFeed, RejectsWhatDoesNotFit) {
+  const at::Tensor x = torch::rand({4, 6}), gate = torch::rand({3, 6, 5}), down = torch::rand({3, 5, 6}),
+                   weights = torch::rand({4, 2});
+  const ExpertOrder order = expert_order(torch::zeros({4, 2}, at::kLong), 3);
+  const auto refused = [&](const at::Tensor& of_x, const at::Tensor& of_up, const at::Tensor& of_down,
+                           const at::Tensor& of_weights) {
+    return message_of<ValueError>([&] { expert_feed(of_x, gate, of_up, of_down, of_weights, order); });
+  };
+  EXPECT_TRUE(has_text(refused(x.to(at::kHalf), gate, down, weights), "expert_feed: tokens"));
+  EXPECT_TRUE(has_text(refused(x, torch::rand({3, 6, 4}), down, weights), "expert_feed: up"));
+  EXPECT_TRUE(has_text(refused(x, gate, gate, weights), "expert_feed: down"));
+  EXPECT_TRUE(has_text(refused(x, gate, down, torch::rand({4, 3})), "expert_feed: weights"));
+}
+
 TEST(ExpertOperators, FakeShapes) {
   FakeMode fake;
   const ModeGuard guard(fake);
@@ -544,6 +604,10 @@ TEST(ExpertOperators, FakeShapes) {
       weighted_silu_product(joint.narrow(1, 0, 8), joint.narrow(1, 8, 8), scores.gather(1, choices), order);
   EXPECT_EQ(rows.sizes(), (at::IntArrayRef{20, 8}));
   EXPECT_EQ(sum_rows(rows, order).sizes(), (at::IntArrayRef{10, 8}));
+  EXPECT_EQ(expert_feed(x.detach(), weight.detach(), weight.detach(), weight.detach().transpose(1, 2),
+                        scores.detach().gather(1, choices), order)
+                .sizes(),
+            (at::IntArrayRef{10, 6}));
   const at::Tensor y = combine_rows(rows, scores.gather(1, choices), order);
   EXPECT_EQ(y.sizes(), (at::IntArrayRef{10, 8}));
   y.sum().backward();

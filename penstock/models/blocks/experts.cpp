@@ -21,6 +21,7 @@
 #include "penstock/step_context.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/torch/experts/expert_choice.h"
+#include "penstock/torch/experts/expert_feed.h"
 #include "penstock/torch/experts/expert_gate.h"
 #include "penstock/torch/experts/expert_rows.h"
 #include "penstock/torch/experts/grouped_product.h"
@@ -32,6 +33,10 @@ namespace {
 
 // From so many rows on, the products of gate and up are one.
 constexpr std::int64_t kRowsOfOneProduct = 256;
+
+at::Tensor own_part(const at::Tensor& parameter) {
+  return is_dtensor(parameter) ? to_local(parameter) : parameter;
+}
 
 }  // namespace
 
@@ -169,6 +174,11 @@ at::Tensor ExpertsImpl::shares_of(const at::Tensor& counts, std::int64_t choices
 }
 
 at::Tensor ExpertsImpl::run_experts(const at::Tensor& tokens, const Routing& routing) const {
+  if (!axes_.experts) {
+    const at::Tensor by_gate = own_part(gate), by_up = own_part(up), by_down = own_part(down);
+    if (can_use_expert_feed(tokens, by_gate, by_up, by_down, routing.weights))
+      return expert_feed(tokens, by_gate, by_up, by_down, routing.weights, routing.order);
+  }
   const at::Tensor rows = gather_rows(tokens, routing.order);  // [T * top_k, width]
   if (!axes_.experts) {
     const ExpertOrder& order = routing.order;
@@ -194,19 +204,16 @@ at::Tensor ExpertsImpl::run_experts(const at::Tensor& tokens, const Routing& rou
 // On a GPU gate and up are one product, whose weights are joined in the pass that casts them. Elsewhere, and
 // for few rows, copying all experts would cost more than it saves.
 at::Tensor ExpertsImpl::feed(const at::Tensor& rows, const at::Tensor& ends, const Gating& gating) const {
-  const auto own = [](const at::Tensor& parameter) {
-    return is_dtensor(parameter) ? to_local(parameter) : parameter;
-  };
   const at::ScalarType dtype = rows.scalar_type();
   if (!rows.is_cuda() || rows.size(0) < kRowsOfOneProduct) {
-    const auto weight = [&](const at::Tensor& parameter) { return cast_weight(own(parameter)); };
+    const auto weight = [&](const at::Tensor& parameter) { return cast_weight(own_part(parameter)); };
     const at::Tensor by_gate = grouped_product(rows, weight(gate), ends),
                      by_up = grouped_product(rows, weight(up), ends);
     return grouped_product(gating.parts(by_gate, by_up), weight(down), ends);
   }
   const at::Tensor inner =
-      gating.halves(grouped_product(rows, join_columns(own(gate), own(up), dtype), ends));
-  const at::Tensor last = own(down);
+      gating.halves(grouped_product(rows, join_columns(own_part(gate), own_part(up), dtype), ends));
+  const at::Tensor last = own_part(down);
   return grouped_product(inner, last.scalar_type() == dtype ? last : join_columns(last, {}, dtype), ends);
 }
 

@@ -2,8 +2,6 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
-#include <ATen/Parallel.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -13,12 +11,12 @@
 #include <cstdint>
 #include <string>
 #include <tuple>
-#include <vector>
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/torch/experts/expert_kernels.h"
 #include "penstock/torch/experts/expert_rows_cpu.h"
+#include "penstock/torch/experts/gate_tiles.h"
 
 namespace penstock {
 namespace {
@@ -27,9 +25,6 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using GateGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // of gate, up and weights
 using HalvesGradients = std::tuple<at::Tensor, at::Tensor>;            // of the joint rows and weights
-
-// Elements of a tile: the sigmoids of one stay in the second-level cache.
-constexpr std::int64_t kTileElements = 32 * 1024;
 
 std::string gate_text(const at::Tensor& tensor) {
   return fmt::format("{} of {}", fmt::join(tensor.sizes(), " x "), c10::toString(tensor.scalar_type()));
@@ -66,28 +61,6 @@ at::Tensor weighted_gate_meta(const at::Tensor& gate, const at::Tensor& up, cons
   return at::empty(gate.sizes(), gate.options());
 }
 
-// Calls body(first row, number of rows, sigmoids of gate) for tiles of whole rows, from several threads.
-template <class Element, class Body>
-void for_each_tile(const at::Tensor& gate, const Body& body) {
-  using Sum = detail::RowSum<Element>;
-  const std::int64_t rows = gate.size(0), width = gate.size(1), stride = gate.stride(0);
-  const Element* values = gate.data_ptr<Element>();
-  const std::int64_t tile = std::max<std::int64_t>(1, kTileElements / std::max<std::int64_t>(1, width));
-  at::parallel_for(0, (rows + tile - 1) / tile, 1, [&](std::int64_t begin, std::int64_t end) {
-    // LibTorch's own sigmoid, for its vectorized exponential; autocast would change its dtype.
-    const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
-    std::vector<Sum> shares(static_cast<std::size_t>(std::min(tile, rows) * width));
-    for (std::int64_t number = begin; number < end; ++number) {
-      const std::int64_t first = number * tile, count = std::min(tile, rows - first);
-      for (std::int64_t row = 0; row < count; ++row)
-        std::copy_n(values + (first + row) * stride, width, shares.data() + row * width);
-      at::Tensor view = at::from_blob(shares.data(), {count * width}, c10::CppTypeToScalarType<Sum>::value);
-      at::sigmoid_out(view, view);
-      body(first, count, static_cast<const Sum*>(shares.data()));
-    }
-  });
-}
-
 at::Tensor weighted_gate_cpu(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& given_weights,
                              const at::Tensor& order) {
   at::Tensor inner = weighted_gate_meta(gate, up, given_weights, order);
@@ -101,16 +74,17 @@ at::Tensor weighted_gate_cpu(const at::Tensor& gate, const at::Tensor& up, const
         const scalar_t *gates = gate.data_ptr<scalar_t>(), *ups = up.data_ptr<scalar_t>();
         const Sum* factors = weights.data_ptr<Sum>();
         scalar_t* out = inner.data_ptr<scalar_t>();
-        for_each_tile<scalar_t>(gate, [&](std::int64_t first, std::int64_t count, const Sum* shares) {
-          for (std::int64_t slot = first; slot < first + count; ++slot, shares += width) {
-            scalar_t* row = out + slot * width;
-            if (choice_in[slot] < 0)
-              std::fill_n(row, width, scalar_t(0));
-            else
-              detail::gate_row(gates + slot * gate_stride, ups + slot * up_stride, shares,
-                               factors[choice_in[slot]], width, row);
-          }
-        });
+        detail::for_each_gate_tile<scalar_t>(
+            gate, [&](std::int64_t first, std::int64_t count, const Sum* shares) {
+              for (std::int64_t slot = first; slot < first + count; ++slot, shares += width) {
+                scalar_t* row = out + slot * width;
+                if (choice_in[slot] < 0)
+                  std::fill_n(row, width, scalar_t(0));
+                else
+                  detail::gate_row(gates + slot * gate_stride, ups + slot * up_stride, shares,
+                                   factors[choice_in[slot]], width, row);
+              }
+            });
       });
   return inner;
 }
@@ -144,20 +118,21 @@ void gate_gradients_cpu(const GateRows& in, const at::Tensor& weights, const at:
         Sum* to_weights = by_weight.data_ptr<Sum>();
         for (std::int64_t choice = 0; choice < slot.numel(); ++choice)
           if (slots[choice] < 0) to_weights[choice] = Sum(0);
-        for_each_tile<scalar_t>(in.gate, [&](std::int64_t first, std::int64_t count, const Sum* shares) {
-          for (std::int64_t at = first; at < first + count; ++at, shares += width) {
-            const std::int32_t choice = choice_in[at];
-            scalar_t *to_gate = row(out.gate, at), *to_up = row(out.up, at);
-            if (choice < 0) {
-              std::fill_n(to_gate, width, scalar_t(0));
-              std::fill_n(to_up, width, scalar_t(0));
-            } else {
-              to_weights[choice] =
-                  detail::gate_row_backward(row(in.gate, at), row(in.up, at), shares, row(gradient, at),
-                                            factors[choice], width, to_gate, to_up);
-            }
-          }
-        });
+        detail::for_each_gate_tile<scalar_t>(
+            in.gate, [&](std::int64_t first, std::int64_t count, const Sum* shares) {
+              for (std::int64_t at = first; at < first + count; ++at, shares += width) {
+                const std::int32_t choice = choice_in[at];
+                scalar_t *to_gate = row(out.gate, at), *to_up = row(out.up, at);
+                if (choice < 0) {
+                  std::fill_n(to_gate, width, scalar_t(0));
+                  std::fill_n(to_up, width, scalar_t(0));
+                } else {
+                  to_weights[choice] =
+                      detail::gate_row_backward(row(in.gate, at), row(in.up, at), shares, row(gradient, at),
+                                                factors[choice], width, to_gate, to_up);
+                }
+              }
+            });
       });
 }
 

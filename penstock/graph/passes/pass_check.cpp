@@ -11,6 +11,7 @@
 #include "penstock/graph/ir/constant_value.h"
 #include "penstock/graph/ir/graph.h"
 #include "penstock/graph/ir/shape_inference.h"
+#include "penstock/graph/passes/effect_check.h"
 
 namespace penstock::graph {
 namespace {
@@ -30,6 +31,7 @@ class PassCheck {
       fail(fmt::format("{} nodes write memory, expected none", writing));
     same_ends();
     same_memory();
+    same_places_of_outputs();
     same_effects();
     if (!after_.table) shapes_follow();
   }
@@ -92,19 +94,22 @@ class PassCheck {
                              : fmt::format("tensor {} among the outputs", i - before_.inputs.size())));
   }
 
-  static std::vector<std::string> effects_of(const Graph& graph) {
-    std::vector<std::string> effects;
-    for (const Node& node : graph.nodes)
-      if (must_run(node)) effects.push_back(c10::toString(node.op.operator_name()));
-    return effects;
+  // What a call writes to an input is an output, too: two of them must not be exchanged.
+  void same_places_of_outputs() const {
+    std::vector<ValueId> was, is;
+    for_each_value(before_.outputs, [&](ValueId value) { was.push_back(value); });
+    for_each_value(after_.outputs, [&](ValueId value) { is.push_back(value); });
+    if (was == is) return;
+    std::vector<ValueId> sorted_was = was, sorted_is = is;
+    std::sort(sorted_was.begin(), sorted_was.end());
+    std::sort(sorted_is.begin(), sorted_is.end());
+    if (sorted_was == sorted_is)
+      fail("it returns the same tensors in another order; return each at the place where it was");
   }
 
   void same_effects() const {
-    const std::vector<std::string> was = effects_of(before_), is = effects_of(after_);
-    if (was != is)
-      fail(fmt::format(
-          "it runs {} operators that draw random numbers or have side effects, expected {} in the same order",
-          is.size(), was.size()));
+    if (const std::string difference = difference_of_effects(before_, after_); !difference.empty())
+      fail(difference);
   }
 
   // Not of operators on tensors that begin inside of their memory: fake ones begin at its start, where

@@ -33,12 +33,20 @@ using test::message_of;
 // ---- operators of this test ----
 
 void tell(const at::Tensor&, std::int64_t) {}
-at::Tensor send(const at::Tensor& x) { return x.clone(); }
+at::Tensor send(const at::Tensor& x) { return x + 0; }
+at::Tensor send_in_shape(const at::Tensor& x) { return at::empty_like(x); }
 
-TORCH_LIBRARY(penstock_pass_check_test, library) {
-  library.def("tell(Tensor x, int number) -> ()", &tell);
-  library.def("send(Tensor x) -> Tensor",
-              torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, &send));
+TORCH_LIBRARY_FRAGMENT(penstock_pass_check_test, library) {
+  library.def("tell(Tensor x, int number) -> ()");
+  library.def("send(Tensor x) -> Tensor");
+}
+TORCH_LIBRARY_IMPL(penstock_pass_check_test, CPU, library) {
+  library.impl("tell", tell);
+  library.impl("send", send);
+}
+TORCH_LIBRARY_IMPL(penstock_pass_check_test, Meta, library) {
+  library.impl("tell", tell);
+  library.impl("send", send_in_shape);
 }
 
 void call_tell(const at::Tensor& x, std::int64_t number) {

@@ -262,7 +262,7 @@ TEST(PassCheck, ArgumentsOfDrawsMayBeSimplified) {
                         return Tensors{drawn * in[1].cos() + in[1].cos()};
                       }).graph;
   const std::size_t before = graph.nodes.size();
-  const Graph after = PassList({}, /*verify=*/true).run(graph, {.role = PassRole::Inference});
+  const Graph after = PassList(standard_passes(), /*verify=*/true).run(graph, {.role = PassRole::Inference});
   EXPECT_LT(after.nodes.size(), before);
   EXPECT_EQ(places_of(after, "aten::bernoulli").size(), 2u);
 }

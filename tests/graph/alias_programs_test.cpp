@@ -174,7 +174,7 @@ Graph graph_of(const std::function<Tensors(const Tensors&)>& function, const Ten
   return capture_function(over_tensors(function), values_of(inputs)).joint.graph;
 }
 
-std::size_t count_of(const Graph& graph, const std::string& op) {
+std::size_t nodes_named(const Graph& graph, const std::string& op) {
   return static_cast<std::size_t>(
       std::count_if(graph.nodes.begin(), graph.nodes.end(),
                     [&](const Node& node) { return node.op.operator_name().name == op; }));
@@ -253,10 +253,10 @@ TEST(UndeclaredViews, ABiasIsAddedWithoutACopy) {
     return Tensors{at::matmul(in[0], in[1]).add_(in[2]).relu_()};
   };
   const Graph graph = graph_of(function, inputs);
-  EXPECT_EQ(count_of(graph, "aten::as_strided_scatter"), 0u) << to_text(graph);
-  EXPECT_EQ(count_of(graph, "aten::clone"),
-            count_of(graph_of([](const Tensors& in) { return Tensors{at::matmul(in[0], in[1])}; }, inputs),
-                     "aten::clone"));
+  EXPECT_EQ(nodes_named(graph, "aten::as_strided_scatter"), 0u) << to_text(graph);
+  EXPECT_EQ(nodes_named(graph, "aten::clone"),
+            nodes_named(graph_of([](const Tensors& in) { return Tensors{at::matmul(in[0], in[1])}; }, inputs),
+                        "aten::clone"));
   expect_same(tensors_of({Executor(graph)(inputs)[0]}), {function(inputs)[0]}, "output");
 }
 

@@ -50,7 +50,8 @@ Tensors alias_program(unsigned seed, const Tensors& inputs, bool writes) {
         pool.push_back(random_steps::same_memory(choose(random_steps::kSameMemory), x));
         break;
       case 4:
-        pool.push_back(x.is_contiguous() ? at::_unsafe_view(x, {1, x.numel()}) : x.detach());
+        // It returns the tensor itself, which has no derivative of its own.
+        pool.push_back(writes ? at::lift(x) : x.is_contiguous() ? at::_unsafe_view(x, {1, x.numel()}) : x);
         break;
       case 5:
         pool.push_back(x.detach());

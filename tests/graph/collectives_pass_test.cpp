@@ -75,7 +75,7 @@ TEST(CollectivesPass, WaitsMoveDownAndStartsMoveUp) {
     // Collectives and draws may change places.
     const Order draw = order_of(
         [&](const Tensors& in) {
-          const at::Tensor y = in[0].exp(), drawn = torch::bernoulli(in[1], 0.5), sum = sum_of(y, group);
+          const at::Tensor y = in[0].exp(), drawn = torch::bernoulli(in[1]), sum = sum_of(y, group);
           return Tensors{drawn + sum};
         },
         2);

@@ -125,7 +125,7 @@ inline at::Tensor same_memory(std::size_t which, const at::Tensor& x) {
     case 1:
       return tracked || !x.is_contiguous() ? x.contiguous() : at::_unsafe_view(x, x.sizes());
     case 2:
-      return tracked ? x.expand(x.sizes()) : at::lift(x);
+      return x.expand(x.sizes());
     case 3:
       return at::_reshape_alias(x, x.sizes(), x.strides());
     case 4:

@@ -11,6 +11,7 @@
 #include "penstock/graph/ir/constant_value.h"
 #include "penstock/graph/ir/graph.h"
 #include "penstock/graph/ir/shape_inference.h"
+#include "penstock/graph/ir/state_operator.h"
 #include "penstock/graph/passes/effect_check.h"
 
 namespace penstock::graph {
@@ -113,13 +114,14 @@ class PassCheck {
   }
 
   // Not of operators on tensors that begin inside of their memory: fake ones begin at its start, where
-  // as_strided refers to other places.
+  // as_strided refers to other places. Nor of those that are given the state of a generator, which a fake
+  // tensor cannot hold.
   void shapes_follow() const {
     for (const Node& node : after_.nodes) {
       bool at_start = true;
       for_each_value(node.arguments,
                      [&](ValueId value) { at_start &= after_[value].geometry.storage_offset == 0; });
-      if (!at_start) continue;
+      if (!at_start || operator_inside(node.op)) continue;
       const Stack results = run_on_fake_arguments(after_, node.op, node.arguments);
       for (std::size_t i = 0; i < results.size() && i < node.results.size(); ++i) {
         if (!results[i].isTensor() || node.results[i].value() == kNoValue) continue;

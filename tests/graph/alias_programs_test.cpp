@@ -50,8 +50,11 @@ Tensors alias_program(unsigned seed, const Tensors& inputs, bool writes) {
         pool.push_back(random_steps::same_memory(choose(random_steps::kSameMemory), x));
         break;
       case 4:
-        // It returns the tensor itself, which has no derivative of its own.
-        pool.push_back(writes ? at::lift(x) : x.is_contiguous() ? at::_unsafe_view(x, {1, x.numel()}) : x);
+        // They return the tensor itself, and have no derivatives of their own.
+        if (writes)
+          pool.push_back(choose(2) > 0 ? at::lift(x) : at::lift_fresh(x));
+        else
+          pool.push_back(x.is_contiguous() ? at::_unsafe_view(x, {1, x.numel()}) : x);
         break;
       case 5:
         pool.push_back(x.detach());

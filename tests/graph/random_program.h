@@ -129,7 +129,8 @@ inline at::Tensor same_memory(std::size_t which, const at::Tensor& x) {
     case 3:
       return at::_reshape_alias(x, x.sizes(), x.strides());
     case 4:
-      return at::lift_fresh(x);
+      // Of a tensor that nobody else has: it returns the tensor itself, whose shape others could change.
+      return at::lift_fresh(x.clone());
     case 5:
       return x.reshape(x.sizes());
     case 6:

@@ -14,6 +14,7 @@
 #include <set>
 
 #include "penstock/base/text.h"
+#include "penstock/comm/launch/launch_notices.h"
 #include "penstock/errors.h"
 
 namespace penstock::comm {
@@ -85,6 +86,7 @@ class Attempt {
   const LaunchContext& context_;
   const LaunchOptions& options_;
   const int attempt_;
+  NoticeBoard notices_;
   std::vector<RankState> ranks_;
   AttemptResult result_;
   Ending ending_ = Ending::None;
@@ -108,8 +110,9 @@ bool Attempt::start() {
     logs.emplace_back(fmt::format("{}/attempt{}/rank{}.log", options_.log_dir, attempt_, rank));
   for (int rank = 0; rank < options_.ranks; ++rank) {
     const auto started = Clock::now();
-    SpawnedRank spawned = spawn_rank(context_.program_path, options_.command,
-                                     rank_environment(context_, attempt_, rank, port), context_.guard);
+    SpawnedRank spawned =
+        spawn_rank(context_.program_path, options_.command,
+                   rank_environment(context_, attempt_, rank, port, notices_.path()), context_.guard);
     if (spawned.exec_errno != 0) {
       const int error = spawned.exec_errno;
       result_.start_code = error == ENOENT ? 127 : 126;
@@ -249,6 +252,8 @@ void Attempt::take_exits() {
     rank.phase = Phase::Ended;
     rank.outcome.elapsed_s = std::chrono::duration<double>(Clock::now() - rank.started).count();
     rank.drain_until = Clock::now() + kDrainTime;
+    notices_.post(rank.outcome.rank,
+                  fmt::format("{} after {}", rank.outcome.describe(), elapsed(rank.outcome.elapsed_s)));
     // Its last output is shown before the launcher's message about it. A pipe usually holds 64 KiB, so this
     // ends even if others write.
     for (Stream& stream : rank.streams)

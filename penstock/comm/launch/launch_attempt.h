@@ -17,6 +17,7 @@ struct LaunchContext {
   const LaunchOptions& options;
   std::string program_path;
   std::string launch_id;
+  std::string secret;  // of this job, for ranks that have no PENSTOCK_SECRET
   int threads = 1;
   LaunchSignals& signals;
   OrphanGuard& guard;
@@ -40,7 +41,9 @@ AttemptResult run_attempt(const LaunchContext& context, int attempt);
 
 // Returns the environment of one rank: the launching process's, then options.environment, then the launcher's
 // variables.
-std::vector<std::string> rank_environment(const LaunchContext& context, int attempt, int rank, int port);
+// `notices`: where the ranks read which of them have ended (launch_notices.h).
+std::vector<std::string> rank_environment(const LaunchContext& context, int attempt, int rank, int port,
+                                          const std::string& notices);
 
 // Returns a TCP port on which nobody listens. Chosen below the range the kernel uses for outgoing
 // connections, so that none of those takes it before rank 0 listens.

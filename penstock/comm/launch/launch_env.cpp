@@ -8,6 +8,8 @@
 #include "penstock/base/env.h"
 #include "penstock/base/number.h"
 #include "penstock/base/quote.h"
+#include "penstock/comm/launch/launch_notices.h"
+#include "penstock/comm/secure/secret.h"
 #include "penstock/errors.h"
 
 namespace penstock::comm {
@@ -127,8 +129,8 @@ LaunchEnv parse_launch_env(const Get& get) {
     env.local_rank = get_int(get, "OMPI_COMM_WORLD_LOCAL_RANK", 0, kMaxWorld - 1).value_or(env.rank);
     env.local_world_size = get_int(get, "OMPI_COMM_WORLD_LOCAL_SIZE", 1, kMaxWorld).value_or(env.world_size);
     check(env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE");
-    const std::string job = get("PMIX_NAMESPACE").value_or(get("OMPI_MCA_ess_base_jobid").value_or("ompi"));
-    set_tcp(env, get, env.local_world_size == env.world_size ? "127.0.0.1" : "", port_of_job(job));
+    env.job = get("PMIX_NAMESPACE").value_or(get("OMPI_MCA_ess_base_jobid").value_or("ompi"));
+    set_tcp(env, get, env.local_world_size == env.world_size ? "127.0.0.1" : "", port_of_job(env.job));
   } else if (get("SLURM_STEP_ID") && get("SLURM_PROCID") && get("SLURM_LOCALID")) {
     // A job step, that is, started by srun; the batch script itself has no SLURM_LOCALID of a step and runs
     // as one rank.
@@ -144,8 +146,8 @@ LaunchEnv parse_launch_env(const Get& get) {
         nodes == 1 ? env.world_size : std::max(env.local_rank + 1, (env.world_size + nodes - 1) / nodes);
     check(env, "SLURM_PROCID", size_name);
     const auto node_list = get("SLURM_STEP_NODELIST").value_or(get("SLURM_JOB_NODELIST").value_or(""));
-    set_tcp(env, get, nodes == 1 ? "127.0.0.1" : first_slurm_host(node_list),
-            port_of_job(get("SLURM_JOB_ID").value_or("0") + "." + *get("SLURM_STEP_ID")));
+    env.job = get("SLURM_JOB_ID").value_or("0") + "." + *get("SLURM_STEP_ID");
+    set_tcp(env, get, nodes == 1 ? "127.0.0.1" : first_slurm_host(node_list), port_of_job(env.job));
   }
   if (const auto place = get("PENSTOCK_RENDEZVOUS")) {
     Rendezvous chosen = parse_rendezvous(*place);
@@ -153,7 +155,17 @@ LaunchEnv parse_launch_env(const Get& get) {
     env.rendezvous = chosen;
   }
   if (env.world_size == 1 && env.launcher == "none") env.rendezvous = {};
+  if (const auto secret = get(kSecretVariable)) {
+    check_secret(*secret);
+    env.secret = *secret;
+  }
+  env.notices = get(kNoticesVariable).value_or("");
   return env;
+}
+
+std::string rendezvous_secret(const LaunchEnv& env) {
+  if (!env.secret.empty()) return env.secret;
+  return fmt::format("no secret; port {}, {} ranks, job {}", env.rendezvous.port, env.world_size, env.job);
 }
 
 LaunchEnv launch_env() { return parse_launch_env(env_text); }

@@ -33,6 +33,9 @@ struct LaunchEnv {
   int local_rank = 0;
   int local_world_size = 1;
   Rendezvous rendezvous;
+  std::string secret;   // PENSTOCK_SECRET; empty: not set
+  std::string job;      // what the launcher calls this job; the same on all ranks, empty if it does not say
+  std::string notices;  // PENSTOCK_LAUNCH_NOTICES: where the launcher says which ranks have ended
   std::string launcher = "none";  // "penstock or torchrun", "Open MPI", "Slurm", "none"
 };
 
@@ -42,6 +45,11 @@ struct LaunchEnv {
 //
 // PENSTOCK_RENDEZVOUS (tcp://host:port or file:///path) overrides where ranks meet under every launcher.
 LaunchEnv parse_launch_env(const std::function<std::optional<std::string>(const char*)>& get);
+
+// Returns the secret by which ranks recognize each other. Without PENSTOCK_SECRET it is derived from the
+// job's port, size and name, which are the same on all its ranks: that keeps out other jobs and programs that
+// speak another protocol, and nobody who wants to get in.
+std::string rendezvous_secret(const LaunchEnv& env);
 
 // Reads the environment of this process.
 LaunchEnv launch_env();

@@ -18,6 +18,8 @@
 #include "penstock/comm/launch/compute_environment.h"
 #include "penstock/comm/launch/launch_attempt.h"
 #include "penstock/comm/launch/launch_cores.h"
+#include "penstock/comm/launch/launch_notices.h"
+#include "penstock/comm/secure/secret.h"
 #include "penstock/errors.h"
 
 extern char** environ;
@@ -132,7 +134,8 @@ std::string signal_name(int signal) {
   return name != nullptr ? std::string("SIG") + name : fmt::format("signal {}", signal);
 }
 
-std::vector<std::string> rank_environment(const LaunchContext& context, int attempt, int rank, int port) {
+std::vector<std::string> rank_environment(const LaunchContext& context, int attempt, int rank, int port,
+                                          const std::string& notices) {
   const LaunchOptions& options = context.options;
   std::vector<std::string> entries;
   const auto is = [](const std::string& entry, const std::string& name) {
@@ -162,6 +165,9 @@ std::vector<std::string> rank_environment(const LaunchContext& context, int atte
   set("MASTER_PORT", fmt::format("{}", port));
   set("PENSTOCK_RESTART_COUNT", fmt::format("{}", attempt));
   set("PENSTOCK_LAUNCH_ID", context.launch_id);
+  if (value_of(kSecretVariable).empty()) set(kSecretVariable, context.secret);
+  remove(kNoticesVariable);
+  if (!notices.empty()) set(kNoticesVariable, notices);
   // With the variables of an outer torchrun, the ranks would look for a store that its agent hosts for its
   // own workers.
   remove("TORCHELASTIC_USE_AGENT_STORE");
@@ -211,6 +217,7 @@ LaunchResult launch(const LaunchOptions& options) {
       options,
       program.path,
       fmt::format("{}.{}", getpid(), std::chrono::steady_clock::now().time_since_epoch().count()),
+      make_secret(),
       threads_per_rank(available_cores(), options.ranks),
       signals,
       guard,

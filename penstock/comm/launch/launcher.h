@@ -11,6 +11,8 @@
 //   WORLD_SIZE, LOCAL_WORLD_SIZE  ranks
 //   MASTER_ADDR, MASTER_PORT      127.0.0.1 and a port that was free when the attempt began
 //   PENSTOCK_RESTART_COUNT        0 in the first attempt
+//   PENSTOCK_SECRET               a random text of this launch, unless set (docs/security.md)
+//   PENSTOCK_LAUNCH_NOTICES       where ranks that have not met yet read which of them have ended
 //   PENSTOCK_LAUNCH_ID            one value per launch; identifies processes that left their group
 //   OMP_NUM_THREADS and others    threads (cores / ranks) and memory, unless set: compute_environment.h
 // Its standard input is /dev/null, it leads a process group of its own, and no signal is blocked or caught.

@@ -9,7 +9,8 @@
 //
 // A World is a handle: copies refer to the same world. When the last copy is destroyed, this rank leaves the
 // world. If it is destroyed by stack unwinding, the other ranks are notified that this one failed. The
-// destructor does not wait for other ranks.
+// destructor does not wait for other ranks, except on rank 0, which hosts the store that the others use until
+// they leave: it waits for them, at most for the timeout, and for seconds once a rank has failed.
 //
 // Thread safety: const member functions may be called from any thread. new_group is called by one thread, in
 // the same order on every rank.

@@ -117,16 +117,17 @@ int train_all_steps(const comm::World& world, const train::ResolvedConfig& resol
 
 // One of the ranks started by start_ranks.
 int run_rank(const fs::path& folder, const fs::path& handed) {
-  catch_signals();
   const train::ResolvedConfig resolved = train::read_written_config(handed / kHandedConfig);
   const comm::World world = world_of(resolved.config);
+  catch_signals();  // not before: until the ranks have met there is nothing to save, and a signal ends the
+                    // wait
   return train_all_steps(world, resolved, folder, [&] { std::ofstream(handed / kAccepted).flush(); });
 }
 
 // Ranks started by another launcher: rank 0 creates the folder and sends its path to the others.
 int run_foreign_rank(const train::RunPlan& plan) {
-  catch_signals();
   const comm::World world = world_of(plan.resolved.config);
+  catch_signals();
   std::unique_ptr<train::RunFolder> held;
   const fs::path folder = train::agree_on_run_folder(world, plan, held);
   const int exit_code =

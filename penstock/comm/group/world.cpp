@@ -173,10 +173,19 @@ World World::connect(const LaunchEnv& env, const WorldOptions& options) {
                 .monitor = nullptr,
                 .timeout = timeout});
   if (env.world_size > 1) {
-    core->monitor = std::make_unique<Monitor>(env, core->store, core->liveness, deadline);
+    core->monitor = std::make_unique<Monitor>(env, core->store, core->liveness, deadline, timeout);
     core->store.watch(core->liveness, env.rank);
   }
-  exchange_host_facts(*core, deadline);
+  try {
+    exchange_host_facts(*core, deadline);
+  } catch (const PeerLostError& error) {
+    // The launcher says so; ranks of other hosts have not heard it.
+    if (const auto lost = error.context().lost_rank;
+        lost && core->monitor && !core->liveness->first_failure())
+      core->monitor->report_lost(*lost, "it ended before all ranks had met");
+    throw;
+  }
+  core->store.rendezvous_done();
   return World(std::move(core), options.p2p);
 }
 

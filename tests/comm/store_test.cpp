@@ -436,7 +436,7 @@ TEST(Monitor, SilenceIsNoticed) {
     const LaunchEnv env = env_of(rank, 3, port);
     Store store = Store::connect(env, in(30s));
     const auto liveness = std::make_shared<Liveness>(3);
-    Monitor monitor(env, store, liveness, in(30s), 2s);
+    Monitor monitor(env, store, liveness, in(30s), 3s);
     store.add("here", 1);
     while (store.add("here", 0) < 3) std::this_thread::sleep_for(5ms);
     if (rank == 2) {
@@ -447,6 +447,10 @@ TEST(Monitor, SilenceIsNoticed) {
     const pid_t victim = std::stoi(files.get("victim"));
     if (rank == 0) kill(victim, SIGSTOP);
     const auto begin = Clock::now();
+    // First it is suspected, which errors mention; then it is lost.
+    while (!liveness->silent_since(2) && !liveness->first_failure()) std::this_thread::sleep_for(10ms);
+    RANK_CHECK(!liveness->first_failure());
+    RANK_CHECK(liveness->describe_silence().find("nothing was heard from rank 2 for") != std::string::npos);
     const auto failure = liveness->await_failure(in(40s));
     RANK_CHECK(failure && failure->rank == 2);
     RANK_CHECK(failure->reason.find("nothing was heard from it") != std::string::npos);

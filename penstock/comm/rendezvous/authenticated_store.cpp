@@ -22,6 +22,8 @@ using namespace std::chrono_literals;
 // Limits of the time for one request, whatever the run's timeout is. The host answers from a thread of its
 // own.
 constexpr std::chrono::milliseconds kShortestReply{1000}, kLongestReply{15000};
+// The same for a host of which nothing is heard, once it has left a request unanswered.
+constexpr std::chrono::milliseconds kReplyAfterSilence{50};
 // How long one handshake may take before it is tried again.
 constexpr auto kHandshakeTime = 5s;
 // An end that refuses the secret, or speaks something else, is believed after this time: until then a process
@@ -163,18 +165,27 @@ StoreReply AuthenticatedStore::ask(StoreRequest request) {
     reply = server_->table().apply(request);
   } else {
     const auto begin = Clock::now();
-    const auto limit = std::clamp<std::chrono::milliseconds>(timeout_, kShortestReply, kLongestReply);
+    std::shared_ptr<const Liveness> liveness;
+    {
+      const std::lock_guard lock(mutex_);
+      liveness = liveness_;
+    }
+    auto limit = std::clamp<std::chrono::milliseconds>(timeout_, kShortestReply, kLongestReply);
+    // Whoever asks has already waited for a silent host in vain: its error must not take as long again.
+    if (liveness && liveness->silent_since(0)) limit = unanswered_ ? kReplyAfterSilence : kShortestReply;
     auto answer = client_->ask(std::move(request), begin + limit);
+    unanswered_ = !answer;
     if (!answer) {
+      const std::string silence = liveness ? liveness->describe_silence() : "";
       CommContext context;
       context.rank = rank_;
       context.operation = "store";
       context.elapsed_s = std::chrono::duration<double>(Clock::now() - begin).count();
       throw TimeoutError(
-          fmt::format(
-              "the rendezvous store at {} does not answer; the process that hosts it, usually rank 0, is "
-              "stopped or unreachable; look at its output, and check the network to its host",
-              place_),
+          fmt::format("the rendezvous store at {} does not answer; the process that hosts it, usually "
+                      "rank 0, is stopped or unreachable{}{}; look at its output, and check the "
+                      "network to its host",
+                      place_, silence.empty() ? "" : ": ", silence),
           context);
     }
     reply = std::move(*answer);

@@ -10,6 +10,7 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <mutex>
@@ -67,8 +68,9 @@ class AuthenticatedStore final : public c10d::Store {
   std::unique_ptr<StoreClient> client_;
   const std::string place_;
   const int rank_;
-  const int exceptions_;  // in flight when this object was made
-  std::mutex mutex_;      // guards liveness_
+  const int exceptions_;                 // in flight when this object was made
+  std::atomic<bool> unanswered_{false};  // the last request
+  std::mutex mutex_;                     // guards liveness_
   std::shared_ptr<const Liveness> liveness_;
 };
 

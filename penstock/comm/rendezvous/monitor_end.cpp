@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "penstock/base/log.h"
+#include "penstock/base/number.h"
 #include "penstock/base/quote.h"
 #include "penstock/comm/launch/launch_signals.h"
 #include "penstock/errors.h"
@@ -37,24 +38,31 @@ constexpr auto kGoodbyeTime = 2s;
 constexpr auto kOwnPause = 3s;
 
 void report_notice(Liveness& liveness, const Notice& notice) {
-  if (notice.kind == NoticeKind::Alive) return;
+  switch (notice.kind) {
+    case NoticeKind::Alive:
+      return;
+    case NoticeKind::Silent:
+      return liveness.note_silence(
+          notice.rank, Clock::now() - std::chrono::seconds(parse_integer(notice.text).value_or(0)));
+    case NoticeKind::Heard:
+      return liveness.note_silence(notice.rank, std::nullopt);
+    case NoticeKind::Left:
+    case NoticeKind::Failed:
+    case NoticeKind::Lost:
+      break;
+  }
   const RankState state = notice.kind == NoticeKind::Left     ? RankState::Left
                           : notice.kind == NoticeKind::Failed ? RankState::Failed
                                                               : RankState::Lost;
   liveness.report({notice.rank, state, notice.text});
 }
 
-std::string silence_text(Clock::duration silent) {
-  return fmt::format(
-      "nothing was heard from it for {:.0f} s: its process is stopped, or its host or the network to it is "
-      "down",
-      std::chrono::duration<double>(silent).count());
-}
-
 }  // namespace
 
 MonitorPace MonitorPace::of(std::chrono::milliseconds timeout) {
-  return {.interval = std::clamp<std::chrono::milliseconds>(timeout / 8, 500ms, 5000ms),
+  const auto interval = std::clamp<std::chrono::milliseconds>(timeout / 8, 500ms, 5000ms);
+  return {.interval = interval,
+          .suspicion = 3 * std::max<std::chrono::milliseconds>(interval, 1000ms),
           .silence = timeout + std::clamp<std::chrono::milliseconds>(timeout / 2, 2000ms, 5000ms)};
 }
 
@@ -89,7 +97,7 @@ void MonitorHub::joined(SecureServer::Id peer, int rank) {
     server_->close(peer);
     return;
   }
-  peers_[peer] = {rank, Clock::now()};
+  peers_[peer] = {.rank = rank, .heard = Clock::now()};
   // A rank that joins after a loss must also be notified of it.
   for (const Notice& old : spread_) server_->send(peer, old.to_bytes());
 }
@@ -97,12 +105,17 @@ void MonitorHub::joined(SecureServer::Id peer, int rank) {
 void MonitorHub::received(SecureServer::Id peer, std::string_view payload) {
   const auto found = peers_.find(peer);
   if (found == peers_.end()) return;
+  const int from = found->second.rank;
   found->second.heard = Clock::now();
+  if (std::exchange(found->second.silent, false)) {
+    liveness_->note_silence(from, std::nullopt);
+    tell_others({NoticeKind::Heard, from, ""});
+  }
   const Notice notice = Notice::from_bytes(payload, world_size_);
-  const bool of_itself = notice.rank == found->second.rank;
-  if (of_itself == (notice.kind == NoticeKind::Lost))
-    throw MismatchError(fmt::format("rank {} sent a notice about rank {} that only {} may send",
-                                    found->second.rank, notice.rank, of_itself ? "others" : "that rank"));
+  const bool of_itself = notice.rank == from;
+  if (of_itself == (notice.kind == NoticeKind::Lost) || notice.kind > NoticeKind::Lost)
+    throw MismatchError(fmt::format("rank {} sent a notice about rank {} that only {} may send", from,
+                                    notice.rank, of_itself ? "others" : "that rank"));
   if (notice.kind != NoticeKind::Alive) spread(notice);
 }
 
@@ -119,11 +132,21 @@ void MonitorHub::tick() {
   if (now - last_tick_ > kOwnPause)
     for (auto& [id, peer] : peers_) peer.heard = now;
   last_tick_ = now;
-  std::vector<Notice> silent;
-  for (const auto& [id, peer] : peers_)
-    if (now - peer.heard > pace_.silence && liveness_->state_of(peer.rank).state == RankState::Running)
-      silent.push_back({NoticeKind::Lost, peer.rank, silence_text(now - peer.heard)});
-  for (const Notice& notice : silent) spread(notice);
+  // Sending may end a connection and change the map, so all is looked at first.
+  std::vector<Notice> suspected, lost;
+  for (auto& [id, peer] : peers_) {
+    if (liveness_->state_of(peer.rank).state != RankState::Running) continue;
+    const auto silent = now - peer.heard;
+    if (silent > pace_.silence) {
+      lost.push_back({NoticeKind::Lost, peer.rank, silence_text("it", silent)});
+    } else if (silent > pace_.suspicion && !std::exchange(peer.silent, true)) {
+      liveness_->note_silence(peer.rank, peer.heard);
+      suspected.push_back({NoticeKind::Silent, peer.rank,
+                           fmt::format("{}", std::chrono::ceil<std::chrono::seconds>(silent).count())});
+    }
+  }
+  for (const Notice& notice : suspected) tell_others(notice);
+  for (const Notice& notice : lost) spread(notice);
   if (now - last_alive_ < pace_.interval) return;
   last_alive_ = now;
   const std::string alive = Notice{NoticeKind::Alive, 0, ""}.to_bytes();
@@ -139,6 +162,10 @@ void MonitorHub::spread(const Notice& notice) {
       std::any_of(spread_.begin(), spread_.end(), [&](const Notice& old) { return old.rank == notice.rank; });
   if (told) return;
   spread_.push_back(notice);
+  tell_others(notice);
+}
+
+void MonitorHub::tell_others(const Notice& notice) {
   const std::string bytes = notice.to_bytes();
   std::vector<SecureServer::Id> ids;  // sending may end a connection, and change the map
   for (const auto& [id, peer] : peers_)
@@ -253,15 +280,17 @@ bool MonitorSpoke::exchange() {
     const auto now = Clock::now();
     while (const auto payload = connection_.receive(now)) {
       heard_ = now;
+      if (std::exchange(silent_, false)) liveness_->note_silence(0, std::nullopt);
       const Notice notice = Notice::from_bytes(*payload, world_size_);
       if (notice.rank != rank_) report_notice(*liveness_, notice);
     }
     if (now - last_round_ > kOwnPause) heard_ = now;
     last_round_ = now;
     if (now - heard_ > pace_.silence) {
-      lost(silence_text(now - heard_));
+      lost(silence_text("it", now - heard_));
       return false;
     }
+    if (now - heard_ > pace_.suspicion && !std::exchange(silent_, true)) liveness_->note_silence(0, heard_);
     std::unique_lock lock(mutex_);
     while (!queue_.empty()) {
       const Notice notice = queue_.front();

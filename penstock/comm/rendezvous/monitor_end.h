@@ -31,7 +31,8 @@ class Monitor::End {
 // When an end says that it is alive, and when its silence means that it is lost.
 struct MonitorPace {
   std::chrono::milliseconds interval;
-  std::chrono::milliseconds silence;
+  std::chrono::milliseconds suspicion;  // after this silence errors mention it
+  std::chrono::milliseconds silence;    // after this one the end is lost
 
   // Silence is noticed a little later than an operation that waits for it times out: the operation's error
   // says more.
@@ -53,10 +54,13 @@ class MonitorHub final : public Monitor::End {
   void tick();
   // Reports what a rank says, or what is known of it, here and to all others.
   void spread(const Notice& notice);
+  // Sends a notice to all ranks but the one it is about.
+  void tell_others(const Notice& notice);
 
   struct Peer {
     int rank = 0;
     Clock::time_point heard;
+    bool silent = false;
   };
 
   const int world_size_;
@@ -91,6 +95,7 @@ class MonitorSpoke final : public Monitor::End {
   const MonitorPace pace_;
   SecureConnection connection_;  // used on the thread
   Clock::time_point heard_ = Clock::now(), last_round_ = Clock::now(), last_alive_{};
+  bool silent_ = false;
   Socket wake_;
 
   std::mutex mutex_;  // guards the members below

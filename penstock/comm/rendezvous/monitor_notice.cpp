@@ -31,8 +31,8 @@ Notice Notice::from_bytes(std::string_view bytes, int world_size) {
   std::size_t at = reader.offset();
   const auto kind = reader.read<std::uint8_t>();
   if (kind < static_cast<std::uint8_t>(NoticeKind::Alive) ||
-      kind > static_cast<std::uint8_t>(NoticeKind::Lost))
-    reader.refuse(at, "kind of a notice", fmt::format("{}", kind), "1 to 4");
+      kind > static_cast<std::uint8_t>(NoticeKind::Heard))
+    reader.refuse(at, "kind of a notice", fmt::format("{}", kind), "1 to 6");
   notice.kind = static_cast<NoticeKind>(kind);
   at = reader.offset();
   notice.rank = reader.read<std::int32_t>();

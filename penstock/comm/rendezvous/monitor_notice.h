@@ -11,7 +11,9 @@ enum class NoticeKind : std::uint8_t {
   Alive = 1,  // nothing else to say
   Left,       // `rank` has closed its world
   Failed,     // `rank` reports an error of its own
-  Lost        // `rank` has disappeared
+  Lost,       // `rank` has disappeared
+  Silent,     // from rank 0: nothing was heard from `rank` for some seconds, a number in the text
+  Heard       // from rank 0: `rank` is heard again
 };
 
 struct Notice {

@@ -17,7 +17,7 @@ struct LaunchContext {
   const LaunchOptions& options;
   std::string program_path;
   std::string launch_id;
-  std::string secret;  // of this job, for ranks that have no PENSTOCK_SECRET
+  std::string secret;  // for ranks that have no PENSTOCK_SECRET; empty: not all ranks would get the same one
   int threads = 1;
   LaunchSignals& signals;
   OrphanGuard& guard;

@@ -165,7 +165,7 @@ std::vector<std::string> rank_environment(const LaunchContext& context, int atte
   set("MASTER_PORT", fmt::format("{}", port));
   set("PENSTOCK_RESTART_COUNT", fmt::format("{}", attempt));
   set("PENSTOCK_LAUNCH_ID", context.launch_id);
-  if (value_of(kSecretVariable).empty()) set(kSecretVariable, context.secret);
+  if (value_of(kSecretVariable).empty() && !context.secret.empty()) set(kSecretVariable, context.secret);
   remove(kNoticesVariable);
   if (!notices.empty()) set(kNoticesVariable, notices);
   // With the variables of an outer torchrun, the ranks would look for a store that its agent hosts for its

@@ -28,7 +28,7 @@
 namespace penstock::comm {
 
 // What a connection is for. A proof for one purpose is refused by servers of another.
-enum class Purpose : std::uint8_t { Store = 1, Monitor = 2 };
+enum class Purpose : std::uint8_t { Store = 1, Monitor = 2, Launch = 3 };
 
 inline constexpr std::size_t kNonceBytes = 32;
 inline constexpr std::size_t kHelloBytes = 8 + 1 + 4 + kNonceBytes;  // magic and version, purpose, rank

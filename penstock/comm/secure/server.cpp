@@ -102,7 +102,7 @@ class SecureServer::Loop {
     if (!wake_)
       throw StateError(
           fmt::format("cannot create an event descriptor: {}; raise `ulimit -n`", std::strerror(errno)));
-    reserve_ = Socket(open("/dev/null", O_RDONLY | O_CLOEXEC));
+    reserve_ = Socket(::open("/dev/null", O_RDONLY | O_CLOEXEC));
     fcntl(listener_.fd(), F_SETFL, fcntl(listener_.fd(), F_GETFL) | O_NONBLOCK);
   }
 

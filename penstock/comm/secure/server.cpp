@@ -68,6 +68,7 @@ struct Connection {
   std::optional<FrameReader> reader;
   std::optional<FrameWriter> writer;
   std::string unsent;
+  std::size_t sent = 0;  // bytes of `unsent` that are sent after all
   int rank = -1;
 };
 
@@ -152,8 +153,12 @@ class SecureServer::Loop {
     const auto found = connections_.find(peer);
     if (found == connections_.end() || found->second.stage != Stage::Open) return;
     Connection& connection = found->second;
+    if (connection.sent > connection.unsent.size() / 2) {
+      connection.unsent.erase(0, connection.sent);
+      connection.sent = 0;
+    }
     connection.unsent += connection.writer->frame(payload);
-    if (connection.unsent.size() > limits_.max_unsent) {
+    if (connection.unsent.size() - connection.sent > limits_.max_unsent) {
       end(peer, "it does not read what is sent to it");
       return;
     }
@@ -262,6 +267,7 @@ class SecureServer::Loop {
                                       .reader = {},
                                       .writer = {},
                                       .unsent = {},
+                                      .sent = 0,
                                       .rank = -1});
     }
   }
@@ -383,15 +389,18 @@ class SecureServer::Loop {
 
   // Returns false if the connection ended.
   bool write(Id id, Connection& connection) {
-    while (!connection.unsent.empty()) {
-      const IoResult sent = write_some(connection.socket.fd(), connection.unsent);
+    while (connection.sent < connection.unsent.size()) {
+      const IoResult sent =
+          write_some(connection.socket.fd(), std::string_view(connection.unsent).substr(connection.sent));
       if (sent.state == IoState::Later) return true;
       if (sent.state != IoState::Some) {
         end(id, fmt::format("its connection broke ({})", std::strerror(errno)));
         return false;
       }
-      connection.unsent.erase(0, sent.bytes);
+      connection.sent += sent.bytes;
     }
+    connection.unsent.clear();
+    connection.sent = 0;
     return true;
   }
 

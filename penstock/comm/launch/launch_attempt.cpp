@@ -32,6 +32,8 @@ constexpr auto kDrainTime = 500ms;
 // one request.
 constexpr auto kSameRequestTime = 250ms;
 constexpr auto kStuckNotice = 10s;
+// How often the launcher looks whether the ranks that are left after a failure are stopped.
+constexpr auto kStoppedCheckTime = 1s;
 
 struct Stream {
   Fd fd;
@@ -79,6 +81,7 @@ class Attempt {
   void send(int signal);
   void kill_everything();
   int alive() const;
+  bool only_stopped_ranks_are_left() const;
   std::chrono::milliseconds stop_grace() const { return options_.stop_grace.value_or(options_.grace); }
   std::optional<Clock::time_point> next_deadline() const;
   void summarize();
@@ -353,6 +356,8 @@ void Attempt::send(int signal) {
 
 void Attempt::next_step() {
   const auto now = Clock::now();
+  // Ranks that are stopped would let the grace pass and not end.
+  if (ending_ == Ending::Grace && step_at_ && only_stopped_ranks_are_left()) step_at_ = now;
   if (!step_at_ || now < *step_at_) return;
   const int count = alive();
   step_at_.reset();
@@ -405,8 +410,15 @@ int Attempt::alive() const {
                                         [](const RankState& r) { return r.phase == Phase::Alive; }));
 }
 
+bool Attempt::only_stopped_ranks_are_left() const {
+  return std::all_of(ranks_.begin(), ranks_.end(), [](const RankState& rank) {
+    return rank.phase != Phase::Alive || is_stopped(rank.outcome.pid);
+  });
+}
+
 std::optional<Clock::time_point> Attempt::next_deadline() const {
   std::optional<Clock::time_point> nearest = step_at_;
+  if (ending_ == Ending::Grace && nearest) nearest = std::min(*nearest, Clock::now() + kStoppedCheckTime);
   for (const RankState& rank : ranks_)
     if ((rank.phase == Phase::Ended || rank.phase == Phase::GroupKilled) &&
         (!nearest || rank.drain_until < *nearest))

@@ -308,6 +308,12 @@ SpawnedRank spawn_rank(const std::string& path, const std::vector<std::string>& 
   return rank;
 }
 
+bool is_stopped(pid_t process) {
+  const std::string stat = read_all("/proc/" + std::to_string(process) + "/stat");
+  const auto name_end = stat.rfind(')');  // the name may itself hold parentheses
+  return name_end != std::string::npos && name_end + 2 < stat.size() && stat[name_end + 2] == 'T';
+}
+
 Subreaper::Subreaper() {
   prctl(PR_GET_CHILD_SUBREAPER, &before_);
   prctl(PR_SET_CHILD_SUBREAPER, 1);

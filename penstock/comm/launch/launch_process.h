@@ -75,6 +75,9 @@ struct SpawnedRank {
 SpawnedRank spawn_rank(const std::string& path, const std::vector<std::string>& command,
                        const std::vector<std::string>& environment, OrphanGuard& guard);
 
+// Whether the process is stopped, by SIGSTOP or a terminal, and does nothing until somebody continues it.
+bool is_stopped(pid_t process);
+
 // Makes this process the parent of its orphaned descendants during the object's lifetime, so that they can be
 // found and reaped.
 class Subreaper {

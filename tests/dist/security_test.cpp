@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "penstock/comm/secure/store_client.h"
+#include "tests/comm/slow_relay.h"
 #include "tests/comm/strangers.h"
 #include "tests/command.h"
 #include "tests/has_text.h"
@@ -145,6 +146,30 @@ TEST_F(Security, ARunAmongStrangersEndsWithTheBitsOfAnUndisturbedOne) {
   EXPECT_EQ(expected.size(), static_cast<std::size_t>(kSteps));
   EXPECT_EQ(losses("disturbed"), expected);
   EXPECT_FALSE(has_text(ended.output, "was lost")) << ended.output;
+}
+
+// Rank 1's last requests are under way when rank 0 has nothing left to do: rank 0 leaves last, so that a run
+// that is over ends well on every rank.
+TEST_F(Security, ADistantRankEndsWell) {
+  const auto [fd, port] = listen_on_loopback();
+  close(fd);
+  const SlowRelay relay(port, 20ms);
+  const auto rank = [&, port = port](int number, int master) {
+    return fmt::format(
+        "RANK={0} WORLD_SIZE=2 LOCAL_RANK={0} LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 "
+        "MASTER_PORT={1} PENSTOCK_SECRET=the-secret-of-this-job {2}",
+        number, master, train("distant", 6));
+  };
+  const Ended ended =
+      run_command(fmt::format("{} & first=$!; {}; echo rank 1 ended with $?; wait $first; echo "
+                              "rank 0 ended with $?",
+                              rank(0, port), rank(1, relay.port())),
+                  120s);
+  EXPECT_TRUE(has_text(ended.output, "rank 0 ended with 0"));
+  EXPECT_TRUE(has_text(ended.output, "rank 1 ended with 0"));
+  EXPECT_GE(relay.connections(), 1);
+  EXPECT_EQ(losses("distant").size(), 6u);
+  EXPECT_TRUE(fs::exists(folder / "distant/checkpoints/step-00000006"));
 }
 
 TEST_F(Security, EachLaunchHasItsOwnSecretUnlessTheUserSetsOne) {

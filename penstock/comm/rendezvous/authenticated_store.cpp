@@ -113,7 +113,7 @@ c10::intrusive_ptr<AuthenticatedStore> AuthenticatedStore::connect(const LaunchE
   const JobKey key(rendezvous_secret(env));
   const Rendezvous& place = env.rendezvous;
   std::optional<Clock::time_point> first_refusal;
-  for (auto pause = 5ms;; pause = std::min<std::chrono::milliseconds>(pause * 2, 100ms)) {
+  for (auto pause = 5ms;; pause = std::min<std::chrono::milliseconds>(pause * 2, 50ms)) {
     check_notices(notices, env, begin);
     std::string why;
     Socket socket(connect_to(place.host, place.port));

@@ -302,15 +302,11 @@ Monitor::Monitor(const LaunchEnv& env, const Store& store, std::shared_ptr<Liven
                  Clock::time_point deadline)
     : loop_(std::make_shared<Loop>(env.rank, env.world_size, std::move(liveness))) {
   if (env.rank == 0) {
-    const bool by_file = env.rendezvous.kind == Rendezvous::Kind::File;
-    const bool local = env.rendezvous.loopback_only() || (by_file && env.local_world_size == env.world_size);
-    auto listener =
-        ListeningSocket::bind(local ? ListenOn::Loopback : ListenOn::AllInterfaces, 0, "free some TCP ports");
+    const std::string address = listen_address(env);
+    auto listener = ListeningSocket::bind(address, 0, "free some TCP ports");
     const std::string secret = random_secret();
     store.set("monitor", fmt::format("{} {} {}", listener.port(), secret,
-                                     local     ? "127.0.0.1"
-                                     : by_file ? own_host_name()
-                                               : env.rendezvous.host));
+                                     address.empty() ? env.rendezvous.host : address));
     loop_->host(std::move(listener), secret);
   } else {
     const std::string place = store.get("monitor", deadline, "rank 0 to open its monitor");

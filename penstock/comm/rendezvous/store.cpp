@@ -213,9 +213,8 @@ Store Store::connect(const LaunchEnv& env, Clock::time_point deadline) {
   if (options.isServer) {
     // Bound here first: a port in use is then distinguished from other failures, and the socket listens only
     // where the other ranks can be.
-    listener =
-        ListeningSocket::bind(place.loopback_only() ? ListenOn::Loopback : ListenOn::AllInterfaces,
-                              place.port, "set MASTER_PORT to a free port, or end the process that uses it");
+    listener = ListeningSocket::bind(listen_address(env), place.port,
+                                     "set MASTER_PORT to a free port, or end the process that uses it");
 #if PENSTOCK_TORCH_AT_LEAST(2, 2)
     options.masterListenFd = listener.release();
 #else

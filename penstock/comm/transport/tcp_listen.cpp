@@ -19,6 +19,7 @@
 #include <utility>
 
 #include "penstock/base/warnings.h"
+#include "penstock/comm/network/host_address.h"
 
 namespace penstock::comm {
 
@@ -51,19 +52,50 @@ ListeningSocket& ListeningSocket::operator=(ListeningSocket&& other) noexcept {
   return *this;
 }
 
-ListeningSocket ListeningSocket::bind(ListenOn where, int port, const std::string& remedy) {
+ListeningSocket ListeningSocket::bind(const std::string& address, int port, const std::string& remedy) {
+  sockaddr_storage where{};
+  socklen_t length = 0;
   ListeningSocket result;
-  result.fd_ = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (address.empty()) {
+    // One socket for both families; a system without IPv6 has the other one alone.
+    result.fd_ = socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (result.fd_ >= 0) {
+      const int off = 0;
+      setsockopt(result.fd_, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
+      auto& any = reinterpret_cast<sockaddr_in6&>(where);
+      any.sin6_family = AF_INET6;
+      any.sin6_port = htons(static_cast<std::uint16_t>(port));
+      any.sin6_addr = in6addr_any;
+      length = sizeof any;
+    } else {
+      auto& any = reinterpret_cast<sockaddr_in&>(where);
+      any.sin_family = AF_INET;
+      any.sin_port = htons(static_cast<std::uint16_t>(port));
+      any.sin_addr.s_addr = htonl(INADDR_ANY);
+      length = sizeof any;
+    }
+  } else {
+    addrinfo hints{};
+    hints.ai_family = AF_UNSPEC;
+    hints.ai_socktype = SOCK_STREAM;
+    hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
+    addrinfo* found = nullptr;
+    if (getaddrinfo(address.c_str(), std::to_string(port).c_str(), &hints, &found) != 0)
+      throw ConfigError(fmt::format("cannot listen on {}: it is not a numeric address; {}", address, remedy));
+    std::memcpy(&where, found->ai_addr, found->ai_addrlen);
+    length = found->ai_addrlen;
+    freeaddrinfo(found);
+  }
+  if (result.fd_ < 0)
+    result.fd_ = socket(length == sizeof(sockaddr_in) ? AF_INET : AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0);
   if (result.fd_ < 0) throw StateError(fmt::format("cannot open a TCP socket: {}", errno_text()));
   const int on = 1;
   setsockopt(result.fd_, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_port = htons(static_cast<std::uint16_t>(port));
-  address.sin_addr.s_addr = htonl(where == ListenOn::Loopback ? INADDR_LOOPBACK : INADDR_ANY);
-  if (::bind(result.fd_, reinterpret_cast<sockaddr*>(&address), sizeof address) != 0 ||
-      listen(result.fd_, 1024) != 0)
-    throw ConfigError(fmt::format("cannot listen on TCP port {}: {}; {}", port, errno_text(), remedy));
+  if (::bind(result.fd_, reinterpret_cast<sockaddr*>(&where), length) != 0 || listen(result.fd_, 1024) != 0)
+    throw ConfigError(fmt::format(
+        "cannot listen on TCP port {}: {}; {}",
+        address.empty() || is_loopback(address) ? fmt::format("{}", port) : address_and_port(address, port),
+        errno_text(), remedy));
   return result;
 }
 
@@ -120,7 +152,7 @@ std::string own_host_name() {
   return name;
 }
 
-int connect_to(const std::string& host, int port) {
+int connect_to(const std::string& host, int port, std::chrono::milliseconds limit) {
   addrinfo hints{};
   hints.ai_family = AF_UNSPEC;
   hints.ai_socktype = SOCK_STREAM;
@@ -133,10 +165,11 @@ int connect_to(const std::string& host, int port) {
   for (const addrinfo* at = found; at != nullptr && fd < 0; at = at->ai_next) {
     fd = socket(at->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (fd < 0) continue;
-    const timeval limit{2, 0};  // bounds the connect; the caller retries until its own deadline
-    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
+    // Bounds the connect; the caller retries until its own deadline.
+    const timeval bound{limit.count() / 1000, (limit.count() % 1000) * 1000};
+    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &bound, sizeof bound);
     if (connect(fd, at->ai_addr, at->ai_addrlen) != 0) {
-      const int error = errno;
+      const int error = errno == EINPROGRESS ? ETIMEDOUT : errno;
       close(fd);
       fd = -1;
       errno = error;
@@ -175,7 +208,9 @@ void require_known_host(const std::string& host, Clock::time_point deadline, con
 void await_listening(const std::string& host, int port, Clock::time_point deadline, CommContext context) {
   const auto begin = Clock::now();
   for (;;) {
-    const int fd = connect_to(host, port);
+    constexpr std::chrono::milliseconds kOneTry{2000};
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
+    const int fd = connect_to(host, port, std::clamp(left, std::chrono::milliseconds(1), kOneTry));
     if (fd >= 0) {
       close(fd);
       return;

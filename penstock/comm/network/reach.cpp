@@ -12,6 +12,7 @@
 #include <cstring>
 
 #include "penstock/comm/network/host_address.h"
+#include "penstock/comm/network/sockets.h"
 #include "penstock/errors.h"
 
 namespace penstock::comm {
@@ -65,23 +66,14 @@ void finish_connect(ConnectAttempt& attempt) {
 
 }  // namespace
 
-ReachablePort::ReachablePort(const std::string& address) {
-  const NumericAddress own(address, 0);
-  if (own.list != nullptr) fd_ = socket(own.list->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_storage bound{};
-  socklen_t length = sizeof bound;
-  if (fd_ < 0 || bind(fd_, own.list->ai_addr, own.list->ai_addrlen) != 0 || listen(fd_, 1024) != 0 ||
-      getsockname(fd_, reinterpret_cast<sockaddr*>(&bound), &length) != 0) {
-    const std::string why = own.list == nullptr ? "it is not an address" : std::strerror(errno);
-    if (fd_ >= 0) close(fd_);
+ReachablePort::ReachablePort(const std::string& address) : fd_(open_listener(address, 0)) {
+  if (fd_ < 0)
     throw StateError(
         fmt::format("cannot listen on {}, by which the other hosts should reach this one: {}; set "
                     "GLOO_SOCKET_IFNAME to the "
                     "interface of the network between the hosts",
-                    address, why));
-  }
-  port_ = ntohs(bound.ss_family == AF_INET ? reinterpret_cast<sockaddr_in&>(bound).sin_port
-                                           : reinterpret_cast<sockaddr_in6&>(bound).sin6_port);
+                    address, std::strerror(errno)));
+  port_ = port_of_socket(fd_);
 }
 
 ReachablePort::~ReachablePort() {

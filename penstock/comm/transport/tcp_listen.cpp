@@ -20,21 +20,13 @@
 
 #include "penstock/base/warnings.h"
 #include "penstock/comm/network/host_address.h"
+#include "penstock/comm/network/sockets.h"
 
 namespace penstock::comm {
 
 namespace {
 
 std::string errno_text() { return std::strerror(errno); }
-
-int port_of(int fd) {
-  sockaddr_storage address{};
-  socklen_t length = sizeof address;
-  if (getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) != 0) return -1;
-  if (address.ss_family == AF_INET) return ntohs(reinterpret_cast<sockaddr_in&>(address).sin_port);
-  if (address.ss_family == AF_INET6) return ntohs(reinterpret_cast<sockaddr_in6&>(address).sin6_port);
-  return -1;
-}
 
 bool is_listening(int fd) {
   int listening = 0;
@@ -53,45 +45,9 @@ ListeningSocket& ListeningSocket::operator=(ListeningSocket&& other) noexcept {
 }
 
 ListeningSocket ListeningSocket::bind(const std::string& address, int port, const std::string& remedy) {
-  sockaddr_storage where{};
-  socklen_t length = 0;
   ListeningSocket result;
-  if (address.empty()) {
-    // One socket for both families; a system without IPv6 has the other one alone.
-    result.fd_ = socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    if (result.fd_ >= 0) {
-      const int off = 0;
-      setsockopt(result.fd_, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
-      auto& any = reinterpret_cast<sockaddr_in6&>(where);
-      any.sin6_family = AF_INET6;
-      any.sin6_port = htons(static_cast<std::uint16_t>(port));
-      any.sin6_addr = in6addr_any;
-      length = sizeof any;
-    } else {
-      auto& any = reinterpret_cast<sockaddr_in&>(where);
-      any.sin_family = AF_INET;
-      any.sin_port = htons(static_cast<std::uint16_t>(port));
-      any.sin_addr.s_addr = htonl(INADDR_ANY);
-      length = sizeof any;
-    }
-  } else {
-    addrinfo hints{};
-    hints.ai_family = AF_UNSPEC;
-    hints.ai_socktype = SOCK_STREAM;
-    hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
-    addrinfo* found = nullptr;
-    if (getaddrinfo(address.c_str(), std::to_string(port).c_str(), &hints, &found) != 0)
-      throw ConfigError(fmt::format("cannot listen on {}: it is not a numeric address; {}", address, remedy));
-    std::memcpy(&where, found->ai_addr, found->ai_addrlen);
-    length = found->ai_addrlen;
-    freeaddrinfo(found);
-  }
+  result.fd_ = open_listener(address, port);
   if (result.fd_ < 0)
-    result.fd_ = socket(length == sizeof(sockaddr_in) ? AF_INET : AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  if (result.fd_ < 0) throw StateError(fmt::format("cannot open a TCP socket: {}", errno_text()));
-  const int on = 1;
-  setsockopt(result.fd_, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-  if (::bind(result.fd_, reinterpret_cast<sockaddr*>(&where), length) != 0 || listen(result.fd_, 1024) != 0)
     throw ConfigError(fmt::format(
         "cannot listen on TCP port {}: {}; {}",
         address.empty() || is_loopback(address) ? fmt::format("{}", port) : address_and_port(address, port),
@@ -99,7 +55,7 @@ ListeningSocket ListeningSocket::bind(const std::string& address, int port, cons
   return result;
 }
 
-int ListeningSocket::port() const { return port_of(fd_); }
+int ListeningSocket::port() const { return port_of_socket(fd_); }
 
 int ListeningSocket::release() noexcept { return std::exchange(fd_, -1); }
 
@@ -134,7 +90,7 @@ void restrict_to_loopback(int port) {
   if (DIR* folder = opendir("/proc/self/fd")) {
     while (const dirent* entry = readdir(folder)) {
       const int fd = std::atoi(entry->d_name);
-      if (!is_listening(fd) || port_of(fd) != port) continue;
+      if (!is_listening(fd) || port_of_socket(fd) != port) continue;
       if (setsockopt(fd, SOL_SOCKET, SO_ATTACH_FILTER, &filter, sizeof filter) == 0) found = true;
     }
     closedir(folder);

@@ -73,6 +73,7 @@ const std::vector<Variable>& variables() {
       {"PENSTOCK_STALL_DIR", path_text},
       {"PENSTOCK_NVRTC", path_text},
       {"PENSTOCK_LAUNCH_ID", any_text},
+      {"PENSTOCK_SSH", any_text},
       {"PENSTOCK_RANK_ERRORS", path_text},
       {"PENSTOCK_RESTARTED_TO_COMPUTE", any_text},
   };

@@ -34,7 +34,7 @@ bool place_of(const std::string& address, int port, SocketPlace& place) {
   return true;
 }
 
-int failed(int fd) {
+int failed_socket(int fd) {
   const int error = errno;
   if (fd >= 0) close(fd);
   errno = error;
@@ -47,7 +47,7 @@ int listen_at_place(SocketPlace place, bool both_families) {
   const int on = 1, off = 0;
   setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
   if (both_families) setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
-  if (bind(fd, place.get(), place.length) != 0 || listen(fd, 1024) != 0) return failed(fd);
+  if (bind(fd, place.get(), place.length) != 0 || listen(fd, 1024) != 0) return failed_socket(fd);
   return fd;
 }
 
@@ -89,24 +89,24 @@ int open_connection(const std::string& address, int port, std::chrono::steady_cl
   const int fd = socket(place.storage.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
   if (fd < 0) return -1;
   if (connect(fd, place.get(), place.length) == 0) return fd;
-  if (errno != EINPROGRESS) return failed(fd);
+  if (errno != EINPROGRESS) return failed_socket(fd);
   for (;;) {
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - steady_clock::now()).count();
     pollfd ready{fd, POLLOUT, 0};
     const int got = poll(&ready, 1, static_cast<int>(std::clamp<long long>(left, 0, 60'000)));
     if (got > 0) break;
-    if (got < 0 && errno != EINTR) return failed(fd);
+    if (got < 0 && errno != EINTR) return failed_socket(fd);
     if (left <= 0) {
       errno = ETIMEDOUT;
-      return failed(fd);
+      return failed_socket(fd);
     }
   }
   int error = 0;
   socklen_t length = sizeof error;
-  if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &length) != 0) return failed(fd);
+  if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &length) != 0) return failed_socket(fd);
   if (error == 0) return fd;
   errno = error;
-  return failed(fd);
+  return failed_socket(fd);
 }
 
 }  // namespace penstock::comm

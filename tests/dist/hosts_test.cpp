@@ -13,7 +13,7 @@
 #include "tests/command.h"
 #include "tests/dist/two_hosts.h"
 #include "tests/has_text.h"
-#include "tests/train/scratch_folder.h"
+#include "tests/temporary_folder.h"
 
 namespace penstock::test {
 namespace hosts_test {
@@ -156,7 +156,7 @@ TEST_F(Hosts, TheMasterIsABlackHole) {
 // ---------------------------------------------------------------------------------------------------
 // training
 
-std::string training_flags(const ScratchFolder& folder, const std::string& name) {
+std::string training_flags(const std::filesystem::path& folder, const std::string& name) {
   return fmt::format(
       "--data '{}' --run_folder '{}' --preset tiny --width 32 --layers 2 --heads 2 --key_value_heads 2 "
       "--feed_width 64 "
@@ -167,7 +167,7 @@ std::string training_flags(const ScratchFolder& folder, const std::string& name)
       (folder / "text").string(), (folder / name).string());
 }
 
-std::vector<double> losses(const ScratchFolder& folder, const std::string& name) {
+std::vector<double> losses(const std::filesystem::path& folder, const std::string& name) {
   std::vector<double> result;
   std::ifstream file(folder / name / "metrics.jsonl");
   for (std::string line; std::getline(file, line);)
@@ -177,12 +177,15 @@ std::vector<double> losses(const ScratchFolder& folder, const std::string& name)
 }
 
 TEST_F(Hosts, TrainingGivesTheLossesOfOneHost) {
-  ScratchFolder folder;
+  // Not in shared memory, which is another one on each host.
+  const TemporaryFolder temporary;
+  const std::filesystem::path& folder = temporary.path;
+  std::filesystem::create_directory(folder / "text");
   for (int file = 0; file < 8; ++file) {
     std::string text;
     for (int line = 0; line < 30; ++line)
       text += fmt::format("int value_{} = {};\n", file * line % 7, file + line);
-    folder.write(fmt::format("text/{}.h", file), text);
+    std::ofstream(folder / fmt::format("text/{}.h", file)) << text;
   }
   const Ended one = run_command(fmt::format("{} train {}", penstock(), training_flags(folder, "one")), 120s);
   ASSERT_EQ(one.exit_code, 0) << one.output;

@@ -213,11 +213,11 @@ TEST_F(Nodes, HostsAreStartedOverSsh) {
   EXPECT_LT(bad.seconds, 20);
   const Ended failing = hosts().run_one(
       TwoHosts::Alpha,
-      common + "--grace 1 --hosts alpha,beta -- /bin/sh -c 'test $RANK != 2 || exit 9; sleep 100'", 60s);
+      common + "--grace 1 --hosts alpha,beta -- /bin/sh -c 'test $RANK != 2 || exit 9; sleep 1093'", 60s);
   EXPECT_EQ(failing.exit_code, 9) << failing.output;
   EXPECT_TRUE(has_text(failing.output, "rank 2 on beta failed first: exit code 9"));
   EXPECT_LT(failing.seconds, 25);
-  EXPECT_EQ(run_command("pgrep -f 'sleep 10[0]$'").output, "") << "something is left";
+  EXPECT_EQ(run_command("pgrep -f 'sleep 109[3]$'").output, "") << "something is left";
 }
 
 }  // namespace nodes_test

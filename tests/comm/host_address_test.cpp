@@ -215,6 +215,7 @@ TEST(HostMap, SurvivesItsText) {
   const HostMap same = decode_map(encode_map(map));
   EXPECT_EQ(same.host_of, map.host_of);
   EXPECT_EQ(same.address, map.address);
+  EXPECT_EQ(same.name, (std::vector<std::string>{"a_b_c_d_e", "name-b"}));
   for (const char* text : {"", "facts1", "facts1|||x|0|0|0", "facts2||||0|0|0"})
     EXPECT_THROW(decode_facts(text), MismatchError) << text;
   for (const char* text : {"", "hosts1|1|1|", "hosts1|1|1|a>b>c", "hosts1|1|1|0>b"})

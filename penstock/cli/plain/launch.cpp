@@ -103,7 +103,8 @@ void run(CLI::App& command, LaunchFlags& flags, CommandOutcome& outcome) {
   if (flags.options.command.empty()) throw usage("no program is given; put it after --");
   // Without the separator, options of the program could be mistaken for options of launch and vice versa.
   if (!separated) throw usage("-- is missing before the program \"" + flags.options.command.front() + "\"");
-  if (command.count("-n") == 0) throw usage("the number of ranks is missing; set it with -n");
+  if (command.count("-n") + command.count("--nproc-per-node") == 0)
+    throw usage("the number of ranks is missing; set it with -n");
   if (flags.slurm) return write_slurm_script(command, flags);
   refuse_options(command, {"--cores", "--gpus", "--job-name", "--sbatch"}, "without --slurm");
   flags.options.nodes =
@@ -121,8 +122,10 @@ void add_launch_command(CLI::App& app, CommandOutcome& outcome) {
       app.add_subcommand("launch", "Start a program as several ranks, on one or several hosts");
   const auto flags = std::make_shared<LaunchFlags>();
   comm::LaunchOptions& options = flags->options;
-  add_whole(*command, "-n,--ranks,--nproc-per-node,--nproc_per_node", options.ranks, 1, comm::kMaxLocalRanks,
-            "Number of ranks on this host");
+  add_whole(*command, "-n,--ranks", options.ranks, 1, comm::kMaxLocalRanks, "Number of ranks on this host");
+  add_whole(*command, "--nproc-per-node,--nproc_per_node", options.ranks, 1, comm::kMaxLocalRanks,
+            "torchrun's name of -n")
+      ->excludes("-n");
   add_whole(*command, "--restarts", options.restarts, 0, 1'000'000,
             "Maximum number of restarts of all ranks after a failure");
   add_number(*command, "--grace", flags->grace_s, {.low = 0, .high = 86'400},

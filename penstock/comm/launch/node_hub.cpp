@@ -168,6 +168,7 @@ void NodeHub::start_if_ready(Time now) {
   for (Node& node : nodes_) {
     if (options_.world > 0) node.ranks = options_.world / count + (number++ < options_.world % count ? 1 : 0);
     node.first_rank = rank;
+    node.heard = now;
     rank += node.ranks;
   }
   phase_ = Phase::Running;

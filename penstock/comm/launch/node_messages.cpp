@@ -37,7 +37,7 @@ std::string encode(const NodeMessage& message) {
 
 NodeMessage decode_node_message(std::string_view bytes) {
   std::vector<std::string_view> fields;
-  for (std::string_view rest = bytes; fields.size() < kNodeFields;) {
+  for (std::string_view rest = bytes; fields.size() <= kNodeFields;) {
     const auto tab = rest.find('\t');
     fields.push_back(rest.substr(0, tab));
     if (tab == std::string_view::npos) break;

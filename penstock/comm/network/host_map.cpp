@@ -190,7 +190,7 @@ std::string encode_map(const HostMap& map) {
   std::string ranks;
   for (std::size_t rank = 0; rank < map.host_of.size(); ++rank)
     ranks += fmt::format("{}{}>{}>{}", ranks.empty() ? "" : ",", map.host_of[rank], map.address[rank],
-                         map.name[rank]);
+                         plain_name(map.name[rank]));
   return fmt::format("{}|{}|{}|{}", kMapMark, flag_digit(map.shared_memory), flag_digit(map.nccl), ranks);
 }
 

@@ -163,7 +163,7 @@ std::string training_flags(const std::filesystem::path& folder, const std::strin
       "--context 32 --microbatches 2 --microbatch_size 2 --steps 6 --warmup_steps 2 --validate_every 6 "
       "--validate_batches 1 --validation_fraction 0.2 --checkpoint.every 3 --sample_tokens 0 --progress "
       "lines --device "
-      "cpu --dp 2",
+      "cpu --dp 2 --pp 1",
       (folder / "text").string(), (folder / name).string());
 }
 
@@ -171,8 +171,8 @@ std::vector<double> losses(const std::filesystem::path& folder, const std::strin
   std::vector<double> result;
   std::ifstream file(folder / name / "metrics.jsonl");
   for (std::string line; std::getline(file, line);)
-    if (const auto entry = nlohmann::json::parse(line); entry.contains("loss"))
-      result.push_back(entry["loss"]);
+    if (const auto entry = nlohmann::json::parse(line); entry.at("type") == "step")
+      result.push_back(entry.at("loss"));
   return result;
 }
 

@@ -182,9 +182,9 @@ std::optional<AttemptPlan> NodeSession::finish(const AttemptPlan& plan, const At
                .attempt = plan.attempt,
                .code = code,
                .signal = own_stop ? ended.stopped_by : 0});
-  // The hub is lost: there is nobody to wait for.
+  // The hub is lost: there is nobody to wait for, and how the ranks of this host ended is a consequence.
   if (ended.hub_lost) {
-    exit_code_ = std::max(code, 1);
+    exit_code_ = 1;
     return std::nullopt;
   }
   const int stops_before = stops_;

@@ -65,7 +65,8 @@ std::string slurm_script(const SlurmOptions& options) {
 set -euo pipefail
 
 # Rank 0 runs on the first host of the job, and all ranks meet there.
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+head=${hosts%%$'\n'*}
 # Jobs that share a host need different ports.
 port=$((20000 + SLURM_JOB_ID % 12000))
 # Whoever does not know this text cannot take part. srun passes it on in the environment.

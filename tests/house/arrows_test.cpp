@@ -171,8 +171,7 @@ TEST(Includes, HeadersIncludeThePartsOfLibTorchThatTheyName) {
         if (!std::regex_search(text, found, name)) continue;
         ++named;
         bool included = false;
-        for (const std::string& one :
-             torch_headers_of(file.starts_with("include/") ? file.substr(8) : file))
+        for (const std::string& one : torch_headers_of(file.starts_with("include/") ? file.substr(8) : file))
           included |= std::regex_match(one, header);
         EXPECT_TRUE(included) << file << " names " << found[0] << " and includes no header that declares it";
       }

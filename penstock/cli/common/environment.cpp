@@ -80,6 +80,7 @@ const std::vector<Variable>& variables() {
        [](const char* name) {
          if (const auto secret = env_text(name)) comm::check_secret(*secret);
        }},
+      {"PENSTOCK_SSH", any_text},
       {"PENSTOCK_RANK_ERRORS", path_text},
       {"PENSTOCK_RESTARTED_TO_COMPUTE", any_text},
   };

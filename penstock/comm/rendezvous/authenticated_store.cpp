@@ -24,7 +24,8 @@ using namespace std::chrono_literals;
 constexpr std::chrono::milliseconds kShortestReply{1000}, kLongestReply{15000};
 // The same for a host of which nothing is heard, once it has left a request unanswered.
 constexpr std::chrono::milliseconds kReplyAfterSilence{50};
-// How long one handshake may take before it is tried again.
+// How long one attempt to connect may take, and one handshake, before it is tried again.
+constexpr std::chrono::milliseconds kConnectTime{2000};
 constexpr auto kHandshakeTime = 5s;
 // An end that refuses the secret, or speaks something else, is believed after this time: until then a process
 // of an earlier job may still be ending.
@@ -116,7 +117,9 @@ c10::intrusive_ptr<AuthenticatedStore> AuthenticatedStore::connect(const LaunchE
   for (auto pause = 5ms;; pause = std::min<std::chrono::milliseconds>(pause * 2, 50ms)) {
     check_notices(notices, env, begin);
     std::string why;
-    Socket socket(connect_to(place.host, place.port));
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
+    Socket socket(
+        connect_to(place.host, place.port, std::clamp<std::chrono::milliseconds>(left, 1ms, kConnectTime)));
     if (socket) {
       SecureConnection connection(std::move(socket), kMaxStoreMessage);
       const auto end = connection.shake_hands(key, Purpose::Store, env.rank,

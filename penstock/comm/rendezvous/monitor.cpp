@@ -38,18 +38,14 @@ struct MonitorPlace {
 std::unique_ptr<Monitor::End> host_monitor(const LaunchEnv& env, const Store& store,
                                            std::shared_ptr<Liveness> liveness,
                                            std::chrono::milliseconds timeout) {
-  const bool by_file = env.rendezvous.kind == Rendezvous::Kind::File;
-  const bool local = env.rendezvous.loopback_only() || (by_file && env.local_world_size == env.world_size);
-  auto listener =
-      ListeningSocket::bind(local ? ListenOn::Loopback : ListenOn::AllInterfaces, 0, "free some TCP ports");
+  const std::string address = listen_address(env);
+  auto listener = ListeningSocket::bind(address, 0, "free some TCP ports");
   const int port = listener.port();
   const std::string secret = env.secret.empty() ? make_secret() : env.secret;
   auto hub = std::make_unique<MonitorHub>(Socket(listener.release()), JobKey(secret), env.world_size,
                                           std::move(liveness), timeout);
   store.set("monitor", fmt::format("{} {} {}", port, env.secret.empty() ? secret : kKnownSecret,
-                                   local     ? "127.0.0.1"
-                                   : by_file ? own_host_name()
-                                             : env.rendezvous.host));
+                                   address.empty() ? env.rendezvous.host : address));
   return hub;
 }
 

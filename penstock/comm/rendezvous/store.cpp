@@ -258,9 +258,8 @@ Store Store::connect(const LaunchEnv& env, Clock::time_point deadline) {
   if (!place.hosted_by_rank0)
     return handle(connect_to_agent(env, deadline, left), std::make_shared<CallWithTimeout>());
   if (env.rank != 0) return handle(AuthenticatedStore::connect(env, deadline, *notices), nullptr);
-  auto listener =
-      ListeningSocket::bind(place.loopback_only() ? ListenOn::Loopback : ListenOn::AllInterfaces, place.port,
-                            "set MASTER_PORT to a free port, or end the process that uses it");
+  auto listener = ListeningSocket::bind(listen_address(env), place.port,
+                                        "set MASTER_PORT to a free port, or end the process that uses it");
   return handle(AuthenticatedStore::host(std::move(listener), env), nullptr);
 }
 

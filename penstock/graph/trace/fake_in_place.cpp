@@ -20,7 +20,7 @@ WeakNodePtr accumulator_of(const at::Tensor& tensor) {
 
 }  // namespace
 
-FakeInPlace::FakeInPlace(const std::vector<at::Tensor>& tensors) {
+FakeInPlace::FakeInPlace(const std::vector<at::Tensor>& tensors, std::optional<at::Device> of_meta) {
   replaced_.reserve(tensors.size());
   try {
     for (const at::Tensor& tensor : tensors) {
@@ -30,7 +30,8 @@ FakeInPlace::FakeInPlace(const std::vector<at::Tensor>& tensors) {
                                    "a real one, or a subclass of real ones",
                                    "materialize the module before capturing it"));
       Replaced replaced{tensor, tensor.variable_data(), accumulator_of(tensor), {}};
-      replace_data(tensor, to_fake_parts(replaced.real));
+      replace_data(tensor, of_meta && replaced.real.is_meta() ? to_fake(replaced.real, *of_meta)
+                                                              : to_fake_parts(replaced.real));
       if (auto* autograd = torch::autograd::impl::get_autograd_meta(tensor))
         replaced.hooks.swap(autograd->hooks_);
       replaced_.push_back(std::move(replaced));

@@ -65,7 +65,7 @@ constexpr std::string_view kCustom = "torch::autograd::CppNode<";
 bool is_custom(const AutogradNode& node) { return node.name().starts_with(kCustom); }
 
 // "torch::autograd::CppNode<my::(anonymous namespace)::Scale>" -> "my::(anonymous namespace)::Scale"
-std::string name_of(const AutogradNode& node) {
+std::string custom_name(const AutogradNode& node) {
   const std::string name = node.name();
   return name.substr(kCustom.size(), name.size() - kCustom.size() - 1);
 }
@@ -117,14 +117,15 @@ class Recording {
 
   CustomFunction record(AutogradNode& node) {
     CustomFunction function;
-    function.name = name_of(node);
+    function.name = custom_name(node);
     for (const Edge& edge : node.next_edges()) {
       function.inputs.push_back(edge.is_valid() ? history_.value_at(edge) : kNoValue);
       if (edge.is_valid() && function.inputs.back() == kNoValue)
-        throw NotImplemented(fmt::format(
-            "graph: the autograd function {} takes a tensor that was written in place after it was called, or "
-            "that no operator of forward has made; pass a copy of it to the function",
-            function.name));
+        throw NotImplemented(
+            fmt::format("graph: the autograd function {} takes a tensor that was written in place after it "
+                        "was called, or "
+                        "that no operator of forward has made; pass a copy of it to the function",
+                        function.name));
     }
     variable_list tangents;
     for (std::uint32_t i = 0; i < node.num_inputs(); ++i) {
@@ -158,8 +159,8 @@ class Recording {
 
   void refuse_writes(const CustomFunction& function) const {
     for (const ValueId output : function.outputs)
-      if (output != kNoValue && std::find(function.inputs.begin(), function.inputs.end(), output) !=
-                                    function.inputs.end())
+      if (output != kNoValue &&
+          std::find(function.inputs.begin(), function.inputs.end(), output) != function.inputs.end())
         throw NotImplemented(
             fmt::format("graph: the autograd function {} writes its argument (mark_dirty), which a traced "
                         "pipeline cannot repeat; return a new tensor from it",
@@ -203,7 +204,8 @@ class Recording {
       if (input == kNoValue) continue;
       if (made_by(input) != kNotMade) last = std::max(last, made_by(input) + 1);
       // The history of its arguments comes first.
-      if (const auto other = end_of_.find(input); other != end_of_.end()) last = std::max(last, other->second);
+      if (const auto other = end_of_.find(input); other != end_of_.end())
+        last = std::max(last, other->second);
     }
     for (std::size_t i = last; i < forward_nodes_ && !graph_.nodes[i].grad_enabled; ++i) {
       const Node& node = graph_.nodes[i];
@@ -225,7 +227,7 @@ class Recording {
   Graph& graph_;
   const HistoryOfValues& history_;
   const std::size_t forward_nodes_;
-  std::vector<std::size_t> made_by_;        // by value: the first node that returned it
+  std::vector<std::size_t> made_by_;       // by value: the first node that returned it
   std::map<ValueId, std::size_t> end_of_;  // by result of a function: where it gets its history
 };
 

@@ -40,18 +40,18 @@ class HistoryOfValues {
  private:
   void note_place(const at::Tensor& tensor, ValueId value);
 
-  // Fake tensors, whose memory is not there: holding them costs nothing. A tensor that is made is the one that
-  // gets the history.
+  // Fake tensors, whose memory is not there: holding them costs nothing. A tensor that is made is the one
+  // that gets the history.
   std::vector<std::pair<at::Tensor, ValueId>> made_;
   std::vector<char> known_, requires_grad_;  // by value
   std::map<std::pair<const torch::autograd::Node*, std::uint32_t>, ValueId> value_at_;
   std::vector<torch::autograd::Edge> held_;  // keeps the nodes alive
 };
 
-// Appends the backwards to the tracer's graph as inputs and nodes of Phase::Backward, and takes them out again:
-// afterwards the graph has its inputs and nodes of before, and the values of the backwards too. Call it under
-// the tracer and its fake mode. Throws NotImplemented for a function that writes its arguments, or takes a
-// tensor whose value is not known.
+// Appends the backwards to the tracer's graph as inputs and nodes of Phase::Backward, and takes them out
+// again: afterwards the graph has its inputs and nodes of before, and the values of the backwards too. Call
+// it under the tracer and its fake mode. Throws NotImplemented for a function that writes its arguments, or
+// takes a tensor whose value is not known.
 std::vector<CustomFunction> record_custom_functions(Tracer& tracer, const HistoryOfValues& history);
 
 }  // namespace penstock::graph

@@ -17,11 +17,11 @@
 namespace penstock::graph {
 namespace {
 
-std::int64_t bytes_of(const Geometry& geometry) {
+std::int64_t memory_bytes(const Geometry& geometry) {
   return geometry.numel() * static_cast<std::int64_t>(c10::elementSize(geometry.dtype));
 }
 
-const Geometry* geometry_at(const Graph& graph, const Node& node, std::size_t argument) {
+const Geometry* argument_geometry(const Graph& graph, const Node& node, std::size_t argument) {
   if (argument >= node.arguments.size()) return nullptr;
   const ValueId value = node.arguments[argument].value();
   return value == kNoValue ? nullptr : &graph[value].geometry;
@@ -35,7 +35,8 @@ const Geometry* result_of(const Graph& graph, const Node& node) {
 
 double sizes_from(const Geometry& geometry, std::size_t first) {
   double product = 1;
-  for (std::size_t i = first; i < geometry.sizes.size(); ++i) product *= static_cast<double>(geometry.sizes[i]);
+  for (std::size_t i = first; i < geometry.sizes.size(); ++i)
+    product *= static_cast<double>(geometry.sizes[i]);
   return product;
 }
 
@@ -45,24 +46,25 @@ double products_of(const Graph& graph, const Node& node) {
   const Geometry* result = result_of(graph, node);
   if (!result) return 0;
   const auto along_last_of = [&](std::size_t argument) {
-    const Geometry* left = geometry_at(graph, node, argument);
-    return left && !left->sizes.empty() ? 2.0 * static_cast<double>(result->numel()) *
-                                              static_cast<double>(left->sizes.back())
-                                        : 0.0;
+    const Geometry* left = argument_geometry(graph, node, argument);
+    return left && !left->sizes.empty()
+               ? 2.0 * static_cast<double>(result->numel()) * static_cast<double>(left->sizes.back())
+               : 0.0;
   };
   if (name == "aten::mm" || name == "aten::bmm" || name == "aten::mv" || name == "aten::matmul" ||
       name == "aten::linear")
     return along_last_of(0);
   if (name == "aten::addmm" || name == "aten::baddbmm" || name == "aten::addmv") return along_last_of(1);
   if (name.find("convolution") != std::string::npos) {
-    const Geometry* weight = geometry_at(graph, node, 1);
+    const Geometry* weight = argument_geometry(graph, node, 1);
     return weight ? 2.0 * static_cast<double>(result->numel()) * sizes_from(*weight, 1) : 0.0;
   }
   if (name.find("attention") != std::string::npos) {
     // Query [..., L, D] and key [..., S, D]: two products of L x S x D each.
-    const Geometry *query = geometry_at(graph, node, 0), *key = geometry_at(graph, node, 1);
+    const Geometry *query = argument_geometry(graph, node, 0), *key = argument_geometry(graph, node, 1);
     if (query && key && key->sizes.size() >= 2)
-      return 4.0 * static_cast<double>(query->numel()) * static_cast<double>(key->sizes[key->sizes.size() - 2]);
+      return 4.0 * static_cast<double>(query->numel()) *
+             static_cast<double>(key->sizes[key->sizes.size() - 2]);
   }
   return 0;
 }
@@ -76,8 +78,8 @@ std::vector<double> node_costs(const Graph& graph) {
     double cost = products_of(graph, node);
     if (!traits_of(node.op).pure_view) {
       std::int64_t bytes = 0;
-      for_each_value(node.arguments, [&](ValueId value) { bytes += bytes_of(graph[value].geometry); });
-      for_each_value(node.results, [&](ValueId value) { bytes += bytes_of(graph[value].geometry); });
+      for_each_value(node.arguments, [&](ValueId value) { bytes += memory_bytes(graph[value].geometry); });
+      for_each_value(node.results, [&](ValueId value) { bytes += memory_bytes(graph[value].geometry); });
       cost += kCostOfByte * static_cast<double>(bytes);
     }
     costs.push_back(cost);
@@ -108,7 +110,7 @@ std::vector<std::int64_t> bytes_across(const ForwardTrace& trace, const std::vec
   std::vector<std::int64_t> change(graph.nodes.size() + 1, 0);
   for (std::size_t value = 0; value < graph.values.size(); ++value) {
     if (made[value] == kNever || used[value] <= made[value]) continue;
-    const std::int64_t bytes = bytes_of(graph.values[value].geometry);
+    const std::int64_t bytes = memory_bytes(graph.values[value].geometry);
     change[made[value] + 1] += bytes;
     if (used[value] + 1 < change.size()) change[used[value] + 1] -= bytes;
   }
@@ -184,7 +186,9 @@ class Search {
 
  private:
   static constexpr double kNever = std::numeric_limits<double>::infinity();
-  double cost(std::size_t from, std::size_t to) const { return sums_[candidates_[to]] - sums_[candidates_[from]]; }
+  double cost(std::size_t from, std::size_t to) const {
+    return sums_[candidates_[to]] - sums_[candidates_[from]];
+  }
   double bytes_at(std::size_t candidate) const {
     const std::size_t place = candidates_[candidate];
     return place + 1 == sums_.size() ? 0.0 : static_cast<double>(bytes_[place]);
@@ -204,10 +208,11 @@ std::vector<std::size_t> automatic_places(const CutPlaces& places, const std::ve
     throw ValueError(describe("trace_pipeline: number of stages", std::to_string(stages), "at least 1"));
   const Search search(places, costs, bytes);
   if (static_cast<std::size_t>(stages) > search.most_stages())
-    throw ValueError(describe("trace_pipeline: number of stages", std::to_string(stages),
-                              fmt::format("at most {}: the forward has {} operators, and can be cut at {} places",
-                                          search.most_stages(), costs.size(), search.most_stages() - 1),
-                              "ask for fewer stages"));
+    throw ValueError(
+        describe("trace_pipeline: number of stages", std::to_string(stages),
+                 fmt::format("at most {}: the forward has {} operators, and can be cut at {} places",
+                             search.most_stages(), costs.size(), search.most_stages() - 1),
+                 "ask for fewer stages"));
   // A little more than the least, for rounding in the sums.
   return search.fewest_bytes(stages, search.least(stages) * (1 + std::max(how.tolerance, 1e-9)));
 }

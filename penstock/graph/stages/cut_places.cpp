@@ -73,15 +73,16 @@ void CutPlaces::forbid_torn_memory(const std::vector<InputKind>& kinds) {
     if (memory.made) {
       // Whoever reads it after the last write gets what was written.
       forbid(*memory.made, write,
-             fmt::format("{} writes in place what {} has made, which would be in an earlier stage", trace_.line(write),
-                         trace_.line(*memory.made)));
+             fmt::format("{} writes in place what {} has made, which would be in an earlier stage",
+                         trace_.line(write), trace_.line(*memory.made)));
     } else if (memory.input == InputKind::Positional) {
       forbid(0, *memory.last,
              fmt::format("{} writes an argument, which only the first stage has", trace_.line(write)));
     } else {
       forbid(*memory.first, *memory.last,
              fmt::format("{} writes a buffer or argument that {} uses, which would be in another stage",
-                         trace_.line(write), trace_.line(*memory.first == write ? *memory.last : *memory.first)));
+                         trace_.line(write),
+                         trace_.line(*memory.first == write ? *memory.last : *memory.first)));
     }
   }
 }
@@ -104,10 +105,10 @@ std::size_t CutPlaces::at(const Split& split, const std::vector<std::string>& kn
   if (first) return split.side == Split::Side::Before ? *first : *last + 1;
   const std::string what = fmt::format("trace_pipeline: a split point is the module '{}'", split.module);
   if (std::find(known.begin(), known.end(), split.module) != known.end())
-    throw ValueError(
-        fmt::format("{}, in which no operator ran; split at a module that computes, or let its forward begin with "
-                    "`const penstock::ModuleScope scope(*this);` if it does",
-                    what));
+    throw ValueError(fmt::format(
+        "{}, in which no operator ran; split at a module that computes, or let its forward begin with "
+        "`const penstock::ModuleScope scope(*this);` if it does",
+        what));
   const std::string nearest = nearest_name(split.module, known);
   throw ValueError(fmt::format("{}, which the model does not have; {}", what,
                                nearest.empty() ? std::string("named_modules() has the names of its modules")
@@ -127,15 +128,17 @@ std::vector<std::size_t> CutPlaces::checked(std::vector<std::size_t> places,
     const std::size_t place = places[i];
     const auto empty_stage = [&](const std::string& from, const std::string& to, std::size_t line) {
       throw ValueError(fmt::format(
-          "trace_pipeline: the stage between {} and {} has no operators{}; remove one of the two splits", from, to,
+          "trace_pipeline: the stage between {} and {} has no operators{}; remove one of the two splits",
+          from, to,
           line < nodes() ? fmt::format(" (both are before {})", trace_.line(line)) : std::string()));
     };
     if (place == before) empty_stage(name_before, names[i], place);
     if (place >= nodes()) empty_stage(names[i], "the end", nodes());
     if (!why_not(place).empty())
-      throw ValueError(fmt::format("trace_pipeline: {} cannot be a border of stages: {}; move the split, or compute "
-                                   "out of place there",
-                                   names[i], why_not(place)));
+      throw ValueError(
+          fmt::format("trace_pipeline: {} cannot be a border of stages: {}; move the split, or compute "
+                      "out of place there",
+                      names[i], why_not(place)));
     sorted.push_back(place);
     before = place;
     name_before = names[i];

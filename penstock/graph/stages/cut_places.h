@@ -56,10 +56,11 @@ class CutPlaces {
   std::vector<std::string> why_not_;  // by place
 };
 
-// The state inputs and their uses aside, what a cut at each place would send: bytes of the values that are made
-// before it (positional arguments too) and used after it. One more than nodes.
+// The state inputs and their uses aside, what a cut at each place would send: bytes of the values that are
+// made before it (positional arguments too) and used after it. One more than nodes.
 std::vector<std::int64_t> bytes_across(const ForwardTrace& trace, const std::vector<InputKind>& kinds);
-// An estimate of what each node costs, in floating-point operations; a byte that is moved counts as kCostOfByte.
+// An estimate of what each node costs, in floating-point operations; a byte that is moved counts as
+// kCostOfByte.
 inline constexpr double kCostOfByte = 4;
 std::vector<double> node_costs(const Graph& graph);
 

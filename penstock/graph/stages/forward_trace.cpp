@@ -75,7 +75,7 @@ class TraceRun {
     history_.finish();
     tracer_.seen = nullptr;
     ForwardTrace trace;
-    trace.module_of_node = modules_.paths(settings_.found);
+    trace.module_of_node = modules_.paths(settings_.found, settings_.aliases);
     trace.marks = modules_.marks;
     trace.functions = record_custom_functions(tracer_, history_);
     verify(tracer_.graph);
@@ -93,9 +93,9 @@ class TraceRun {
   }
 
   [[noreturn]] void refuse_subclass(const std::string& what, const c10::IValue& value) const {
-    throw TypeError(describe(fmt::format("graph: {} of a traced forward", what), type_text(value.toTensor()),
-                             "a plain tensor",
-                             "trace the model with plain tensors, and distribute the stages that it is cut into"));
+    throw TypeError(describe(
+        fmt::format("graph: {} of a traced forward", what), type_text(value.toTensor()), "a plain tensor",
+        "trace the model with plain tensors, and distribute the stages that it is cut into"));
   }
 
   at::Tensor fake_input(const at::Tensor& tensor, std::size_t input) const {

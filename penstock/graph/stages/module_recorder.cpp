@@ -40,13 +40,22 @@ void ModuleRecorder::leave() noexcept {
   events_.push_back({graph_.nodes.size(), open_.empty() ? &root_ : open_.back()});
 }
 
-std::vector<std::string> ModuleRecorder::paths(std::size_t found) const {
-  std::vector<const std::string*> owners(graph_.values.size(), nullptr);
-  std::vector<std::string> of_inputs;
-  of_inputs.reserve(found);
+std::vector<std::string> ModuleRecorder::paths(
+    std::size_t found, const std::map<std::size_t, std::vector<std::string>>& aliases) const {
+  struct Owners {
+    std::vector<std::string> modules;  // one for each name
+    std::size_t uses = 0;
+  };
+  std::vector<Owners> inputs(found);
+  std::vector<Owners*> owners(graph_.values.size(), nullptr);
   for (std::size_t i = 0; i < found; ++i) {
-    of_inputs.push_back(owner_of(graph_.inputs[i].name));
-    owners[index_of(graph_.inputs[i].value)] = &of_inputs.back();
+    const auto several = aliases.find(i);
+    if (several == aliases.end()) {
+      inputs[i].modules.push_back(owner_of(graph_.inputs[i].name));
+    } else {
+      for (const std::string& name : several->second) inputs[i].modules.push_back(owner_of(name));
+    }
+    owners[index_of(graph_.inputs[i].value)] = &inputs[i];
   }
   std::vector<std::string> result;
   result.reserve(graph_.nodes.size());
@@ -54,12 +63,19 @@ std::vector<std::string> ModuleRecorder::paths(std::size_t found) const {
   std::size_t event = 0;
   for (std::size_t node = 0; node < graph_.nodes.size(); ++node) {
     while (event < events_.size() && events_[event].node <= node) module = events_[event++].module;
-    const std::string* innermost = module;
+    std::string innermost = *module;
     for_each_value(graph_.nodes[node].arguments, [&](ValueId value) {
-      const std::string* owner = owners[index_of(value)];
-      if (owner && is_inside(*owner, *module) && owner->size() > innermost->size()) innermost = owner;
+      Owners* of = owners[index_of(value)];
+      if (!of) return;
+      std::vector<const std::string*> inside;
+      for (const std::string& owner : of->modules)
+        if (is_inside(owner, *module)) inside.push_back(&owner);
+      const std::size_t use = of->uses++;
+      if (inside.empty()) return;
+      const std::string& owner = *inside[std::min(use, inside.size() - 1)];
+      if (owner.size() > innermost.size()) innermost = owner;
     });
-    result.push_back(*innermost);
+    result.push_back(std::move(innermost));
   }
   return result;
 }
@@ -90,9 +106,8 @@ SequentialScopes::SequentialScopes(const std::vector<std::shared_ptr<torch::nn::
   for (const auto& root : roots)
     for (const auto& module : root->modules(true)) {
       auto sequential = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(module);
-      if (!sequential || std::any_of(replaced_.begin(), replaced_.end(), [&](const Replaced& known) {
-            return known.sequential == sequential;
-          }))
+      if (!sequential || std::any_of(replaced_.begin(), replaced_.end(),
+                                     [&](const Replaced& known) { return known.sequential == sequential; }))
         continue;
       replaced_.push_back({sequential, {sequential->begin(), sequential->end()}});
       for (torch::nn::AnyModule& each : *sequential)

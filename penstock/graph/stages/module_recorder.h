@@ -11,6 +11,7 @@
 #pragma once
 
 #include <cstddef>
+#include <map>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -30,8 +31,10 @@ class ModuleRecorder final : public ScopeListener {
   void mark() override { marks.push_back(graph_.nodes.size()); }
 
   // The innermost module of each node: the one that reported itself, or inside of it the owner of a parameter
-  // or buffer that the node takes. The first `found` inputs of the graph are parameters and buffers.
-  std::vector<std::string> paths(std::size_t found) const;
+  // or buffer that the node takes. The first `found` inputs of the graph are parameters and buffers;
+  // `aliases` as in TraceSettings.
+  std::vector<std::string> paths(std::size_t found,
+                                 const std::map<std::size_t, std::vector<std::string>>& aliases) const;
   // The module that is running; "" for the root.
   const std::string& current() const { return open_.empty() ? root_ : *open_.back(); }
 
@@ -50,8 +53,8 @@ class ModuleRecorder final : public ScopeListener {
 };
 
 // Reports the modules of every torch::nn::Sequential below some roots, for a scope: they are replaced by ones
-// that report themselves and call them. Modules must take one tensor and return one; LibTorch throws a c10::Error
-// where one takes or returns anything else, and the forward must then run without this.
+// that report themselves and call them. Modules must take one tensor and return one; LibTorch throws a
+// c10::Error where one takes or returns anything else, and the forward must then run without this.
 class SequentialScopes {
  public:
   explicit SequentialScopes(const std::vector<std::shared_ptr<torch::nn::Module>>& roots);

@@ -20,23 +20,19 @@
 #include "penstock/torch/dispatch/autocast_scope.h"
 
 namespace penstock::graph {
-namespace {
 
 using torch::autograd::variable_list;
-using Slot = std::int32_t;
-constexpr Slot kNoSlot = -1;
 
-// An operand with slots in place of values.
-struct SlotOperand {
-  Operand::Kind kind = Operand::Kind::Constant;
-  c10::IValue constant;
-  c10::SmallVector<Slot, 2> slots;
-};
-
-}  // namespace
-
-// The steps are shared by the replay and the autograd nodes it makes.
-struct NodeReplay::Steps {
+// The steps are shared by the replay and the autograd nodes it makes. A slot holds a tensor during a run.
+struct ReplaySteps {
+  using Slot = std::int32_t;
+  static constexpr Slot kNoSlot = -1;
+  // An operand with slots in place of values.
+  struct SlotOperand {
+    Operand::Kind kind = Operand::Kind::Constant;
+    c10::IValue constant;
+    c10::SmallVector<Slot, 2> slots;
+  };
   struct Function;
   struct Step {
     std::optional<c10::OperatorHandle> op;  // empty: `function` gets its history
@@ -50,9 +46,9 @@ struct NodeReplay::Steps {
   // A user-defined autograd function.
   struct Function {
     std::string name;
-    std::vector<Slot> inputs, outputs, saved;          // of the forward
-    std::vector<std::optional<Geometry>> tangents;     // by output
-    std::shared_ptr<const Steps> backward;             // takes the tangents, then what is saved
+    std::vector<Slot> inputs, outputs, saved;       // of the forward
+    std::vector<std::optional<Geometry>> tangents;  // by output
+    std::shared_ptr<const ReplaySteps> backward;    // takes the tangents, then what is saved
   };
 
   std::vector<Step> steps;
@@ -68,12 +64,15 @@ struct NodeReplay::Steps {
 
 namespace {
 
-using Steps = NodeReplay::Steps;
+using Slot = ReplaySteps::Slot;
+using SlotOperand = ReplaySteps::SlotOperand;
+constexpr Slot kNoSlot = ReplaySteps::kNoSlot;
 
 // What a user-defined autograd function is in a replay.
 class TracedFunction final : public torch::autograd::Node {
  public:
-  explicit TracedFunction(std::shared_ptr<const Steps::Function> function) : function_(std::move(function)) {}
+  explicit TracedFunction(std::shared_ptr<const ReplaySteps::Function> function)
+      : function_(std::move(function)) {}
 
   std::string name() const override { return "Traced<" + function_->name + ">"; }
   void save(const at::Tensor& tensor) { saved_.emplace_back(tensor, tensor.grad_fn().get() == this); }
@@ -93,7 +92,8 @@ class TracedFunction final : public torch::autograd::Node {
     {
       const std::lock_guard lock(mutex_);
       TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
-      for (const torch::autograd::SavedVariable& variable : saved_) inputs.push_back(variable.unpack(held(*this)));
+      for (const torch::autograd::SavedVariable& variable : saved_)
+        inputs.push_back(variable.unpack(held(*this)));
     }
     variable_list results;
     for (const c10::IValue& gradient : function_->backward->run(std::move(inputs)))
@@ -102,7 +102,8 @@ class TracedFunction final : public torch::autograd::Node {
   }
 
  private:
-  // Backward was recorded for contiguous gradients, and views them. A result that nothing used has none: zeros.
+  // Backward was recorded for contiguous gradients, and views them. A result that nothing used has none:
+  // zeros.
   at::Tensor as_recorded(const at::Tensor& gradient, const Geometry& geometry, std::size_t result) const {
     if (!gradient.defined())
       return at::zeros(geometry.sizes, input_metadata(static_cast<std::uint32_t>(result)).options());
@@ -111,12 +112,13 @@ class TracedFunction final : public torch::autograd::Node {
                : gradient.resolve_conj().resolve_neg().contiguous();
   }
 
-  std::shared_ptr<const Steps::Function> function_;
+  std::shared_ptr<const ReplaySteps::Function> function_;
   std::vector<torch::autograd::SavedVariable> saved_;
   bool released_ = false;
 };
 
-void give_history(const std::shared_ptr<const Steps::Function>& function, std::vector<at::Tensor>& slots) {
+void give_history(const std::shared_ptr<const ReplaySteps::Function>& function,
+                  std::vector<at::Tensor>& slots) {
   if (!c10::GradMode::is_enabled()) return;
   const auto at = [&](Slot slot) -> at::Tensor& { return slots[static_cast<std::size_t>(slot)]; };
   bool needed = false;
@@ -124,7 +126,8 @@ void give_history(const std::shared_ptr<const Steps::Function>& function, std::v
   for (const Slot input : function->inputs) {
     const bool differentiable = input != kNoSlot && at(input).defined() && at(input).requires_grad();
     needed |= differentiable;
-    edges.push_back(differentiable ? torch::autograd::impl::gradient_edge(at(input)) : torch::autograd::Edge());
+    edges.push_back(differentiable ? torch::autograd::impl::gradient_edge(at(input))
+                                   : torch::autograd::Edge());
   }
   if (!needed) return;
   auto node = make_node<TracedFunction>(function);
@@ -158,18 +161,18 @@ class StepMaker {
     return slots;
   }
 
-  SlotOperand operand(const Operand& operand) {
-    SlotOperand result{operand.kind, operand.constant, {}};
-    if (operand.kind == Operand::Kind::Constant) {
-      if (operand.constant.isDevice() && operand.constant.toDevice() == recorded_on_) result.constant = device_;
+  SlotOperand operand(const Operand& of) {
+    SlotOperand result{of.kind, of.constant, {}};
+    if (of.kind == Operand::Kind::Constant) {
+      if (of.constant.isDevice() && of.constant.toDevice() == recorded_on_) result.constant = device_;
       return result;
     }
-    for (const ValueId value : operand.values) result.slots.push_back(slot_of(value));
+    for (const ValueId value : of.values) result.slots.push_back(slot_of(value));
     return result;
   }
 
-  Steps::Step step(const Node& node) {
-    Steps::Step step;
+  ReplaySteps::Step step(const Node& node) {
+    ReplaySteps::Step step;
     step.op = node.op;
     step.reshapes = node.op.operator_name().name == "aten::_reshape_alias";
     step.grad_enabled = node.grad_enabled;
@@ -179,7 +182,7 @@ class StepMaker {
   }
 
   // Constants are among the first values that are used, and stay.
-  void finish(Steps& steps) {
+  void finish(ReplaySteps& steps) {
     for (const ConstantTensor& constant : graph_.constants)
       if (const auto slot = slot_of_.find(constant.value); slot != slot_of_.end())
         steps.constants.emplace_back(slot->second, constant.tensor.device() == recorded_on_
@@ -193,7 +196,7 @@ class StepMaker {
     for (const SlotOperand& output : steps.outputs)
       for (const Slot slot : output.slots) keep(slot);
     for (std::size_t i = steps.steps.size(); i-- > 0;) {
-      Steps::Step& step = steps.steps[i];
+      ReplaySteps::Step& step = steps.steps[i];
       const auto use = [&](Slot slot) {
         if (slot == kNoSlot || std::exchange(kept[static_cast<std::size_t>(slot)], 1)) return;
         step.released.push_back(slot);
@@ -207,14 +210,14 @@ class StepMaker {
     }
   }
 
-  std::shared_ptr<const Steps::Function> function(const CustomFunction& of) {
-    auto made = std::make_shared<Steps::Function>();
+  std::shared_ptr<const ReplaySteps::Function> function(const CustomFunction& of) {
+    auto made = std::make_shared<ReplaySteps::Function>();
     made->name = of.name;
     made->inputs = slots_of(of.inputs);
     made->outputs = slots_of(of.outputs);
     made->saved = slots_of(of.saved);
     StepMaker maker(graph_, recorded_on_, device_);
-    auto backward = std::make_shared<Steps>();
+    auto backward = std::make_shared<ReplaySteps>();
     backward->any_grad_mode = true;
     backward->inputs = maker.slots_of(of.tangents);
     for (const Slot saved : maker.slots_of(of.saved)) backward->inputs.push_back(saved);
@@ -234,7 +237,9 @@ class StepMaker {
 };
 
 c10::IValue argument_of(const SlotOperand& operand, const std::vector<at::Tensor>& slots) {
-  const auto at = [&](Slot slot) { return slot == kNoSlot ? at::Tensor() : slots[static_cast<std::size_t>(slot)]; };
+  const auto at = [&](Slot slot) {
+    return slot == kNoSlot ? at::Tensor() : slots[static_cast<std::size_t>(slot)];
+  };
   switch (operand.kind) {
     case Operand::Kind::Constant:
       return operand.constant;
@@ -257,7 +262,7 @@ c10::IValue argument_of(const SlotOperand& operand, const std::vector<at::Tensor
 
 }  // namespace
 
-void NodeReplay::Steps::run_node(const Step& step, std::vector<at::Tensor>& slots, Stack& stack) const {
+void ReplaySteps::run_node(const Step& step, std::vector<at::Tensor>& slots, Stack& stack) const {
   stack.clear();
   for (const SlotOperand& argument : step.arguments) stack.push_back(argument_of(argument, slots));
   if (step.reshapes) {
@@ -280,7 +285,7 @@ void NodeReplay::Steps::run_node(const Step& step, std::vector<at::Tensor>& slot
   }
 }
 
-std::vector<c10::IValue> NodeReplay::Steps::run(std::vector<at::Tensor> given) const {
+std::vector<c10::IValue> ReplaySteps::run(std::vector<at::Tensor> given) const {
   PENSTOCK_INVARIANT(given.size() == inputs.size(), "a replay takes one tensor for each of its inputs");
   // Casts were recorded.
   const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
@@ -308,12 +313,12 @@ std::vector<c10::IValue> NodeReplay::Steps::run(std::vector<at::Tensor> given) c
 
 NodeReplay::NodeReplay(const ForwardTrace& trace, const ReplayPart& part) {
   StepMaker maker(trace.graph, part.recorded_on, part.device);
-  auto steps = std::make_shared<Steps>();
+  auto steps = std::make_shared<ReplaySteps>();
   steps->inputs = maker.slots_of(part.inputs);
   auto function = part.functions.begin();
   const auto histories_before = [&](std::size_t node) {
     for (; function != part.functions.end() && trace.functions[*function].end <= node; ++function) {
-      Steps::Step step;
+      ReplaySteps::Step step;
       step.function = maker.function(trace.functions[*function]);
       steps->steps.push_back(std::move(step));
     }

@@ -32,6 +32,8 @@ struct ReplayPart {
   at::Device recorded_on = at::kCPU, device = at::kCPU;
 };
 
+struct ReplaySteps;
+
 class NodeReplay {
  public:
   NodeReplay(const ForwardTrace& trace, const ReplayPart& part);
@@ -43,8 +45,7 @@ class NodeReplay {
   std::vector<c10::IValue> run(std::vector<at::Tensor> inputs) const;
 
  private:
-  struct Steps;
-  std::shared_ptr<const Steps> steps_;
+  std::shared_ptr<const ReplaySteps> steps_;
 };
 
 }  // namespace penstock::graph

@@ -14,13 +14,21 @@ namespace {
 
 class Cutting {
  public:
-  Cutting(const ForwardTrace& trace, const std::vector<InputKind>& kinds, const std::vector<std::size_t>& places)
+  Cutting(const ForwardTrace& trace, const std::vector<InputKind>& kinds,
+          const std::vector<std::size_t>& places)
       : trace_(trace), graph_(trace.graph), kinds_(kinds) {
     std::size_t first = 0;
     for (std::size_t i = 0; i <= places.size(); ++i) {
       const std::size_t end = i < places.size() ? places[i] : graph_.nodes.size();
-      cut_.stages.push_back({.first = first, .end = end, .functions = {}, .state = {}, .keywords = {},
-                             .main_inputs = {}, .main_outputs = {}, .skip_inputs = {}, .skip_outputs = {}});
+      cut_.stages.push_back({.first = first,
+                             .end = end,
+                             .functions = {},
+                             .state = {},
+                             .keywords = {},
+                             .main_inputs = {},
+                             .main_outputs = {},
+                             .skip_inputs = {},
+                             .skip_outputs = {}});
       first = end;
     }
   }
@@ -85,10 +93,10 @@ class Cutting {
       if (of == kNoValue || made[index_of(graph_[of].storage)] == kNowhere) continue;
       const bool own = made[index_of(graph_[of].storage)] == stage && !is_positional(graph_[of].storage);
       if (!own)
-        throw ValueError(
-            fmt::format("trace_pipeline: {} reads memory by its layout, and the memory comes from {}; split the "
-                        "model so that both are in one stage, or use another view",
-                        trace_.line(i), is_positional(graph_[of].storage) ? "an argument" : "another stage"));
+        throw ValueError(fmt::format(
+            "trace_pipeline: {} reads memory by its layout, and the memory comes from {}; split the "
+            "model so that both are in one stage, or use another view",
+            trace_.line(i), is_positional(graph_[of].storage) ? "an argument" : "another stage"));
     }
   }
 
@@ -141,8 +149,9 @@ class Cutting {
 }  // namespace
 
 int PipeCut::stage_of(std::size_t node) const {
-  const auto after = std::upper_bound(stages.begin(), stages.end(), node,
-                                      [](std::size_t value, const CutStage& stage) { return value < stage.first; });
+  const auto after =
+      std::upper_bound(stages.begin(), stages.end(), node,
+                       [](std::size_t value, const CutStage& stage) { return value < stage.first; });
   return static_cast<int>(std::distance(stages.begin(), after)) - 1;
 }
 

@@ -29,7 +29,7 @@ struct Hop {
 };
 
 struct CutStage {
-  std::size_t first = 0, end = 0;  // its nodes
+  std::size_t first = 0, end = 0;      // its nodes
   std::vector<std::size_t> functions;  // those that get their history in it
   // Inputs of the graph: parameters and buffers, and keyword arguments, that it uses.
   std::vector<std::size_t> state, keywords;
@@ -39,16 +39,16 @@ struct CutStage {
 
 struct PipeCut {
   std::vector<CutStage> stages;
-  std::vector<Hop> hops;                 // by value, then by stage
-  std::vector<std::size_t> positional;   // inputs of the graph that the first stage is given
-  std::vector<std::size_t> unused;       // parameters and buffers that no node uses
+  std::vector<Hop> hops;                // by value, then by stage
+  std::vector<std::size_t> positional;  // inputs of the graph that the first stage is given
+  std::vector<std::size_t> unused;      // parameters and buffers that no node uses
 
   // The stage of a node.
   int stage_of(std::size_t node) const;
 };
 
-// `places`: where stages 1, 2, ... begin; checked by CutPlaces. Throws ValueError for an operator that depends on
-// how a value from another stage is laid out in memory (as_strided).
+// `places`: where stages 1, 2, ... begin; checked by CutPlaces. Throws ValueError for an operator that
+// depends on how a value from another stage is laid out in memory (as_strided).
 PipeCut cut_forward(const ForwardTrace& trace, const std::vector<InputKind>& kinds,
                     const std::vector<std::size_t>& places);
 

@@ -29,8 +29,9 @@ struct BuiltStage {
 };
 
 // Gives a tensor of the model memory on the device, in place.
-void place(const at::Tensor& tensor, const std::string& name, at::Device device,
-           const BuildStageOptions& options) {
+void give_memory(const at::Tensor& tensor, const std::string& name, at::Device device,
+                 const BuildStageOptions& options) {
+  const at::NoGradGuard no_grad;
   const bool without_memory = tensor.is_meta() || is_fake(tensor);
   if (is_fake(tensor) && options.deferred) {
     options.deferred->materialize({tensor}, device);
@@ -43,7 +44,6 @@ void place(const at::Tensor& tensor, const std::string& name, at::Device device,
   replace_data(tensor, at::empty_strided(tensor.sizes(), tensor.strides(),
                                          at::device(device).dtype(tensor.scalar_type())));
   if (!options.initialize) return;
-  const at::NoGradGuard no_grad;
   at::Tensor filled = tensor;
   options.initialize(name, filled);
 }
@@ -74,7 +74,7 @@ BuiltStage built(const Pipe& pipe, int index, at::Device device, const BuildStag
   std::vector<StageTensor> named;
   for (const OwnedTensor& owned : state.state[static_cast<std::size_t>(stage)]) {
     const at::Tensor& original = state.tensors[owned.index];
-    place(original, state.names[owned.index], device, options);
+    give_memory(original, state.names[owned.index], device, options);
     const bool shared = is_copy || state.first_user(owned.index) != stage;
     tensors[owned.index] = shared ? own_leaf(original, is_copy) : original;
     for (const std::string& name : owned.names)

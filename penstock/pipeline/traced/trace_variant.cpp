@@ -25,7 +25,7 @@ std::string prefix_of(const StageModule& module, std::size_t root) {
   return module.modules().size() > 1 ? std::to_string(root) : std::string();
 }
 
-std::string joined(const std::string& prefix, const std::string& name) {
+std::string path_below(const std::string& prefix, const std::string& name) {
   return prefix.empty() ? name : prefix + "." + name;
 }
 
@@ -35,7 +35,8 @@ void for_each_named_tensor(const StageModule& module, const Visit& visit) {
     for (std::size_t i = 0; i < module.modules().size(); ++i) {
       const torch::nn::Module& root = *module.modules()[i];
       for (const auto& item : parameters ? root.named_parameters() : root.named_buffers())
-        if (item.value().defined()) visit(joined(prefix_of(module, i), item.key()), item.value(), parameters);
+        if (item.value().defined())
+          visit(path_below(prefix_of(module, i), item.key()), item.value(), parameters);
     }
 }
 

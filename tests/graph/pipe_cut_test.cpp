@@ -12,6 +12,7 @@
 #include "penstock/fake.h"
 #include "penstock/graph/stages/node_replay.h"
 #include "penstock/graph/stages/pipe_cut.h"
+#include "penstock/torch/dispatch/switch_data.h"
 #include "tests/graph/random_net.h"
 #include "tests/graph/traced_module.h"
 #include "tests/has_text.h"
@@ -277,7 +278,8 @@ TEST(ForwardTrace, AForwardThatDependsOnValuesNamesItsModule) {
 
 TEST(ForwardTrace, MetaParametersAreTracedOnTheDevice) {
   torch::nn::Linear layer(4, 2);
-  layer->to(at::kMeta);
+  for (const at::Tensor& parameter : layer->parameters())
+    switch_data(parameter, at::empty(parameter.sizes(), at::kMeta));
   const TracedForTest model = traced(layer.ptr(), values({3, 4}, 1));
   EXPECT_EQ(model.trace.graph[model.trace.graph.outputs[0].value()].geometry.device, at::Device(at::kCPU));
   EXPECT_TRUE(layer->weight.is_meta());

@@ -11,6 +11,7 @@
 
 #include "penstock/compiled_stage.h"
 #include "penstock/errors.h"
+#include "penstock/torch/dispatch/switch_data.h"
 #include "penstock/trace_pipeline.h"
 #include "penstock/world.h"
 #include "tests/has_text.h"
@@ -124,12 +125,27 @@ TEST(TracedStage, HasTheNamesOfTheModel) {
 TEST(TracedStage, StateDictsAreThoseOfTheModel) {
   const StageModule model = test::maker<test::SkipNetImpl>()();
   const Pipe pipe = trace_pipeline(model, Tree::tuple({values({2, kWidth}, 1)}), {}, PipeSplit::into(3));
-  torch::OrderedDict<std::string, at::Tensor> all;
-  for (int stage = 0; stage < 3; ++stage)
-    for (const auto& item : stage_module(pipe, stage, at::kCPU).modules()[0]->named_parameters())
-      all.insert(item.key(), item.value());
-  Names sorted = all.keys(), expected = model.modules()[0]->named_parameters().keys();
-  EXPECT_EQ(sorted, expected);
+  torch::serialize::OutputArchive whole;
+  model.modules()[0]->save(whole);
+  std::stringstream file;
+  whole.save_to(file);
+  const StageModule other = test::maker<test::SkipNetImpl>()();
+  {
+    const at::NoGradGuard no_grad;
+    for (const at::Tensor& parameter : other.parameters()) parameter.zero_();
+  }
+  const Pipe of_other = trace_pipeline(other, Tree::tuple({values({2, kWidth}, 1)}), {}, PipeSplit::into(3));
+  for (int stage = 0; stage < 3; ++stage) {
+    torch::serialize::InputArchive archive;
+    file.seekg(0);
+    archive.load_from(file);
+    const StageModule part = stage_module(of_other, stage, at::kCPU);
+    part.modules()[0]->load(archive);
+    Names names = pipe.parameter_names(stage);
+    EXPECT_EQ(part.modules()[0]->named_parameters().keys(), names);
+  }
+  for (const auto& item : other.modules()[0]->named_parameters())
+    EXPECT_TRUE(item.value().equal(model.modules()[0]->named_parameters()[item.key()])) << item.key();
 }
 
 TEST(TracedStage, ATieOfTwoNames) {
@@ -156,8 +172,8 @@ struct Extra : torch::nn::Module {
     mask = register_buffer("mask", at::ones({kWidth}));
   }
   std::tuple<at::Tensor, std::int64_t, std::tuple<at::Tensor, std::string>> forward(const at::Tensor& x) {
-    const at::Tensor h = a->forward(x) * mask;
-    return {b->forward(h), 7, {h.transpose(0, 1), "text"}};
+    const at::Tensor h = a->forward(x) * mask, turned = h.transpose(0, 1);
+    return {b->forward(h), 7, {turned, "text"}};
   }
   Block a{nullptr}, b{nullptr};
   at::Tensor unused, mask;
@@ -196,7 +212,8 @@ TEST(TracedStage, CompiledStagesAreStagesToo) {
 
 TEST(TracedStage, MetaParametersGetMemoryOnTheirStageOnly) {
   const StageModule model = test::maker<test::SkipNetImpl>()(), real = test::maker<test::SkipNetImpl>()();
-  model.modules()[0]->to(at::kMeta);
+  for (const at::Tensor& parameter : model.parameters())
+    switch_data(parameter, at::empty(parameter.sizes(), at::kMeta));
   const at::Tensor x = values({2, kWidth}, 1);
   const Pipe pipe = trace_pipeline(model, Tree::tuple({x}), {}, PipeSplit::into(2));
   Names filled;

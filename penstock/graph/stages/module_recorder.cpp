@@ -109,11 +109,14 @@ SequentialScopes::SequentialScopes(const std::vector<std::shared_ptr<torch::nn::
       if (!sequential || std::any_of(replaced_.begin(), replaced_.end(),
                                      [&](const Replaced& known) { return known.sequential == sequential; }))
         continue;
-      replaced_.push_back({sequential, {sequential->begin(), sequential->end()}});
+      replaced_.push_back(
+          {sequential, std::vector<torch::nn::AnyModule>(sequential->begin(), sequential->end())});
       for (torch::nn::AnyModule& each : *sequential)
         each = torch::nn::AnyModule(std::make_shared<ReportingModule>(each));
     }
 }
+
+bool SequentialScopes::any() const { return !replaced_.empty(); }
 
 SequentialScopes::~SequentialScopes() {
   for (Replaced& replaced : replaced_)

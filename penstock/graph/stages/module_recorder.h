@@ -61,7 +61,7 @@ class SequentialScopes {
   ~SequentialScopes();
   SequentialScopes(const SequentialScopes&) = delete;
   SequentialScopes& operator=(const SequentialScopes&) = delete;
-  bool any() const { return !replaced_.empty(); }
+  bool any() const;
 
  private:
   struct Replaced;

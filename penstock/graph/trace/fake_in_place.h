@@ -38,6 +38,8 @@ class FakeInPlace {
     WeakNodePtr accumulator;  // replacing the data would create another one, without this one's hooks
     // Removed during the scope: differentiating inside it must not call hooks that expect a real gradient.
     decltype(torch::autograd::AutogradMeta::hooks_) hooks;
+    // It was on the meta device, whose tensors LibTorch does not let others replace.
+    bool switched = false;
   };
   void restore() noexcept;
 

@@ -12,6 +12,7 @@
 #include "penstock/pipeline/traced/pipe_state.h"
 #include "penstock/pipeline/traced/traced_stage.h"
 #include "penstock/tensor_subclass.h"
+#include "penstock/torch/dispatch/switch_data.h"
 #include "penstock/trace_pipeline.h"
 
 namespace penstock {
@@ -41,8 +42,13 @@ void give_memory(const at::Tensor& tensor, const std::string& name, at::Device d
     if (tensor.device() != device) tensor.set_data(tensor.to(device));
     return;
   }
-  replace_data(tensor, at::empty_strided(tensor.sizes(), tensor.strides(),
-                                         at::device(device).dtype(tensor.scalar_type())));
+  const at::Tensor memory =
+      at::empty_strided(tensor.sizes(), tensor.strides(), at::device(device).dtype(tensor.scalar_type()));
+  // LibTorch does not let a tensor on the meta device be replaced by one of another kind of device.
+  if (tensor.is_meta() && !is_fake(tensor))
+    switch_data(tensor, memory);
+  else
+    replace_data(tensor, memory);
   if (!options.initialize) return;
   at::Tensor filled = tensor;
   options.initialize(name, filled);

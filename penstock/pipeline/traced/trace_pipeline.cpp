@@ -149,7 +149,7 @@ struct PipeTracer {
           pipe.variants[i].any_mode = true;
         else
           pipe.variants.push_back(std::move(variant));
-      } catch (const Error&) {
+      } catch (const std::exception&) {
         // Training does not need it. Whoever evaluates is told.
         pipe.why_no_evaluation = current_exception_text();
         log().debug("trace_pipeline: no evaluation: {}", pipe.why_no_evaluation);

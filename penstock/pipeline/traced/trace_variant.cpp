@@ -14,6 +14,7 @@
 #include "penstock/errors.h"
 #include "penstock/graph/run/leaf_values.h"
 #include "penstock/step_context.h"
+#include "penstock/torch/fake/fake_watch.h"
 
 namespace penstock {
 
@@ -103,7 +104,6 @@ PipeVariant trace_variant(const StageModule& module, const PipeState& pipe, cons
                                 .device = device};
   for (std::string& path : args.spec.leaf_paths("args")) settings.names.push_back(std::move(path));
   for (std::string& path : kwargs.spec.leaf_paths("kwargs")) settings.names.push_back(std::move(path));
-  // What the forward writes into module members while it is traced stays: values are only known here.
   const graph::Function function = [&](const Values& given) -> Values {
     const StepGuard step(traced_context());
     std::vector<Tree> all = graph::leaves_of_values(std::span(given).subspan(pipe.tensors.size()));
@@ -114,7 +114,15 @@ PipeVariant trace_variant(const StageModule& module, const PipeState& pipe, cons
     variant.result = flat.spec;
     return graph::values_of_leaves(flat.leaves);
   };
-  variant.trace = graph::trace_forward(function, inputs, settings);
+  FakeWatch watch;
+  {
+    const FakeWatch::Guard watching(watch);
+    variant.trace = graph::trace_forward(function, inputs, settings);
+  }
+  for (const at::Tensor& kept : watch.survivors())
+    mark_leftover(kept,
+                  "a module kept it from the trace of its pipeline, which computes nothing; make it before the "
+                  "trace, or return it");
   if (variant.trace.graph.nodes.empty())
     throw ValueError("trace_pipeline: the forward has no operators, so there is nothing to cut into stages");
   for (std::size_t i = 0; i < variant.trace.graph.inputs.size(); ++i)

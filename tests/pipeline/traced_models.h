@@ -130,7 +130,7 @@ struct ResidualImpl : torch::nn::Module {
   }
   at::Tensor forward(const at::Tensor& x) {
     const ModuleScope scope(*this);
-    return torch::relu_(norm->forward(conv->forward(x))) + x;
+    return norm->forward(conv->forward(x)).relu_() + x;
   }
   torch::nn::Conv2d conv{nullptr};
   torch::nn::BatchNorm2d norm{nullptr};
@@ -149,7 +149,7 @@ struct SmallResNetImpl : torch::nn::Module {
   at::Tensor forward(at::Tensor x) {
     x = x.contiguous(at::MemoryFormat::ChannelsLast);
     for (Residual& layer : layers) x = layer->forward(x);
-    return head->forward(x.mean(at::IntArrayRef({2, 3})));
+    return head->forward(x.flatten(2).mean(-1));
   }
   std::vector<Residual> layers;
   torch::nn::Linear head{nullptr};

@@ -64,9 +64,9 @@ struct ReplaySteps {
 
 namespace {
 
-using Slot = ReplaySteps::Slot;
-using SlotOperand = ReplaySteps::SlotOperand;
-constexpr Slot kNoSlot = ReplaySteps::kNoSlot;
+using ReplaySlot = ReplaySteps::Slot;
+using ReplayOperand = ReplaySteps::SlotOperand;
+constexpr ReplaySlot kNoReplaySlot = ReplaySteps::kNoSlot;
 
 // What a user-defined autograd function is in a replay.
 class TracedFunction final : public torch::autograd::Node {
@@ -120,11 +120,11 @@ class TracedFunction final : public torch::autograd::Node {
 void give_history(const std::shared_ptr<const ReplaySteps::Function>& function,
                   std::vector<at::Tensor>& slots) {
   if (!c10::GradMode::is_enabled()) return;
-  const auto at = [&](Slot slot) -> at::Tensor& { return slots[static_cast<std::size_t>(slot)]; };
+  const auto at = [&](ReplaySlot slot) -> at::Tensor& { return slots[static_cast<std::size_t>(slot)]; };
   bool needed = false;
   torch::autograd::edge_list edges;
-  for (const Slot input : function->inputs) {
-    const bool differentiable = input != kNoSlot && at(input).defined() && at(input).requires_grad();
+  for (const ReplaySlot input : function->inputs) {
+    const bool differentiable = input != kNoReplaySlot && at(input).defined() && at(input).requires_grad();
     needed |= differentiable;
     edges.push_back(differentiable ? torch::autograd::impl::gradient_edge(at(input))
                                    : torch::autograd::Edge());
@@ -132,15 +132,15 @@ void give_history(const std::shared_ptr<const ReplaySteps::Function>& function,
   if (!needed) return;
   auto node = make_node<TracedFunction>(function);
   node->set_next_edges(std::move(edges));
-  for (const Slot output : function->outputs) {
-    if (output == kNoSlot) {
+  for (const ReplaySlot output : function->outputs) {
+    if (output == kNoReplaySlot) {
       node->add_input_metadata(torch::autograd::Node::undefined_input());
       continue;
     }
     const std::uint32_t number = node->add_input_metadata(at(output));
     torch::autograd::impl::set_gradient_edge(at(output), {node, number});
   }
-  for (const Slot saved : function->saved) node->save(at(saved));
+  for (const ReplaySlot saved : function->saved) node->save(at(saved));
 }
 
 // ---- making the steps ----
@@ -150,19 +150,19 @@ class StepMaker {
   StepMaker(const Graph& graph, at::Device recorded_on, at::Device device)
       : graph_(graph), recorded_on_(recorded_on), device_(device) {}
 
-  Slot slot_of(ValueId value) {
-    if (value == kNoValue) return kNoSlot;
-    const auto [entry, is_new] = slot_of_.try_emplace(value, static_cast<Slot>(slot_of_.size()));
+  ReplaySlot slot_of(ValueId value) {
+    if (value == kNoValue) return kNoReplaySlot;
+    const auto [entry, is_new] = slot_of_.try_emplace(value, static_cast<ReplaySlot>(slot_of_.size()));
     return entry->second;
   }
-  std::vector<Slot> slots_of(const std::vector<ValueId>& values) {
-    std::vector<Slot> slots;
+  std::vector<ReplaySlot> slots_of(const std::vector<ValueId>& values) {
+    std::vector<ReplaySlot> slots;
     for (const ValueId value : values) slots.push_back(slot_of(value));
     return slots;
   }
 
-  SlotOperand operand(const Operand& of) {
-    SlotOperand result{of.kind, of.constant, {}};
+  ReplayOperand operand(const Operand& of) {
+    ReplayOperand result{of.kind, of.constant, {}};
     if (of.kind == Operand::Kind::Constant) {
       if (of.constant.isDevice() && of.constant.toDevice() == recorded_on_) result.constant = device_;
       return result;
@@ -190,23 +190,23 @@ class StepMaker {
                                                        : constant.tensor);
     steps.slots = slot_of_.size();
     std::vector<char> kept(steps.slots, 0);
-    const auto keep = [&](Slot slot) {
-      if (slot != kNoSlot) kept[static_cast<std::size_t>(slot)] = 1;
+    const auto keep = [&](ReplaySlot slot) {
+      if (slot != kNoReplaySlot) kept[static_cast<std::size_t>(slot)] = 1;
     };
-    for (const SlotOperand& output : steps.outputs)
-      for (const Slot slot : output.slots) keep(slot);
+    for (const ReplayOperand& output : steps.outputs)
+      for (const ReplaySlot slot : output.slots) keep(slot);
     for (std::size_t i = steps.steps.size(); i-- > 0;) {
       ReplaySteps::Step& step = steps.steps[i];
-      const auto use = [&](Slot slot) {
-        if (slot == kNoSlot || std::exchange(kept[static_cast<std::size_t>(slot)], 1)) return;
+      const auto use = [&](ReplaySlot slot) {
+        if (slot == kNoReplaySlot || std::exchange(kept[static_cast<std::size_t>(slot)], 1)) return;
         step.released.push_back(slot);
       };
       for (const auto* operands : {&step.arguments, &step.results})
-        for (const SlotOperand& operand : *operands)
-          for (const Slot slot : operand.slots) use(slot);
+        for (const ReplayOperand& operand : *operands)
+          for (const ReplaySlot slot : operand.slots) use(slot);
       if (!step.function) continue;
       for (const auto* list : {&step.function->inputs, &step.function->outputs, &step.function->saved})
-        for (const Slot slot : *list) use(slot);
+        for (const ReplaySlot slot : *list) use(slot);
     }
   }
 
@@ -220,7 +220,7 @@ class StepMaker {
     auto backward = std::make_shared<ReplaySteps>();
     backward->any_grad_mode = true;
     backward->inputs = maker.slots_of(of.tangents);
-    for (const Slot saved : maker.slots_of(of.saved)) backward->inputs.push_back(saved);
+    for (const ReplaySlot saved : maker.slots_of(of.saved)) backward->inputs.push_back(saved);
     for (const ValueId tangent : of.tangents)
       made->tangents.push_back(tangent == kNoValue ? std::nullopt : std::optional(graph_[tangent].geometry));
     for (const Node& node : of.backward) backward->steps.push_back(maker.step(node));
@@ -233,12 +233,12 @@ class StepMaker {
  private:
   const Graph& graph_;
   at::Device recorded_on_, device_;
-  std::unordered_map<ValueId, Slot> slot_of_;
+  std::unordered_map<ValueId, ReplaySlot> slot_of_;
 };
 
-c10::IValue argument_of(const SlotOperand& operand, const std::vector<at::Tensor>& slots) {
-  const auto at = [&](Slot slot) {
-    return slot == kNoSlot ? at::Tensor() : slots[static_cast<std::size_t>(slot)];
+c10::IValue argument_of(const ReplayOperand& operand, const std::vector<at::Tensor>& slots) {
+  const auto at = [&](ReplaySlot slot) {
+    return slot == kNoReplaySlot ? at::Tensor() : slots[static_cast<std::size_t>(slot)];
   };
   switch (operand.kind) {
     case Operand::Kind::Constant:
@@ -247,13 +247,14 @@ c10::IValue argument_of(const SlotOperand& operand, const std::vector<at::Tensor
       return at(operand.slots[0]);
     case Operand::Kind::TensorList: {
       c10::List<at::Tensor> list;
-      for (const Slot slot : operand.slots) list.push_back(at(slot));
+      for (const ReplaySlot slot : operand.slots) list.push_back(at(slot));
       return list;
     }
     case Operand::Kind::OptionalTensorList: {
       c10::List<c10::optional<at::Tensor>> list;
-      for (const Slot slot : operand.slots)
-        list.push_back(slot == kNoSlot ? c10::optional<at::Tensor>() : c10::optional<at::Tensor>(at(slot)));
+      for (const ReplaySlot slot : operand.slots)
+        list.push_back(slot == kNoReplaySlot ? c10::optional<at::Tensor>()
+                                             : c10::optional<at::Tensor>(at(slot)));
       return list;
     }
   }

@@ -14,6 +14,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/operator_traits.h"
 #include "penstock/torch/compat/autograd_node.h"

@@ -167,10 +167,11 @@ void expect_parity(const TracedModel& model, const Layout& layout) {
     for (const auto& [name, gradient] : gradients) {
       ASSERT_TRUE(expected.gradients.contains(name)) << name;
       ++compared;
-      if (in_order && gradient.defined())
+      if (in_order && gradient.defined()) {
         EXPECT_TRUE(gradient.equal(expected.gradients.at(name))) << name;
-      else
+      } else {
         test::expect_close(gradient, expected.gradients.at(name), name);
+      }
     }
     EXPECT_GE(compared, expected.gradients.size() - (model.tied ? 1 : 0));
   }

@@ -234,13 +234,19 @@ TEST(TracedStage, MetaParametersGetMemoryOnTheirStageOnly) {
 }
 
 TEST(TracedStage, DeferredParametersGetTheirValues) {
+  const auto make = [] {
+    torch::nn::Sequential made;  // in this order, in which the stages draw their values
+    made->push_back(torch::nn::Linear(4, 4));
+    made->push_back(torch::nn::Tanh());
+    made->push_back(torch::nn::Linear(4, 2));
+    return made;
+  };
   torch::manual_seed(3);
-  torch::nn::Sequential real(torch::nn::Linear(4, 4), torch::nn::Tanh(), torch::nn::Linear(4, 2));
+  torch::nn::Sequential real = make(), net;
   DeferredInit deferred;
-  torch::nn::Sequential net;
   {
     const ModeGuard guard(deferred);
-    net = torch::nn::Sequential(torch::nn::Linear(4, 4), torch::nn::Tanh(), torch::nn::Linear(4, 2));
+    net = make();
   }
   const at::Tensor x = values({3, 4}, 1);
   const Pipe pipe = trace_pipeline(net, Tree::tuple({x}), {}, PipeSplit::at({{"2"}}));

@@ -29,6 +29,7 @@ ModuleRecorder::ModuleRecorder(const std::vector<std::shared_ptr<torch::nn::Modu
 }
 
 void ModuleRecorder::enter(const torch::nn::Module& module) {
+  thrown_in_ = nullptr;  // the forward has caught it
   const auto known = path_of_.find(&module);
   // A module that the model has not registered counts as a part of the one that calls it.
   open_.push_back(known != path_of_.end() ? &known->second : open_.empty() ? &root_ : open_.back());
@@ -36,6 +37,7 @@ void ModuleRecorder::enter(const torch::nn::Module& module) {
 }
 
 void ModuleRecorder::leave() noexcept {
+  if (!thrown_in_ && std::uncaught_exceptions() > exceptions_before_) thrown_in_ = open_.back();
   open_.pop_back();
   events_.push_back({graph_.nodes.size(), open_.empty() ? &root_ : open_.back()});
 }

@@ -11,6 +11,7 @@
 #pragma once
 
 #include <cstddef>
+#include <exception>
 #include <map>
 #include <memory>
 #include <string>
@@ -35,8 +36,10 @@ class ModuleRecorder final : public ScopeListener {
   // `aliases` as in TraceSettings.
   std::vector<std::string> paths(std::size_t found,
                                  const std::map<std::size_t, std::vector<std::string>>& aliases) const;
-  // The module that is running; "" for the root.
-  const std::string& current() const { return open_.empty() ? root_ : *open_.back(); }
+  // The module that is running, or that was running when an exception began to leave it; "" for the root.
+  const std::string& current() const {
+    return thrown_in_ ? *thrown_in_ : open_.empty() ? root_ : *open_.back();
+  }
 
   std::vector<std::size_t> marks;
 
@@ -49,6 +52,8 @@ class ModuleRecorder final : public ScopeListener {
   const std::string root_;
   std::unordered_map<const torch::nn::Module*, std::string> path_of_;
   std::vector<const std::string*> open_;
+  const std::string* thrown_in_ = nullptr;
+  int exceptions_before_ = std::uncaught_exceptions();
   std::vector<Event> events_;  // the module is the current one from this node on
 };
 

@@ -7,6 +7,7 @@
 #include "penstock/fake.h"
 #include "penstock/graph/ir/subclass_record.h"
 #include "penstock/tensor_subclass.h"
+#include "penstock/torch/dispatch/switch_data.h"
 
 namespace penstock::graph {
 namespace {
@@ -20,7 +21,7 @@ WeakNodePtr accumulator_of(const at::Tensor& tensor) {
 
 }  // namespace
 
-FakeInPlace::FakeInPlace(const std::vector<at::Tensor>& tensors) {
+FakeInPlace::FakeInPlace(const std::vector<at::Tensor>& tensors, std::optional<at::Device> of_meta) {
   replaced_.reserve(tensors.size());
   try {
     for (const at::Tensor& tensor : tensors) {
@@ -30,7 +31,11 @@ FakeInPlace::FakeInPlace(const std::vector<at::Tensor>& tensors) {
                                    "a real one, or a subclass of real ones",
                                    "materialize the module before capturing it"));
       Replaced replaced{tensor, tensor.variable_data(), accumulator_of(tensor), {}};
-      replace_data(tensor, to_fake_parts(replaced.real));
+      replaced.switched = of_meta && replaced.real.is_meta();
+      if (replaced.switched)
+        switch_data(tensor, to_fake(replaced.real, *of_meta));
+      else
+        replace_data(tensor, to_fake_parts(replaced.real));
       if (auto* autograd = torch::autograd::impl::get_autograd_meta(tensor))
         replaced.hooks.swap(autograd->hooks_);
       replaced_.push_back(std::move(replaced));
@@ -45,7 +50,10 @@ FakeInPlace::~FakeInPlace() { restore(); }
 
 void FakeInPlace::restore() noexcept {
   for (Replaced& replaced : replaced_) {
-    replace_data(replaced.tensor, replaced.real);
+    if (replaced.switched)
+      switch_data(replaced.tensor, replaced.real);
+    else
+      replace_data(replaced.tensor, replaced.real);
     if (auto* autograd = torch::autograd::impl::get_autograd_meta(replaced.tensor)) {
       const std::lock_guard lock(autograd->mutex_);
       autograd->grad_accumulator_ = replaced.accumulator;

@@ -14,6 +14,7 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <optional>
 #include <vector>
 
 #include "penstock/torch/compat/autograd_node.h"
@@ -22,9 +23,11 @@ namespace penstock::graph {
 
 class FakeInPlace {
  public:
-  // A subclass becomes one around fake tensors. Throws StateError for a tensor that autograd has computed,
-  // TypeError for one that is already fake; in both cases all tensors are unchanged.
-  explicit FakeInPlace(const std::vector<at::Tensor>& tensors);
+  // A subclass becomes one around fake tensors. Tensors on the meta device, which have no memory, become fake
+  // tensors on `of_meta` if it is given. Throws StateError for a tensor that autograd has computed, TypeError
+  // for one that is already fake; in both cases all tensors are unchanged.
+  explicit FakeInPlace(const std::vector<at::Tensor>& tensors,
+                       std::optional<at::Device> of_meta = std::nullopt);
   ~FakeInPlace();
   FakeInPlace(const FakeInPlace&) = delete;
   FakeInPlace& operator=(const FakeInPlace&) = delete;
@@ -35,6 +38,8 @@ class FakeInPlace {
     WeakNodePtr accumulator;  // replacing the data would create another one, without this one's hooks
     // Removed during the scope: differentiating inside it must not call hooks that expect a real gradient.
     decltype(torch::autograd::AutogradMeta::hooks_) hooks;
+    // It was on the meta device, whose tensors LibTorch does not let others replace.
+    bool switched = false;
   };
   void restore() noexcept;
 

@@ -68,6 +68,8 @@ StorageId Tracer::storage_of_result(const at::Tensor& tensor, const Node& node) 
 
 ValueId Tracer::define(const at::Tensor& tensor, StorageId storage) {
   const ValueId value = graph.new_value(geometry_of(tensor), storage);
+  if (seen) [[unlikely]]
+    seen(tensor, value);
   if (FakeNote* note = fake_note(tensor)) [[likely]] {
     *note = {note_owner_, static_cast<std::int32_t>(value)};
     return value;
@@ -84,7 +86,11 @@ ValueId Tracer::define(const at::Tensor& tensor, StorageId storage) {
 
 ValueId Tracer::value_of(const at::Tensor& tensor) {
   if (const FakeNote* note = fake_note(tensor)) [[likely]] {
-    if (note->owner == note_owner_) return ValueId{note->value};
+    if (note->owner == note_owner_) {
+      if (seen) [[unlikely]]
+        seen(tensor, ValueId{note->value});
+      return ValueId{note->value};
+    }
   } else if (const auto known = others_.find(identity_of(tensor)); known != others_.end()) {
     return known->second;
   }

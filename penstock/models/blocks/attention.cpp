@@ -9,6 +9,7 @@
 #include "penstock/errors.h"
 #include "penstock/models/blocks/local_region.h"
 #include "penstock/models/blocks/rotary.h"
+#include "penstock/module_scope.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/torch/kernels/fused_attention.h"
 
@@ -40,6 +41,7 @@ void AttentionImpl::initialize(const std::string& name, const BlockInit& init) {
 }
 
 at::Tensor AttentionImpl::forward(const at::Tensor& x, const AttentionContext& context) {
+  const ModuleScope running(*this);
   const LocalRegion region(x, query->weight, Rows::Batch);
   const at::Tensor in = cast_once(region.enter(x));
   const std::int64_t batch = in.size(0), length = in.size(1), head_width = options_.head_width;

@@ -11,6 +11,7 @@
 #include "penstock/fully_shard.h"
 #include "penstock/mesh/local_shard.h"
 #include "penstock/models/blocks/split_rows.h"
+#include "penstock/module_scope.h"
 #include "penstock/random.h"
 #include "penstock/step_context.h"
 
@@ -59,6 +60,7 @@ void BlockImpl::reset() {
 }
 
 at::Tensor BlockImpl::forward(const at::Tensor& input, const AttentionContext& context) {
+  const ModuleScope running(*this);
   const ForwardScope scope(*this);  // sharded parameters are gathered from here on
   const at::Tensor x = scope.input(input);
   const at::Tensor between = x + drop(attention->forward(attention_norm->forward(x), context),

@@ -8,6 +8,7 @@
 #include "penstock/errors.h"
 #include "penstock/models/blocks/input_check.h"
 #include "penstock/models/blocks/local_region.h"
+#include "penstock/module_scope.h"
 
 namespace penstock::models {
 
@@ -27,6 +28,7 @@ void DynamicTanhImpl::initialize(const std::string&, const BlockInit&) {
 }
 
 at::Tensor DynamicTanhImpl::forward(const at::Tensor& x) {
+  const ModuleScope running(*this);
   if (!x.defined() || x.dim() < 1 || x.size(-1) != width_ || !x.is_floating_point())
     throw ValueError(describe("DynamicTanh: input", shown(x), fmt::format("[..., {}]", width_)));
   const LocalRegion region(x, weight, Rows::BatchAndLength);

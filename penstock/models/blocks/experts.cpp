@@ -18,6 +18,7 @@
 #include "penstock/models/blocks/input_check.h"
 #include "penstock/models/blocks/local_region.h"
 #include "penstock/models/blocks/split_rows.h"
+#include "penstock/module_scope.h"
 #include "penstock/step_context.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/torch/experts/expert_choice.h"
@@ -218,6 +219,7 @@ at::Tensor ExpertsImpl::feed(const at::Tensor& rows, const at::Tensor& ends, con
 }
 
 BlockResult ExpertsImpl::forward(const at::Tensor& x, const at::Tensor& valid) {
+  const ModuleScope running(*this);
   if (x.dim() != 3 || x.size(2) != options_.width)
     throw ValueError(describe(fmt::format("{}: hidden states", layer_),
                               fmt::format("{}", fmt::join(x.sizes(), " x ")),

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "penstock/models/blocks/local_region.h"
+#include "penstock/module_scope.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/torch/kernels/fused_math.h"
 
@@ -26,6 +27,7 @@ void FeedForwardImpl::reset() {
 }
 
 at::Tensor FeedForwardImpl::forward(const at::Tensor& x) {
+  const ModuleScope running(*this);
   const LocalRegion region(x, gate->weight, Rows::BatchAndLength);
   return region.leave_sum(terms(region, cast_once(region.enter(x))));
 }

@@ -11,6 +11,7 @@
 #include "penstock/errors.h"
 #include "penstock/models/blocks/input_check.h"
 #include "penstock/models/blocks/local_region.h"
+#include "penstock/module_scope.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/torch/kernels/fused_math.h"
 
@@ -74,6 +75,7 @@ void MultiTokenStepImpl::initialize(const std::string& name, const BlockInit& in
 }
 
 at::Tensor MultiTokenStepImpl::forward(const at::Tensor& hidden, const at::Tensor& token) {
+  const ModuleScope running(*this);
   const at::Tensor before = hidden_norm.forward(hidden), next = token_norm.forward(token);
   const at::Tensor both = at::cat({before, next.to(before.scalar_type())}, -1);
   const LocalRegion region(both, project->weight, Rows::BatchAndLength);
@@ -102,6 +104,7 @@ void MultiTokenPredictionImpl::initialize(const std::string& name, const BlockIn
 std::vector<NamedLoss> MultiTokenPredictionImpl::forward(const at::Tensor& hidden,
                                                          const MultiTokenBatch& batch,
                                                          const MultiTokenParts& parts) {
+  const ModuleScope running(*this);
   check_hidden("MultiTokenPrediction: hidden states", hidden, options_.norm.width);
   check_batch(batch, hidden);
   const std::int64_t length = hidden.size(1);

@@ -10,6 +10,7 @@
 #include "penstock/errors.h"
 #include "penstock/models/blocks/input_check.h"
 #include "penstock/models/blocks/local_region.h"
+#include "penstock/module_scope.h"
 
 namespace penstock::models {
 namespace {
@@ -81,6 +82,7 @@ at::Tensor NgramEmbeddingImpl::rows_of(const at::Tensor& tokens, const at::Tenso
 
 at::Tensor NgramEmbeddingImpl::forward(const at::Tensor& x, const at::Tensor& tokens,
                                        const at::Tensor& documents) {
+  const ModuleScope running(*this);
   check_hidden("NgramEmbedding: input", x, options_.width);
   const LocalRegion region(x, weight, Rows::BatchAndLength);
   const at::Tensor own = region.enter(x), ids = own_rows(tokens), owners = own_rows(documents);

@@ -4,6 +4,7 @@
 
 #include "penstock/models/blocks/input_check.h"
 #include "penstock/models/blocks/local_region.h"
+#include "penstock/module_scope.h"
 
 namespace penstock::models {
 
@@ -21,6 +22,7 @@ void PlatformEmbeddingImpl::initialize(const std::string& name, const BlockInit&
 }
 
 at::Tensor PlatformEmbeddingImpl::forward(const at::Tensor& x, const at::Tensor& ids) {
+  const ModuleScope running(*this);
   check_hidden("PlatformEmbedding: input", x, options_.width);
   const LocalRegion region(x, weight, Rows::BatchAndLength);
   const at::Tensor own = region.enter(x);

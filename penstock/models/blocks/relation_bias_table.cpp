@@ -9,6 +9,7 @@
 #include "penstock/errors.h"
 #include "penstock/models/blocks/input_check.h"
 #include "penstock/models/blocks/local_region.h"
+#include "penstock/module_scope.h"
 
 namespace penstock::models {
 
@@ -27,6 +28,7 @@ void RelationBiasTableImpl::initialize(const std::string&, const BlockInit&) {
 }
 
 at::Tensor RelationBiasTableImpl::forward(const at::Tensor& mask) {
+  const ModuleScope running(*this);
   if (!mask.defined() || mask.dim() != 4 || mask.size(1) != options_.relations || mask.is_complex())
     throw ValueError(describe("RelationBiasTable: mask", shown(mask),
                               fmt::format("[batch, {}, i, j], Bool or numbers", options_.relations),

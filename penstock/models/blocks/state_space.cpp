@@ -12,6 +12,7 @@
 #include "penstock/dtensor.h"
 #include "penstock/errors.h"
 #include "penstock/models/blocks/local_region.h"
+#include "penstock/module_scope.h"
 #include "penstock/tensor_parallel.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/torch/kernels/fused_math.h"
@@ -188,6 +189,7 @@ StateSpaceImpl::Projected StateSpaceImpl::project(const at::Tensor& x, const Wei
 
 at::Tensor StateSpaceImpl::forward(const at::Tensor& x, const at::Tensor& documents, StateSpaceCache* cache,
                                    const at::Tensor& counted) {
+  const ModuleScope running(*this);
   const LocalRegion region(x, gate->weight, Rows::Batch);
   const Weights own = weights(region);
   const Projected in = project(region.enter(x), own);

@@ -9,6 +9,7 @@
 
 #include "penstock/models/blocks/input_check.h"
 #include "penstock/models/blocks/local_region.h"
+#include "penstock/module_scope.h"
 
 namespace penstock::models {
 namespace {
@@ -45,6 +46,7 @@ void StructureEmbeddingImpl::initialize(const std::string& name, const BlockInit
 }
 
 at::Tensor StructureEmbeddingImpl::forward(const at::Tensor& x, const StructureIds& ids) {
+  const ModuleScope running(*this);
   check_hidden("StructureEmbedding: input", x, options_.width);
   const LocalRegion region(x, tables[0]->weight, Rows::BatchAndLength);
   const at::Tensor own = region.enter(x);

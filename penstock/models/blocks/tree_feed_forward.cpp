@@ -9,6 +9,7 @@
 #include "penstock/mode.h"
 #include "penstock/models/blocks/input_check.h"
 #include "penstock/models/blocks/local_region.h"
+#include "penstock/module_scope.h"
 #include "penstock/tensor_subclass.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/torch/kernels/fused_math.h"
@@ -106,6 +107,7 @@ at::Tensor TreeFeedForwardImpl::with_parents(const at::Tensor& own, const at::Te
 }
 
 at::Tensor TreeFeedForwardImpl::forward(const at::Tensor& x, const TreeContext& context) {
+  const ModuleScope running(*this);
   check_hidden("TreeFeedForward: input", x, options_.width);
   const bool mixes = context.parents.defined();
   // A parent may be anywhere before its token: rows are whole. Every rank mixes all of them for its columns.

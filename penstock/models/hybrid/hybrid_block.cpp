@@ -9,6 +9,7 @@
 #include "penstock/models/blocks/block.h"
 #include "penstock/models/blocks/split_rows.h"
 #include "penstock/models/hybrid/routed_context.h"
+#include "penstock/module_scope.h"
 #include "penstock/random.h"
 
 namespace penstock::models {
@@ -77,6 +78,7 @@ at::Tensor HybridBlockImpl::dropped(const at::Tensor& added, const char* residua
 }
 
 BlockResult HybridBlockImpl::forward(const at::Tensor& input, const HybridContext& context) {
+  const ModuleScope running(*this);
   const ForwardScope scope(*this);  // sharded parameters are gathered from here on
   const at::Tensor x = scope.input(input);
   if (!depth_.is_empty()) {
@@ -124,6 +126,7 @@ BlockResult HybridBlockImpl::addition(const at::Tensor& x, const HybridContext& 
 // Training takes a fixed number of tokens; evaluation and generation take those that the router accepts,
 // which depends on no later token, so that generating a row and scoring it agree.
 BlockResult HybridBlockImpl::forward_routed(const at::Tensor& x, const HybridContext& context) {
+  const ModuleScope running(*this);
   const bool generates = context.attention.cache != nullptr || context.states != nullptr;
   const DepthChoice choice = is_training() && !generates ? DepthChoice::Capacity : DepthChoice::Threshold;
   return depth_->forward(

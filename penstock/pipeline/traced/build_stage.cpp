@@ -1,0 +1,113 @@
+// Stages of a traced pipeline: their tensors on their device, their modules, their examples.
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+
+#include <memory>
+#include <set>
+#include <utility>
+
+#include "penstock/base/describe.h"
+#include "penstock/errors.h"
+#include "penstock/pipeline/traced/module_tree.h"
+#include "penstock/pipeline/traced/pipe_state.h"
+#include "penstock/pipeline/traced/traced_stage.h"
+#include "penstock/tensor_subclass.h"
+#include "penstock/torch/dispatch/switch_data.h"
+#include "penstock/trace_pipeline.h"
+
+namespace penstock {
+namespace {
+
+struct BuiltStage {
+  std::shared_ptr<TracedStage> traced;
+  std::shared_ptr<torch::nn::Module> root;
+
+  StageModule module() const {
+    return StageModule(
+        [traced = traced](const Tree& args, const Tree& kwargs) { return traced->forward(args, kwargs); },
+        {root});
+  }
+};
+
+// Gives a tensor of the model memory on the device, in place.
+void give_memory(const at::Tensor& tensor, const std::string& name, at::Device device,
+                 const BuildStageOptions& options) {
+  const at::NoGradGuard no_grad;
+  const bool without_memory = tensor.is_meta() || is_fake(tensor);
+  if (is_fake(tensor) && options.deferred) {
+    options.deferred->materialize({tensor}, device);
+    return;
+  }
+  if (!without_memory) {
+    if (tensor.device() != device) tensor.set_data(tensor.to(device));
+    return;
+  }
+  const at::Tensor memory =
+      at::empty_strided(tensor.sizes(), tensor.strides(), at::device(device).dtype(tensor.scalar_type()));
+  // LibTorch does not let a tensor on the meta device be replaced by one of another kind of device.
+  if (tensor.is_meta() && !is_fake(tensor))
+    switch_data(tensor, memory);
+  else
+    replace_data(tensor, memory);
+  if (!options.initialize) return;
+  at::Tensor filled = tensor;
+  options.initialize(name, filled);
+}
+
+// The tensor of a stage that is not the first to use it, or of a second copy.
+at::Tensor own_leaf(const at::Tensor& tensor, bool copy) {
+  const at::NoGradGuard no_grad;
+  at::Tensor own = tensor.detach();
+  if (copy) own = own.clone();
+  return own.set_requires_grad(tensor.requires_grad());
+}
+
+BuiltStage built(const Pipe& pipe, int index, at::Device device, const BuildStageOptions& options) {
+  const PipeState& state = state_of(pipe);
+  if (options.copies < 1 || options.copies > 2)
+    throw ValueError(describe("build_stage: copies", std::to_string(options.copies),
+                              "1, or 2 for a bidirectional "
+                              "schedule"));
+  const int stages = options.copies * state.stages();
+  if (index < 0 || index >= stages)
+    throw ValueError(describe("build_stage: index", std::to_string(index), fmt::format("0 to {}", stages - 1),
+                              "number the stages as the pipe does; stages of a second copy follow "
+                              "(BuildStageOptions::copies)"));
+  if (options.group) pipe.check_equal(*options.group);
+  const int stage = index % state.stages();
+  const bool is_copy = index >= state.stages();
+  std::vector<at::Tensor> tensors(state.tensors.size());
+  std::vector<StageTensor> named;
+  for (const OwnedTensor& owned : state.state[static_cast<std::size_t>(stage)]) {
+    const at::Tensor& original = state.tensors[owned.index];
+    give_memory(original, state.names[owned.index], device, options);
+    const bool shared = is_copy || state.first_user(owned.index) != stage;
+    tensors[owned.index] = shared ? own_leaf(original, is_copy) : original;
+    for (const std::string& name : owned.names)
+      named.push_back({name, tensors[owned.index], state.is_parameter(owned.index)});
+  }
+  const graph::CutStage& cut = state.main().cut.stages[static_cast<std::size_t>(stage)];
+  const auto begin = state.main().trace.module_of_node.begin();
+  const std::set<std::string> computing(begin + static_cast<std::ptrdiff_t>(cut.first),
+                                        begin + static_cast<std::ptrdiff_t>(cut.end));
+  ModuleTree tree = make_module_tree(state.modules, computing, named);
+  std::shared_ptr<torch::nn::Module> root = tree.root;
+  return {std::make_shared<TracedStage>(pipe, stage, std::move(tree), std::move(tensors), device),
+          std::move(root)};
+}
+
+}  // namespace
+
+StageModule stage_module(const Pipe& pipe, int index, at::Device device, const BuildStageOptions& options) {
+  return built(pipe, index, device, options).module();
+}
+
+PipelineStage build_stage(const Pipe& pipe, int index, at::Device device, const BuildStageOptions& options) {
+  const BuiltStage stage = built(pipe, index, device, options);
+  StageOptions stage_options = options.stage;
+  if (!stage_options.input_args) stage_options.input_args = stage.traced->example_inputs();
+  if (!stage_options.output_args) stage_options.output_args = stage.traced->example_outputs();
+  return {stage.module(), index, options.copies * pipe.stages(), device, std::move(stage_options)};
+}
+
+}  // namespace penstock

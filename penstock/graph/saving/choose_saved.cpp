@@ -94,6 +94,7 @@ class Search {
       offer(large);
       return true;
     }
+    const std::int64_t least_cost = large.cost;
     std::optional<SavingChoice> small;
     const auto price_at = [&](double price) {
       PricedChoice best = cut_.solve(part.rules, price);
@@ -116,8 +117,8 @@ class Search {
     for (int round = 0; round < rounds; ++round) {
       const double more_bytes = static_cast<double>(large.bytes - small->bytes),
                    less_cost = cut_.cost_of(*small) - cut_.cost_of(large);
-      // No choice costs less than the first `large`, and those after it have the least cost for their bytes.
-      if (!(less_cost > 0)) return true;
+      if (small->cost == least_cost) return true;
+      if (!(less_cost > 0)) break;
       const double price = less_cost / more_bytes,
                    line = cut_.cost_of(large) + price * static_cast<double>(large.bytes);
       PricedChoice best = price_at(price);

@@ -12,6 +12,8 @@
 // partition_min_cut: backward recomputes cheap values (views, pointwise operators) where that reduces the
 // saved bytes: a minimum cut between what backward needs and what must not be computed twice. The results are
 // bitwise the same. Random operators with explicit states may be computed twice, from the same state.
+// activation_plan.h: what is saved fits a budget, or follows rules for modules.
+// What backward recomputes, it recomputes as late as possible.
 #pragma once
 
 #include <cstddef>
@@ -60,7 +62,8 @@ void for_each_backward_output(const JointGraph& joint, Visit&& visit) {
 // The values of forward that backward uses if it recomputes none of forward's nodes.
 std::vector<char> used_by_backward(const JointGraph& joint, const ForwardBackwardSplit& halves);
 
-// Backward consists of what the gradients need, down to the values in `is_saved`.
+// Backward consists of what the gradients need, down to the values in `is_saved`. Nodes of forward among it
+// run as late as possible.
 Partition split(const JointGraph& joint, const ForwardBackwardSplit& halves,
                 const std::vector<char>& is_saved);
 

@@ -23,7 +23,8 @@ std::int64_t extent_bytes(const Geometry& geometry) {
   return (last + 1) * static_cast<std::int64_t>(c10::elementSize(geometry.dtype));
 }
 
-MemoryGroups::MemoryGroups(const Graph& graph) : group_(graph.values.size(), 0) {
+MemoryGroups::MemoryGroups(const Graph& graph, const std::vector<std::pair<ValueId, ValueId>>& joined)
+    : group_(graph.values.size(), 0) {
   std::vector<std::size_t> leader(static_cast<std::size_t>(graph.storages));  // by storage
   std::iota(leader.begin(), leader.end(), std::size_t{0});
   const auto find = [&](StorageId storage) {
@@ -34,6 +35,7 @@ MemoryGroups::MemoryGroups(const Graph& graph) : group_(graph.values.size(), 0) 
   for (const Node& node : graph.nodes)
     if (is_unsafe_view(node) && node.arguments[0].value() != kNoValue && node.results[0].value() != kNoValue)
       leader[find(graph[node.results[0].value()].storage)] = find(graph[node.arguments[0].value()].storage);
+  for (const auto& [a, b] : joined) leader[find(graph[a].storage)] = find(graph[b].storage);
   constexpr std::size_t kNone = static_cast<std::size_t>(-1);
   std::vector<std::size_t> number(leader.size(), kNone);
   for (std::size_t i = 0; i < graph.values.size(); ++i) {

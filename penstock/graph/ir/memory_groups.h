@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "penstock/graph/ir/graph.h"
@@ -18,7 +19,8 @@ namespace penstock::graph {
 
 class MemoryGroups {
  public:
-  explicit MemoryGroups(const Graph& graph);
+  // `joined`: further pairs of values that share memory, for a reason that the graph does not show.
+  explicit MemoryGroups(const Graph& graph, const std::vector<std::pair<ValueId, ValueId>>& joined = {});
 
   std::size_t count() const { return bytes_.size(); }
   std::size_t of(ValueId value) const { return group_[index_of(value)]; }

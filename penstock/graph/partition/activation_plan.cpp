@@ -192,7 +192,7 @@ ActivationPlan plan_activations(const JointGraph& joint, const ActivationOptions
   plan.gap = choice->gap();
   for (std::size_t i = 0; i < joint.graph.nodes.size(); ++i)
     if (halves.in_forward[i]) plan.forward_cost += cost_of_node(joint.graph, joint.graph.nodes[i]);
-  plan.halves = detail::split(joint, halves, problem.saved_values(*choice));
+  plan.halves = detail::split(joint, halves, problem.saved_values(*choice), &plan.origin);
   return plan;
 }
 

@@ -44,6 +44,7 @@ struct Activation {
 
 struct ActivationPlan {
   Partition halves;
+  detail::SplitOrigin origin;           // of the halves
   std::vector<Activation> activations;  // in the order of forward
   std::int64_t budget_bytes = 0;
   std::int64_t bytes = 0;         // saved

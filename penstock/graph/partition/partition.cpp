@@ -36,6 +36,8 @@ class PartOfGraph {
   }
   void add_output(const Operand& output) { to_.outputs.push_back(map(output)); }
 
+  // By value of the new graph.
+  std::vector<ValueId> take_old_ids() { return std::move(old_ids_); }
   Graph finish() {
     verify(to_);
     return std::move(to_);
@@ -57,6 +59,7 @@ class PartOfGraph {
       std::int32_t& storage = new_storages_[index_of(from_[old].storage)];
       if (storage < 0) storage = static_cast<std::int32_t>(to_.new_storage());
       value = to_.new_value(from_[old].geometry, StorageId{storage});
+      old_ids_.push_back(old);
       if (constants_.empty()) return value;
       if (const auto constant = constants_.find(old); constant != constants_.end())
         to_.constants.push_back({value, constant->second.tensor, constant->second.symbolic});
@@ -80,7 +83,7 @@ class PartOfGraph {
 
   const Graph& from_;
   Graph to_;
-  std::vector<ValueId> new_ids_;
+  std::vector<ValueId> new_ids_, old_ids_;
   std::vector<std::int32_t> new_storages_;
   std::map<ValueId, ConstantTensor> constants_;
 };
@@ -236,7 +239,7 @@ std::vector<char> used_by_backward(const JointGraph& joint, const ForwardBackwar
 }
 
 Partition split(const JointGraph& joint, const ForwardBackwardSplit& halves,
-                const std::vector<char>& is_saved) {
+                const std::vector<char>& is_saved, SplitOrigin* origin) {
   const Graph& graph = joint.graph;
   std::vector<char> wanted(graph.values.size(), 0), in_backward(graph.nodes.size(), 0);
   for_each_backward_output(joint, [&](std::size_t output) {
@@ -272,13 +275,20 @@ Partition split(const JointGraph& joint, const ForwardBackwardSplit& halves,
   add_inputs(backward, backward_states, graph.inputs.size());
   for (std::size_t i = 0; i < graph.nodes.size(); ++i)
     if (halves.in_forward[i]) forward.add_node(graph.nodes[i]);
-  for (const std::size_t i : BackwardOrder(graph, in_backward, halves.in_forward, is_saved).order())
-    backward.add_node(graph.nodes[i], is_saved);
+  const BackwardOrder order(graph, in_backward, halves.in_forward, is_saved);
+  for (const std::size_t i : order.order()) backward.add_node(graph.nodes[i], is_saved);
   for (std::size_t i = 0; i < joint.forward_outputs; ++i) forward.add_output(graph.outputs[i]);
   for (std::size_t i = 0; i < joint.states_of(Phase::Forward); ++i)
     forward.add_output(graph.outputs[joint.first_state_output() + i]);
   for (const ValueId value : result.saved) forward.add_output(Operand::of(value));
   for_each_backward_output(joint, [&](std::size_t output) { backward.add_output(graph.outputs[output]); });
+  if (origin) {
+    for (std::size_t i = 0; i < graph.nodes.size(); ++i)
+      if (halves.in_forward[i]) origin->forward_nodes.push_back(i);
+    origin->backward_nodes = order.order();
+    origin->forward_values = forward.take_old_ids();
+    origin->backward_values = backward.take_old_ids();
+  }
   result.forward = forward.finish();
   result.backward = backward.finish();
   return result;

@@ -151,7 +151,7 @@ Outcome outcome_of(Model& model, const Step& step) {
   return outcome;
 }
 
-void expect_same(const Outcome& actual, const Outcome& expected) {
+void expect_same_step(const Outcome& actual, const Outcome& expected) {
   EXPECT_TRUE(torch::equal(actual.loss, expected.loss));
   ASSERT_EQ(actual.gradients.size(), expected.gradients.size());
   for (std::size_t i = 0; i < expected.gradients.size(); ++i)
@@ -171,7 +171,7 @@ TEST(ActivationPlan, AModelHasTheSameBitsAtEveryBudget) {
       SCOPED_TRACE(std::string(budget) + (explicit_states ? ", explicit states" : ""));
       auto fast = compile(model, with_budget(budget, {}, explicit_states));
       for (int run = 0; run < 2; ++run)
-        expect_same(outcome_of(model, [&](const at::Tensor& x) { return fast->forward(x); }), plain);
+        expect_same_step(outcome_of(model, [&](const at::Tensor& x) { return fast->forward(x); }), plain);
     }
 }
 
@@ -282,7 +282,7 @@ TEST(ActivationPolicy, RulesDecideBeforeTheBudget) {
         {"blocks.1: save"},
         {"*: recompute"}}) {
     auto fast = compile(model, with_budget("0.6", policy));
-    expect_same(outcome_of(model, [&](const at::Tensor& x) { return fast->forward(x); }), plain);
+    expect_same_step(outcome_of(model, [&](const at::Tensor& x) { return fast->forward(x); }), plain);
   }
 }
 
@@ -322,7 +322,8 @@ TEST(ActivationPlan, WrongOptionsAreNamed) {
   // A part of a larger model need not have every module.
   CompileOptions part = with_budget("1", {"tail: save"});
   part.activations.part_of_model = true;
-  EXPECT_EQ(refusal(part), "");
+  Model model(1);
+  EXPECT_NO_THROW(compile(model, part)->forward(input_of_model()));
 }
 
 // ---- memory ----
@@ -448,10 +449,16 @@ TEST(RandomBudgets, ProgramsThatDraw) {
     Trace expected, plain;
     try {
       expected = trace_of(function, leaves, prepare);
-      plain = trace_of(call_at(function, options), leaves, prepare);
     } catch (const c10::Error&) {
       continue;
+    }
+    try {
+      plain = trace_of(call_at(function, options), leaves, prepare);
     } catch (const NotImplemented&) {
+      continue;
+    } catch (const std::exception& error) {
+      // A function whose own backward throws cannot be captured.
+      if (!expected.refused) ADD_FAILURE() << error.what();
       continue;
     }
     ++legal;

@@ -11,7 +11,7 @@
 namespace penstock::graph {
 namespace {
 
-std::string_view name_of(const Node& node) {
+std::string_view bare_name(const Node& node) {
   const std::string& name = node.op.operator_name().name;
   return std::string_view(name).substr(name.rfind(':') + 1);
 }
@@ -25,7 +25,8 @@ double elements_of(const Geometry& geometry) {
   return elements;
 }
 
-const Geometry* geometry_of(const Graph& graph, const std::vector<Operand>& operands, std::size_t place) {
+const Geometry* argument_geometry(const Graph& graph, const std::vector<Operand>& operands,
+                                  std::size_t place) {
   if (place >= operands.size()) return nullptr;
   const ValueId value = operands[place].value();
   return value == kNoValue ? nullptr : &graph[value].geometry;
@@ -37,14 +38,22 @@ std::int64_t size_from_end(const Geometry& geometry, std::size_t place) {
 }
 
 // Products of matrices: which argument has the rows and the dim that is summed over.
-struct Product {
+struct MatrixProduct {
   std::string_view name;
   std::size_t left;
 };
-constexpr std::array kProducts = {
-    Product{"mm", 0},     Product{"bmm", 0},    Product{"addmm", 1},           Product{"baddbmm", 1},
-    Product{"addbmm", 1}, Product{"matmul", 0}, Product{"linear", 0},          Product{"mv", 0},
-    Product{"addmv", 1},  Product{"dot", 0},    Product{"grouped_product", 0}, Product{"router_logits", 0}};
+constexpr std::array kProducts = {MatrixProduct{"mm", 0},
+                                  MatrixProduct{"bmm", 0},
+                                  MatrixProduct{"addmm", 1},
+                                  MatrixProduct{"baddbmm", 1},
+                                  MatrixProduct{"addbmm", 1},
+                                  MatrixProduct{"matmul", 0},
+                                  MatrixProduct{"linear", 0},
+                                  MatrixProduct{"mv", 0},
+                                  MatrixProduct{"addmv", 1},
+                                  MatrixProduct{"dot", 0},
+                                  MatrixProduct{"grouped_product", 0},
+                                  MatrixProduct{"router_logits", 0}};
 
 // Two or more multiplications for each pair of a query and a key, and for each element of the two.
 constexpr std::array<std::string_view, 3> kAttentions = {"scaled_dot_product", "window_attention",
@@ -65,25 +74,26 @@ bool has_part(std::string_view name, const Names& parts) {
 }
 
 double multiplications(const Graph& graph, const Node& node, std::string_view name, double results) {
-  for (const Product& product : kProducts)
+  for (const MatrixProduct& product : kProducts)
     if (product.name == name)
-      if (const Geometry* left = geometry_of(graph, node.arguments, product.left))
+      if (const Geometry* left = argument_geometry(graph, node.arguments, product.left))
         return results * static_cast<double>(size_from_end(*left, 0));
   if (name.find("convolution") != std::string_view::npos && name != "causal_convolution")
-    if (const Geometry* weight = geometry_of(graph, node.arguments, 1); weight && !weight->sizes.empty())
+    if (const Geometry* weight = argument_geometry(graph, node.arguments, 1);
+        weight && !weight->sizes.empty())
       return results * static_cast<double>(weight->numel()) /
              static_cast<double>(std::max<std::int64_t>(1, weight->sizes[0]));
   if (has_part(name, kAttentions)) {
-    const Geometry *query = geometry_of(graph, node.arguments, 0),
-                   *key = geometry_of(graph, node.arguments, 1);
+    const Geometry *query = argument_geometry(graph, node.arguments, 0),
+                   *key = argument_geometry(graph, node.arguments, 1);
     if (query && key)
       return 2 * static_cast<double>(query->numel()) * static_cast<double>(size_from_end(*key, 1));
   }
   if (name == "selective_scan")
-    if (const Geometry* keys = geometry_of(graph, node.arguments, 3))
+    if (const Geometry* keys = argument_geometry(graph, node.arguments, 3))
       return 4 * results * static_cast<double>(size_from_end(*keys, 0));
   if (name == "expert_feed")
-    if (const Geometry* gate = geometry_of(graph, node.arguments, 1))
+    if (const Geometry* gate = argument_geometry(graph, node.arguments, 1))
       return 3 * results * static_cast<double>(size_from_end(*gate, 1));
   if (has_part(name, kDraws)) return 32 * results;
   if (std::find(kExponentials.begin(), kExponentials.end(), name) != kExponentials.end()) return 16 * results;
@@ -108,7 +118,7 @@ std::int64_t cost_of_node(const Graph& graph, const Node& node) {
     results += elements_of(graph[value].geometry);
   });
   // A random operator with its state as an argument is named after the operator inside.
-  const double work = multiplications(graph, node, name_of(node), results),
+  const double work = multiplications(graph, node, bare_name(node), results),
                for_a_byte = !on_gpu     ? 8
                             : is_narrow ? 128
                                         : 12,

@@ -15,9 +15,9 @@
 namespace penstock::graph {
 namespace {
 
-constexpr double kLeft = 80, kTop = 20, kPictureWidth = 1400, kPictureHeight = 640;
+constexpr double kChartLeft = 80, kChartTop = 20, kChartWidth = 1400, kChartHeight = 640;
 // Tensors below this part of the peak are drawn together.
-constexpr double kSmall = 1.0 / 500;
+constexpr double kSmallPart = 1.0 / 500;
 
 std::string_view colour_of(StepTensor::Kind kind) {
   switch (kind) {
@@ -72,7 +72,7 @@ class MemoryPicture {
     std::vector<Band> small{
         {.tensor = nullptr, .first = 0, .last = step.live.empty() ? 0 : step.live.size() - 1}};
     for (const StepTensor& tensor : step.tensors) {
-      if (static_cast<double>(tensor.bytes) < kSmall * static_cast<double>(peak_)) {
+      if (static_cast<double>(tensor.bytes) < kSmallPart * static_cast<double>(peak_)) {
         for (std::size_t i = tensor.first; i <= tensor.last; ++i) small_[i] += tensor.bytes;
       } else {
         bands_.push_back({.tensor = &tensor, .first = tensor.first, .last = tensor.last});
@@ -99,14 +99,14 @@ class MemoryPicture {
     std::string text = fmt::format(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {:.0f} {:.0f}\" font-family=\"sans-serif\" "
         "font-size=\"12\">\n",
-        kLeft + kPictureWidth + 20, kTop + kPictureHeight + 40);
+        kChartLeft + kChartWidth + 20, kChartTop + kChartHeight + 40);
     const auto out = std::back_inserter(text);
     for (int line = 0; line <= 4; ++line) {
       const std::int64_t bytes = peak_ * line / 4;
       fmt::format_to(out,
                      "<line x1=\"{:.0f}\" x2=\"{:.0f}\" y1=\"{:.1f}\" y2=\"{:.1f}\" stroke=\"#ddd\"/>"
                      "<text x=\"{:.0f}\" y=\"{:.1f}\" text-anchor=\"end\">{}</text>\n",
-                     kLeft, kLeft + kPictureWidth, y(bytes), y(bytes), kLeft - 6, y(bytes) + 4,
+                     kChartLeft, kChartLeft + kChartWidth, y(bytes), y(bytes), kChartLeft - 6, y(bytes) + 4,
                      format_bytes(static_cast<std::uint64_t>(bytes)));
     }
     for (const Band& band : bands_) {
@@ -116,8 +116,9 @@ class MemoryPicture {
               ? fmt::format(
                     "{}\n{}, {}\noperators {} to {}", name_of(*band.tensor), to_text(band.tensor->kind),
                     format_bytes(static_cast<std::uint64_t>(band.tensor->bytes)), band.first, band.last)
-              : fmt::format("tensors below {}",
-                            format_bytes(static_cast<std::uint64_t>(kSmall * static_cast<double>(peak_))));
+              : fmt::format(
+                    "tensors below {}",
+                    format_bytes(static_cast<std::uint64_t>(kSmallPart * static_cast<double>(peak_))));
       fmt::format_to(
           out, "<path d=\"{}\" fill=\"{}\" stroke=\"#fff\" stroke-width=\"0.3\"><title>{}</title></path>\n",
           outline(band), band.tensor ? colour_of(band.tensor->kind) : "#8a8a8a", escape_xml(name));
@@ -130,17 +131,18 @@ class MemoryPicture {
         "<text x=\"{5:.1f}\" y=\"{4:.0f}\">backward</text>\n"
         "<line x1=\"{6:.1f}\" x2=\"{6:.1f}\" y1=\"{1:.0f}\" y2=\"{2:.0f}\" stroke=\"#c33\"/>"
         "<text x=\"{6:.1f}\" y=\"{7:.0f}\" fill=\"#c33\" text-anchor=\"middle\">peak</text>\n</svg>\n",
-        border, kTop, kTop + kPictureHeight, kLeft, kTop + kPictureHeight + 18, border + 4, peak, kTop - 6);
+        border, kChartTop, kChartTop + kChartHeight, kChartLeft, kChartTop + kChartHeight + 18, border + 4,
+        peak, kChartTop - 6);
     return text;
   }
 
  private:
   double x(std::size_t place) const {
-    return kLeft + kPictureWidth * static_cast<double>(place) /
-                       static_cast<double>(std::max<std::size_t>(1, step_.live.size()));
+    return kChartLeft + kChartWidth * static_cast<double>(place) /
+                            static_cast<double>(std::max<std::size_t>(1, step_.live.size()));
   }
   double y(std::int64_t bytes) const {
-    return kTop + kPictureHeight * (1 - static_cast<double>(bytes) / static_cast<double>(peak_));
+    return kChartTop + kChartHeight * (1 - static_cast<double>(bytes) / static_cast<double>(peak_));
   }
 
   // Along the lower edge, and back along the upper one.

@@ -1,7 +1,10 @@
 #include "penstock/graph/saving/choose_saved.h"
 
 #include <algorithm>
+#include <array>
+#include <functional>
 #include <map>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -34,6 +37,114 @@ bool is_small(const SavingProblem& problem, const SavingOptions& options) {
   return static_cast<std::size_t>(free) <= options.exact_works;
 }
 
+std::vector<std::int64_t> bytes_of(const SavingProblem& problem) {
+  std::vector<std::int64_t> bytes;
+  bytes.reserve(problem.items.size());
+  for (const SavingProblem::Item& item : problem.items) bytes.push_back(item.bytes);
+  return bytes;
+}
+
+// The choices with these rules.
+struct Part {
+  Rules rules;
+  double bound = 0;           // none of them costs less
+  std::size_t split = kNone;  // the work to branch on; kNone: the best of them is known
+  // The prices that gave the bounds, of each relaxation; 0: none yet.
+  std::array<double, 2> prices{};
+};
+
+// A problem with a budget and prices instead of it. Its bytes may be coarser than those of the problem, so
+// that each choice that fits the problem's budget fits this one.
+class Relaxation {
+ public:
+  Relaxation(const SavingProblem& problem, std::vector<double> costs, std::vector<std::int64_t> bytes,
+             std::int64_t budget)
+      : cut_(problem, std::move(costs), std::move(bytes)), budget_(budget) {}
+
+  const SavingChoices& choices() const { return cut_.choices(); }
+
+  // Two choices next to each other on the lower hull of (bytes, cost), of which one fits. `small` is empty if
+  // none fits, `large` if the one of least cost does.
+  struct Border {
+    std::optional<SavingChoice> small, large;
+  };
+  // Raises the bound of a part, and offers each choice that it finds to `offer`. `price`: where to begin, and
+  // where it ended.
+  template <class Offer>
+  Border explore(const Rules& rules, int rounds, double& bound, double& price, const Offer& offer) {
+    Border border;
+    SavingChoice& large = border.large.emplace(choices().of(std::vector<char>(rules.size(), 0), rules));
+    const std::int64_t least_cost = large.cost;
+    offer(large);
+    if (fits(large)) return {.small = std::move(large), .large = std::nullopt};
+    const auto solve = [&](double at) {
+      PricedChoice best = cut_.solve(rules, at);
+      const double found = best.value - at * static_cast<double>(budget_);
+      if (found >= bound) {
+        bound = found;
+        price = at;
+      }
+      offer(best.choice);
+      return best;
+    };
+    if (price > 0) {
+      PricedChoice best = solve(price);
+      (fits(best.choice) ? border.small : border.large) = std::move(best.choice);
+    }
+    if (!border.small) border.small = cut_.fewest_bytes(rules).choice;
+    if (!fits(*border.small)) return {.small = std::nullopt, .large = std::move(border.large)};
+    offer(*border.small);
+    for (int round = 0; round < rounds; ++round) {
+      const SavingChoice &fitting = *border.small, &above = *border.large;
+      if (fitting.cost == least_cost) return {.small = std::move(border.small), .large = std::nullopt};
+      const double less_cost = cut_.cost_of(fitting) - cut_.cost_of(above);
+      if (!(less_cost > 0)) break;
+      const std::int64_t low = cut_.bytes_of(fitting), high = cut_.bytes_of(above);
+      const double at = less_cost / static_cast<double>(high - low),
+                   line = cut_.cost_of(above) + at * static_cast<double>(high);
+      PricedChoice best = solve(at);
+      if (best.value >= line - 1e-9 * line) break;  // the two are next to each other on the hull
+      const std::int64_t bytes = cut_.bytes_of(best.choice);
+      if (fits(best.choice) ? bytes == low && best.choice.cost >= fitting.cost : bytes == high)
+        break;  // only rounding is left
+      (fits(best.choice) ? border.small : border.large) = std::move(best.choice);
+    }
+    return border;
+  }
+
+ private:
+  bool fits(const SavingChoice& choice) const { return cut_.bytes_of(choice) <= budget_; }
+
+  PricedCut cut_;
+  std::int64_t budget_;
+};
+
+// Large items have sizes with a large common divisor, tensors of equal blocks; what they take is a multiple
+// of it, and the budget for them may be rounded down to one. Small items are left out. Returns the relaxation
+// that this tightens most; nullopt if there is none.
+std::optional<Relaxation> rounded_relaxation(const SavingProblem& problem, const std::vector<double>& costs,
+                                             std::int64_t budget) {
+  std::map<std::int64_t, std::int64_t, std::greater<>> total;  // by size, the bytes of all items of that size
+  for (const SavingProblem::Item& item : problem.items) total[item.bytes] += item.bytes;
+  std::int64_t below = 0, divisor = 0, best_gain = 0, least_size = 0, rounded = 0;
+  for (const auto& [size, bytes] : total) below += bytes;
+  for (const auto& [size, bytes] : total) {
+    if (size == 0) break;
+    below -= bytes;
+    divisor = std::gcd(divisor, size);
+    if (const std::int64_t gain = budget % divisor - below; gain > best_gain) {
+      best_gain = gain;
+      least_size = size;
+      rounded = budget - budget % divisor;
+    }
+  }
+  if (best_gain <= 0) return std::nullopt;
+  std::vector<std::int64_t> bytes = bytes_of(problem);
+  for (std::int64_t& each : bytes)
+    if (each < least_size) each = 0;
+  return std::optional<Relaxation>(std::in_place, problem, costs, std::move(bytes), rounded);
+}
+
 class Search {
  public:
   Search(const SavingProblem& problem, std::int64_t budget, const SavingOptions& options)
@@ -41,10 +152,11 @@ class Search {
         budget_(budget),
         options_(options),
         exact_(is_small(problem, options)),
-        cut_(problem, costs_of(problem, exact_ ? 0 : kSpread)) {}
+        relaxation_(problem, costs_of(problem, exact_ ? 0 : kSpread), bytes_of(problem), budget),
+        rounded_(rounded_relaxation(problem, costs_of(problem, exact_ ? 0 : kSpread), budget)) {}
 
   std::optional<SavingChoice> run() {
-    Part root{.rules = cut_.choices().rules()};
+    Part root{.rules = relaxation_.choices().rules()};
     if (!explore(root, kRounds)) return std::nullopt;
     improve(*best_);
     keep(std::move(root));
@@ -63,14 +175,6 @@ class Search {
   static constexpr double kSpread = 1e-3;
   static constexpr int kRounds = 40, kRoundsOfBranches = 6;
 
-  // The choices with these rules.
-  struct Part {
-    Rules rules;
-    double bound = 0;           // none of them costs less
-    double price = 0;           // that gave the bound; 0: none yet
-    std::size_t split = kNone;  // the work to branch on; kNone: the best of them is known
-  };
-
   bool fits(const SavingChoice& choice) const { return choice.bytes <= budget_; }
   // Costs are whole numbers: what costs less costs at least one less.
   bool is_no_better(double bound) const { return bound > static_cast<double>(best_->cost) - 0.5; }
@@ -88,51 +192,15 @@ class Search {
 
   // Finds the bound of a part, and what to branch on. Returns false if no choice of it fits.
   bool explore(Part& part, int rounds) {
-    // Two choices on the lower hull of (bytes, cost): one that fits and one that does not.
-    SavingChoice large = cut_.choices().of(std::vector<char>(part.rules.size(), 0), part.rules);
-    if (fits(large)) {
-      offer(large);
-      return true;
-    }
-    const std::int64_t least_cost = large.cost;
-    std::optional<SavingChoice> small;
-    const auto price_at = [&](double price) {
-      PricedChoice best = cut_.solve(part.rules, price);
-      const double bound = best.value - price * static_cast<double>(budget_);
-      if (bound > part.bound) part.bound = bound;
-      if (bound >= part.bound) part.price = price;
-      offer(best.choice);
-      return best;
-    };
-    if (part.price > 0) {
-      PricedChoice best = price_at(part.price);
-      if (fits(best.choice))
-        small = std::move(best.choice);
-      else
-        large = std::move(best.choice);
-    }
-    if (!small) small = cut_.fewest_bytes(part.rules).choice;
-    if (!fits(*small)) return false;
-    offer(*small);
-    for (int round = 0; round < rounds; ++round) {
-      const double more_bytes = static_cast<double>(large.bytes - small->bytes),
-                   less_cost = cut_.cost_of(*small) - cut_.cost_of(large);
-      if (small->cost == least_cost) return true;
-      if (!(less_cost > 0)) break;
-      const double price = less_cost / more_bytes,
-                   line = cut_.cost_of(large) + price * static_cast<double>(large.bytes);
-      PricedChoice best = price_at(price);
-      if (best.value >= line - 1e-9 * line) break;  // the two are next to each other on the hull
-      if (fits(best.choice) ? best.choice.bytes == small->bytes && best.choice.cost >= small->cost
-                            : best.choice.bytes == large.bytes)
-        break;  // only rounding is left
-      if (fits(best.choice))
-        small = std::move(best.choice);
-      else
-        large = std::move(best.choice);
-    }
-    part.split = difference(part.rules, *small, large);
-    return true;
+    const auto take = [&](const SavingChoice& choice) { offer(choice); };
+    const Relaxation::Border border =
+        relaxation_.explore(part.rules, rounds, part.bound, part.prices[0], take);
+    if (!border.small) return false;
+    if (!border.large) return true;  // the best of the part
+    part.split = difference(part.rules, *border.small, *border.large);
+    if (!rounded_) return true;
+    const Relaxation::Border rough = rounded_->explore(part.rules, rounds, part.bound, part.prices[1], take);
+    return rough.small.has_value();
   }
 
   // The most expensive free work that one of the two repeats and the other does not. There is one if they
@@ -148,7 +216,7 @@ class Search {
 
   void branch(const Part& part) {
     for (const SavingRule rule : {SavingRule::Save, SavingRule::Recompute}) {
-      Part half{.rules = part.rules, .bound = part.bound, .price = part.price};
+      Part half{.rules = part.rules, .bound = part.bound, .prices = part.prices};
       half.rules[part.split] = rule;
       if (explore(half, kRoundsOfBranches)) keep(std::move(half));
     }
@@ -161,7 +229,7 @@ class Search {
       const auto without = [&](std::size_t work) {
         std::vector<char> wanted = choice.repeated;
         wanted[work] = 0;
-        return cut_.choices().of(wanted);
+        return relaxation_.choices().of(wanted);
       };
       for (std::size_t w = 0; w < problem_.works.size(); ++w) {
         if (!choice.repeated[w] || problem_.works[w].rule != SavingRule::Free) continue;
@@ -186,7 +254,8 @@ class Search {
   const std::int64_t budget_;
   const SavingOptions options_;
   const bool exact_;
-  PricedCut cut_;
+  Relaxation relaxation_;
+  std::optional<Relaxation> rounded_;
   std::optional<SavingChoice> best_;
   std::multimap<double, Part> open_;  // by their bounds
 };
@@ -199,7 +268,7 @@ std::optional<SavingChoice> choose_saved(const SavingProblem& problem, std::int6
 }
 
 SavingChoice least_saved(const SavingProblem& problem) {
-  PricedCut cut(problem, costs_of(problem, 0));
+  PricedCut cut(problem, costs_of(problem, 0), bytes_of(problem));
   SavingChoice least = cut.fewest_bytes(cut.choices().rules()).choice;
   least.least_cost = 0;
   return least;

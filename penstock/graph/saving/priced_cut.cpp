@@ -4,10 +4,11 @@
 
 namespace penstock::graph {
 
-PricedCut::PricedCut(const SavingProblem& problem, std::vector<double> costs)
+PricedCut::PricedCut(const SavingProblem& problem, std::vector<double> costs, std::vector<std::int64_t> bytes)
     : problem_(problem),
       choices_(problem),
       costs_(std::move(costs)),
+      bytes_(std::move(bytes)),
       network_(problem.works.size() + problem.items.size() + 2) {
   const auto always = [&](std::size_t from, std::size_t to) {
     network_.set_capacity(network_.add_edge(from, to), MaxFlow::kUnlimited);
@@ -31,15 +32,21 @@ double PricedCut::cost_of(const SavingChoice& choice) const {
   return cost;
 }
 
+std::int64_t PricedCut::bytes_of(const SavingChoice& choice) const {
+  std::int64_t bytes = 0;
+  for (std::size_t i = 0; i < choice.saved.size(); ++i)
+    if (choice.saved[i]) bytes += bytes_[i];
+  return bytes;
+}
+
 PricedChoice PricedCut::solve(const std::vector<SavingRule>& rules, double price, double cost_factor) {
   for (std::size_t w = 0; w < rules.size(); ++w)
     network_.set_capacity(repeat_edges_[w],
                           rules[w] == SavingRule::Save ? MaxFlow::kUnlimited : cost_factor * costs_[w]);
   for (std::size_t i = 0; i < save_edges_.size(); ++i) {
-    const SavingProblem::Item& item = problem_.items[i];
-    network_.set_capacity(save_edges_[i], rules[item.maker] == SavingRule::Recompute
+    network_.set_capacity(save_edges_[i], rules[problem_.items[i].maker] == SavingRule::Recompute
                                               ? MaxFlow::kUnlimited
-                                              : price * static_cast<double>(item.bytes));
+                                              : price * static_cast<double>(bytes_[i]));
   }
   PricedChoice best;
   best.value = network_.run(0, sink());

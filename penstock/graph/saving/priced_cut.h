@@ -1,6 +1,6 @@
 // The best choice if each saved byte has a price: a minimum cut.
 //
-//   PricedCut cut(problem, costs);
+//   PricedCut cut(problem, costs, bytes);
 //   const PricedChoice best = cut.solve(rules, 0.5);    // a byte costs as much as half a unit of work
 //   best.value                                          // cost + 0.5 * bytes of the best choice
 //
@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <vector>
 
 #include "penstock/graph/saving/max_flow.h"
@@ -22,11 +23,12 @@ struct PricedChoice {
 
 class PricedCut {
  public:
-  // `costs`: of the works, in place of their own. The problem must outlive the cut.
-  PricedCut(const SavingProblem& problem, std::vector<double> costs);
+  // `costs` of the works and `bytes` of the items: in place of their own. The problem must outlive the cut.
+  PricedCut(const SavingProblem& problem, std::vector<double> costs, std::vector<std::int64_t> bytes);
 
-  // What repeating works costs, by these costs.
+  // By these costs and bytes.
   double cost_of(const SavingChoice& choice) const;
+  std::int64_t bytes_of(const SavingChoice& choice) const;
   const SavingChoices& choices() const { return choices_; }
 
   // `rules`: of the works, in place of their own.
@@ -46,6 +48,7 @@ class PricedCut {
   const SavingProblem& problem_;
   const SavingChoices choices_;
   const std::vector<double> costs_;
+  const std::vector<std::int64_t> bytes_;
   MaxFlow network_;
   std::vector<std::size_t> repeat_edges_;  // by work: what repeating it costs
   std::vector<std::size_t> save_edges_;    // by item: what saving it costs

@@ -168,7 +168,8 @@ TEST(ActivationPolicy, RulesDecideBeforeTheBudget) {
   EXPECT_GT(bytes_with(mixed, Fate::Recomputed, "blocks.1.feed"), 0);
   EXPECT_EQ(bytes_with(mixed, Fate::Recomputed, "head"), 0);
   for (const Activation& each : mixed.activations) {
-    if (each.module.starts_with("blocks.0.feed")) EXPECT_EQ(each.reason, Activation::Reason::Policy);
+    if (!each.module.starts_with("blocks.0.feed")) continue;
+    EXPECT_EQ(each.reason, Activation::Reason::Policy);
   }
   const ActivationPlan other = plan_activations(joint, {.budget = "0", .policy = {"blocks.1: save"}});
   EXPECT_GT(bytes_with(other, Fate::Saved, "blocks.1"), 0);

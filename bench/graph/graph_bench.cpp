@@ -12,7 +12,8 @@
 // the recording. Capture figures are the minimum of several runs for Penstock and the median for the peer;
 // steps are medians, alternating with the eager step; on a busy machine, the ratio of CPU time is the one to
 // read. "peak" is the peak tensor memory of a replayed step
-// relative to an eager one. Export OMP_NUM_THREADS=1.
+// relative to an eager one. Lines "budget" are steps with activation budgets (CompileOptions::activations)
+// beside the eager step; "kept" is what forward leaves for backward. Export OMP_NUM_THREADS=1.
 #include <fmt/format.h>
 #include <malloc.h>
 #include <time.h>
@@ -178,23 +179,58 @@ class Measured {
     figure["eager_ms"] = median(eager_ms);
     figure["step_ms"] = median(replayed_ms);
     figure["peak"] = peak_of(replayed) / peak_of(eager);
-    const auto least = [](const std::vector<double>& ms) { return *std::min_element(ms.begin(), ms.end()); };
     fmt::print(
         "    step, width {}: eager {:.2f} ms, replayed {:.2f} ms, ratio {:.3f}, peak {:.3f}; of CPU time "
         "{:.3f}, of its least {:.3f}; to a replay without passes {:.3f}, of its least {:.3f}\n",
         config_.width, figure["eager_ms"], figure["step_ms"], figure["step_ms"] / figure["eager_ms"],
         figure["peak"], median(replayed_cpu_ms) / median(eager_cpu_ms),
-        least(replayed_cpu_ms) / least(eager_cpu_ms), median(replayed_cpu_ms) / median(without_cpu_ms),
-        least(replayed_cpu_ms) / least(without_cpu_ms));
+        least_of(replayed_cpu_ms) / least_of(eager_cpu_ms), median(replayed_cpu_ms) / median(without_cpu_ms),
+        least_of(replayed_cpu_ms) / least_of(without_cpu_ms));
     fmt::print(
         "    dynamic batch and length: replayed {:.2f} ms, ratio to fixed sizes {:.3f}, of the least {:.3f}; "
         "captured in {:.0f} ms, {} capture\n",
-        median(dynamic_ms), median(dynamic_ms) / figure["step_ms"], least(dynamic_ms) / least(replayed_ms),
-        all_sizes_ms, dynamic->captures());
+        median(dynamic_ms), median(dynamic_ms) / figure["step_ms"],
+        least_of(dynamic_ms) / least_of(replayed_ms), all_sizes_ms, dynamic->captures());
     return figure;
   }
 
+  // Activation budgets beside the eager step, all in turns: time, what forward keeps for backward, and the
+  // peak of the step.
+  void budgets() {
+    struct Way {
+      std::string name;
+      std::function<at::Tensor()> call;
+      std::vector<double> ms, cpu_ms;
+    };
+    std::vector<Way> ways;
+    ways.push_back({"eager", [&] { return model_->forward(x_, target_); }, {}, {}});
+    for (const char* budget : {"1", "0.7", "0.5", "0.3"}) {
+      const auto fast = compile(model_, {.activations = {.budget = budget}});
+      ways.push_back(
+          {fmt::format("budget {}", budget), [=, this] { return fast->forward(x_, target_); }, {}, {}});
+    }
+    for (int i = 0; i < 2 + config_.steps; ++i)
+      for (Way& way : ways) {
+        const Step done = step(way.call);
+        if (i < 2) continue;  // captured and warm
+        way.ms.push_back(done.ms);
+        way.cpu_ms.push_back(done.cpu_ms);
+      }
+    const double kept = kept_of(ways[0].call), peak = peak_of(ways[0].call);
+    for (std::size_t i = 1; i < ways.size(); ++i)
+      fmt::print(
+          "    {}: to eager, time {:.3f}, of its least {:.3f}, CPU time {:.3f}, of its least {:.3f}, kept "
+          "after "
+          "forward {:.3f}, peak {:.3f}\n",
+          ways[i].name, median(ways[i].ms) / median(ways[0].ms), least_of(ways[i].ms) / least_of(ways[0].ms),
+          median(ways[i].cpu_ms) / median(ways[0].cpu_ms),
+          least_of(ways[i].cpu_ms) / least_of(ways[0].cpu_ms), kept_of(ways[i].call) / kept,
+          peak_of(ways[i].call) / peak);
+  }
+
  private:
+  static double least_of(const std::vector<double>& ms) { return *std::min_element(ms.begin(), ms.end()); }
+
   // Forward alone, below autograd: all calls boxed, and as it is done.
   void compare_executors(const Graph& forward, const Values& inputs) {
     const Executor boxed(
@@ -249,6 +285,15 @@ class Measured {
     return static_cast<double>((device.is_cpu() ? cpu_memory().peak : peak_device_bytes(device)) - before);
   }
 
+  // Bytes of tensors that forward leaves behind for backward.
+  double kept_of(const std::function<at::Tensor()>& call) {
+    const at::Device device = x_.device();
+    const auto live = [&] { return device.is_cpu() ? cpu_memory().live : live_device_bytes(device); };
+    const std::int64_t before = live();
+    const at::Tensor loss = call();
+    return static_cast<double>(live() - before);
+  }
+
   const Config& config_;
   int layers_;
   Model model_;
@@ -280,6 +325,7 @@ int main(int argc, char** argv) {
     Measured measured(config, layers);
     const double capture_us = measured.capture();
     const Figure ours = measured.steps();
+    measured.budgets();
     if (!config.peer.empty()) {
       const Figure peer =
           read_figure(fmt::format("{} --width {} --layers {} --batch {} --steps {}", config.peer,

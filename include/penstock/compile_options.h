@@ -88,6 +88,25 @@ enum class Partitioner : std::uint8_t {
   MinCut    // recomputes cheap values in backward where that saves memory
 };
 
+// What forward keeps for backward, and what backward recomputes instead (docs/memory.md): as little work as
+// possible under a budget. Results have the same bits whatever is chosen.
+struct ActivationOptions {
+  // "1" saves all that backward uses, "0" recomputes all that can be recomputed, a fraction between keeps so
+  // much of what "1" keeps; or bytes: "1.5 GiB". For one call that is to be differentiated; of captures for
+  // all sizes at the sizes of the first call.
+  std::string budget = "1";
+  // Overrides by module, "blocks.*.attention: save" or "*: recompute": the first one that matches an
+  // operator's module decides, where none does, the budget. A pattern matches a module and what is inside it;
+  // in a component of the path, * stands for any characters, alone for everything.
+  std::vector<std::string> policy = {};
+  // The function is a part of the model that the patterns are meant for: they need not match any module of
+  // it.
+  bool part_of_model = false;
+
+  // Whether anything may be recomputed: these options decide instead of CompileOptions::partitioner.
+  bool decide() const { return budget != "1" || !policy.empty(); }
+};
+
 class Artifact;  // compile_artifact.h
 
 // Where captures are kept between runs of a program (docs/compile_cache.md). A cache never makes a run fail:
@@ -138,7 +157,11 @@ enum class SecondDerivatives : std::uint8_t {
 // The options of graph::compile.
 struct CompileOptions {
   bool recapture = true;  // capture again for a different kind of call; false: throw StateError
-  Partitioner partitioner = Partitioner::Default;                      // what forward saves for backward
+  Partitioner partitioner = Partitioner::Default;  // what forward saves for backward
+  // The same under a budget. graph::compile throws ValueError for malformed ones, and for a partitioner
+  // besides them; the first call for a budget that cannot be met, which names the least one and the tensors
+  // that need it, and for a pattern that matches no module.
+  ActivationOptions activations = {};
   DynamicOptions dynamic = {};                                         // dims whose size is not fixed
   CacheOptions cache = {};                                             // what is kept between runs
   SecondDerivatives second_derivatives = SecondDerivatives::RunAgain;  // create_graph in backward

@@ -184,6 +184,11 @@ struct TrainingConfig {
   // Folder that penstock compile has written for this configuration: its graphs are used, and nothing is
   // captured; empty: graphs are loaded from the cache if PENSTOCK_CACHE names a folder, else captured.
   std::string artifact;
+  // What captured graphs keep for the backward of a microbatch, per stage: "1" all that it uses, "0" as
+  // little as possible, a fraction between, or bytes ("1.5 GiB"). The rest is recomputed, with the same bits.
+  std::string activation_budget = "1";
+  // Overrides of that by module: "blocks.*.attention: save", "*: recompute"; the first that matches decides.
+  std::vector<std::string> activation_policy;
   // Passes that do not change the captured graphs (graph_pass.h; docs/capture.md lists them); empty: all run.
   std::vector<std::string> disable_passes;
   std::int64_t seed = 1;              // seed for initial parameters, dropout and data order

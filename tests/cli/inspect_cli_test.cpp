@@ -7,6 +7,7 @@
 #include <cmath>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <utility>
@@ -15,6 +16,7 @@
 #include "penstock/base/files.h"
 #include "tests/command.h"
 #include "tests/has_text.h"
+#include "tests/train/markup_check.h"
 
 namespace penstock::test {
 namespace inspect_cli_test {
@@ -24,6 +26,11 @@ namespace fs = std::filesystem;
 Ended penstock(const std::string& arguments) {
   return run_command("'" + environment("PENSTOCK_BIN") + "/penstock' " + arguments,
                      std::chrono::seconds(110));
+}
+
+std::string text_of(const std::string& path) {
+  std::ifstream file(path);
+  return {std::istreambuf_iterator<char>(file), {}};
 }
 
 class InspectCli : public ::testing::Test {
@@ -103,6 +110,27 @@ TEST_F(InspectCli, PredictionAlone) {
   }
   EXPECT_EQ(all.at("ranks")[5].at("pp"), 1);
   EXPECT_EQ(all.at("ranks")[5].at("dp"), 1);
+}
+
+TEST_F(InspectCli, ShowsTheTensorsOfGraphs) {
+  const std::string html = (folder_ / "memory.html").string(),
+                    graph = " --predict-only --pp 1 --schedule 1F1B --compile graph --activation_budget ";
+  const Ended half = penstock("inspect memory " + config() + graph + "0.5 --html '" + html + "'");
+  ASSERT_EQ(half.exit_code, 0) << half.output;
+  for (const char* text :
+       {"predicted peak of a call", "if everything were saved", "live at the peak", "saved for backward",
+        "recomputed in backward", "blocks.*.feed", "% of the work of forward"})
+    EXPECT_TRUE(has_text(half.output, text)) << text << "\n" << half.output;
+  const std::string page = text_of(html);
+  EXPECT_EQ(markup_problem(page), "");
+  for (const char* text : {"<svg", "<title>aten::", "blocks.0.", ", saved", ", recomputed", "peak"})
+    EXPECT_TRUE(has_text(page, text)) << text;
+  const Ended all = penstock("inspect memory " + config() + graph + "1");
+  ASSERT_EQ(all.exit_code, 0) << all.output;
+  EXPECT_TRUE(has_text(all.output, "recomputed in backward: nothing"));
+  const Ended eager = penstock("inspect memory " + config() + " --predict-only --pp 1 --html '" + html + "'");
+  EXPECT_EQ(eager.exit_code, 2);
+  EXPECT_TRUE(has_text(eager.output, "add --training.compile graph")) << eager.output;
 }
 
 // By default the tests of predictions measure one layout of each kind, in the long form all.

@@ -65,6 +65,21 @@ TEST(InspectGraph, PassesSayWhatTheySave) {
   EXPECT_TRUE(has_text(unknown.output, "did you mean 'dead-code'?")) << unknown.output;
 }
 
+TEST(InspectGraph, SaysWhatIsSavedAndRecomputed) {
+  const std::string model =
+      "inspect graph --preset tiny --layers 2 --pp 1 --schedule 1F1B --nodes 1 --training.compile graph ";
+  const Ended budget = penstock(model + "--training.activation_budget 0.4");
+  ASSERT_EQ(budget.exit_code, 0) << budget.output;
+  for (const char* text : {"activations\n", "recomputed in backward: ", "work again", "blocks.*.attention"})
+    EXPECT_TRUE(has_text(budget.output, text)) << text << "\n" << budget.output;
+  const Ended policy = penstock(model + "--training.activation_policy 'blocks.*.feed: recompute'");
+  ASSERT_EQ(policy.exit_code, 0) << policy.output;
+  const Ended unknown = penstock(model + "--training.activation_policy 'blocks.*.food: recompute'");
+  EXPECT_EQ(unknown.exit_code, 2);
+  EXPECT_TRUE(has_text(unknown.output, "did you mean \"blocks.*.feed\"?")) << unknown.output;
+  EXPECT_EQ(penstock(model + "--min-cut --training.activation_budget 0.4").exit_code, 2);
+}
+
 TEST(InspectGraph, WhatCannotBeReadIsAUsageError) {
   const ScratchFolder folder;
   EXPECT_EQ(penstock("inspect").exit_code, 2);

@@ -174,6 +174,8 @@ TEST(CallCache, EveryOptionIsPartOfTheKey) {
   using Options = CompileOptions;
   const std::vector<std::pair<std::string, std::function<void(Options&)>>> changes{
       {"partitioner", [](Options& o) { o.partitioner = Partitioner::MinCut; }},
+      {"activation budget", [](Options& o) { o.activations.budget = "0"; }},
+      {"activation policy", [](Options& o) { o.activations.policy = {"*: recompute"}; }},
       {"specialize", [](Options& o) { o.dynamic.specialize = true; }},
       {"trust", [](Options& o) { o.dynamic.trust = true; }},
       {"joint_checks", [](Options& o) { o.joint_checks = true; }},

@@ -14,6 +14,8 @@
 #include "penstock/errors.h"
 #include "penstock/random.h"
 #include "penstock/step_context.h"
+#include "penstock/train/job/configured_activations.h"
+#include "penstock/train/job/configured_model.h"
 #include "penstock/train/job/job.h"
 #include "penstock/train/job/parity.h"
 #include "penstock/trainable_model.h"
@@ -119,6 +121,55 @@ INSTANTIATE_TEST_SUITE_P(
         Case{{.name = "SequenceParallel", .tp = 2}, kTransformer, {"--sequence_parallel", "true"}},
         Case{{.name = "ShardedTensorParallel", .dp = 2, .tp = 2}, kTransformer, {"--shard", "2"}}),
     [](const auto& info) { return info.param.layout.name; });
+
+// ---- activation budgets ----
+
+class BudgetedJob : public ::testing::TestWithParam<Case> {};
+
+TEST_P(BudgetedJob, HasTheBitsOfTrainingOperatorByOperator) {
+  const Options options = with(GetParam().model, GetParam().options);
+  const TrainedJob plain = train(GetParam().layout, options, 2);
+  for (const char* budget : {"0", "0.3", "1"}) {
+    SCOPED_TRACE(budget);
+    expect_same(train(GetParam().layout, with(options, with(kGraph, {"--activation_budget", budget})), 2),
+                plain);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Layouts, BudgetedJob,
+    ::testing::Values(Case{{.name = "Transformer"}, kTransformer}, Case{{.name = "Letters"}, kLetters},
+                      Case{{.name = "Everything"}}, Case{{.name = "OneF1B", .pp = 2}},
+                      Case{{.name = "GPipe", .pp = 2, .schedule = "GPipe"}, kLetters},
+                      Case{{.name = "Bfloat16", .pp = 2}, kTransformer, {"--precision", "bf16"}},
+                      Case{{.name = "Sharded", .dp = 2}, kEverything, {"--shard", "2"}},
+                      Case{{.name = "Replicated", .dp = 2}, kTransformer},
+                      Case{{.name = "TensorParallel", .tp = 2}, kTransformer}),
+    [](const auto& info) { return info.param.layout.name; });
+
+TEST(CompiledJobs, RulesForModulesChangeNoBit) {
+  const Layout layout{.name = "pp2", .pp = 2};
+  const TrainedJob plain = train(layout, kTransformer, 2);
+  expect_same(
+      train(layout,
+            with(kTransformer, with(kGraph, {"--activation_policy",
+                                             "blocks.*.attention: save,blocks: recompute,head: save"})),
+            2),
+      plain);
+}
+
+TEST(CompiledJobs, RulesForModulesThatTheModelDoesNotHaveAreNamed) {
+  // In every layout, also where a rank has another part of the model.
+  for (const Layout& layout : {Layout{.name = "one"}, Layout{.name = "pp2", .pp = 2}}) {
+    const std::string refusal = message_of<ConfigError>([&] {
+      const TrainConfig config = config_of(
+          layout, with(kTransformer, with(kGraph, {"--activation_policy", "blocks.*.atention: save"})));
+      check_activation_policy(config, configured_model(config)->plan());
+    });
+    EXPECT_TRUE(has_text(refusal, "training.activation_policy")) << refusal;
+    EXPECT_TRUE(has_text(refusal, "did you mean \"blocks.*.attention\"?")) << refusal;
+  }
+}
 
 // A checkpoint of one way is continued in the other.
 TEST(CompiledJobs, ContinueTheCheckpointsOfPlainOnesAndTheOtherWay) {

@@ -464,6 +464,41 @@ TEST(Config, PassesAreKnown) {
             std::vector<std::string>{"views"});
 }
 
+TEST(Config, ActivationBudgetsAreForGraphs) {
+  const Arguments graph{"--compile", "graph", "--schedule", "1F1B"};
+  const auto message = [](const Arguments& arguments) {
+    return message_of<ConfigError>([&] { (void)with(arguments); });
+  };
+  const auto and_graph = [&](Arguments more) {
+    more.insert(more.begin(), graph.begin(), graph.end());
+    return more;
+  };
+  EXPECT_EQ(with(and_graph({"--activation_budget", "0.3"})).config.training.activation_budget, "0.3");
+  EXPECT_EQ(with(and_graph({"--activation_budget", "1.5 GiB"})).config.training.activation_budget, "1.5 GiB");
+  EXPECT_EQ(with(and_graph({"--activation_policy", "blocks.*.attention: save,*: recompute"}))
+                .config.training.activation_policy,
+            (std::vector<std::string>{"blocks.*.attention: save", "*: recompute"}));
+  EXPECT_TRUE(
+      has_text(message(and_graph({"--activation_budget", "2"})), "training.activation_budget = \"2\""));
+  EXPECT_TRUE(
+      has_text(message(and_graph({"--activation_policy", "blocks: sav"})), "did you mean \"blocks: save\"?"));
+  EXPECT_TRUE(has_text(message({"--activation_budget", "0.5"}), "set training.compile to \"graph\""));
+  // Two ways to recompute: the message says which to use.
+  const std::string both = message({"--activation_budget", "0.5", "--recompute", "block"});
+  EXPECT_TRUE(has_text(both, "use one of the two")) << both;
+  EXPECT_TRUE(has_text(message(and_graph({"--activation_budget", "0.5", "--recompute", "block"})),
+                       "use training.activation_budget in place of training.recompute"));
+#ifdef PENSTOCK_HAVE_TOML
+  const std::string file =
+      "[layout]\nschedule = \"1F1B\"\n[training]\ncompile = \"graph\"\nactivation_budget = ";
+  EXPECT_EQ(parse_config(file + "0.25\n", "a.toml").config.training.activation_budget, "0.25");
+  EXPECT_EQ(parse_config(file + "0\n", "a.toml").config.training.activation_budget, "0");
+  EXPECT_EQ(parse_config(file + "\"64 MiB\"\n", "a.toml").config.training.activation_budget, "64 MiB");
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)parse_config(file + "true\n", "a.toml"); }),
+                       "a number or a string"));
+#endif
+}
+
 TEST(Fields, AKeyOfSeveralSectionsNeedsItsSection) {
   std::vector<ConfigField> fields(config_fields().begin(), config_fields().begin() + 3);
   fields.push_back(fields[2]);

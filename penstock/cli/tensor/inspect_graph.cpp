@@ -1,10 +1,8 @@
 // penstock inspect graph: shows a file written by save_graph, or captures the trainer's model.
 #include <fmt/format.h>
-#include <torch/types.h>
 
 #include <cstddef>
 #include <filesystem>
-#include <fstream>
 #include <memory>
 #include <string>
 #include <utility>
@@ -14,16 +12,12 @@
 #include "penstock/base/printable.h"
 #include "penstock/cli/common/commands.h"
 #include "penstock/cli/common/number_options.h"
+#include "penstock/cli/tensor/captured_model.h"
 #include "penstock/errors.h"
-#include "penstock/graph/ir/functionalize.h"
-#include "penstock/graph/partition/partition.h"
-#include "penstock/graph/run/module_state.h"
 #include "penstock/graph/tools/draw.h"
 #include "penstock/graph/tools/graph_report.h"
-#include "penstock/graph/tools/pass_report.h"
-#include "penstock/train/job/configured_model.h"
-#include "penstock/train/job/host_check.h"
-#include "penstock/train/job/process_memory.h"
+#include "penstock/graph/tools/memory_report.h"
+#include "penstock/train/job/configured_activations.h"
 
 namespace penstock::cli {
 namespace {
@@ -36,69 +30,13 @@ struct InspectFlags {
   bool min_cut = false, passes = false;
 };
 
-struct CapturedModel {
-  graph::GraphFile file;
-  std::string passes;  // what they did, if asked for
-};
-
-// Captures forward and backward of one microbatch of the trainer's model, shapes only.
-CapturedModel capture_model(const train::TrainConfig& config, bool min_cut, bool with_passes) {
-  const std::shared_ptr<models::TrainableModel> trainable = train::configured_model(config);
-  const std::shared_ptr<models::ModelStage> model = trainable->make_stage(whole_model(trainable->plan()));
-  const graph::ModuleState state(*model);
-  graph::Values inputs(state.tensors.begin(), state.tensors.end());
-  const at::Tensor tokens = at::zeros({config.layout.microbatch_size, config.model.context}, at::kLong);
-  inputs.emplace_back(tokens);
-  inputs.emplace_back(at::zeros_like(tokens));
-  graph::Convention convention{state.tensors.size(), state.names};
-  convention.names.insert(convention.names.end(), {"tokens", "targets"});
-  const graph::Function step = [&](const graph::Values& in) -> graph::Values {
-    const at::Tensor x = in[state.tensors.size()].toTensor(),
-                     targets = in[state.tensors.size() + 1].toTensor();
-    const models::StageInputs given =
-        trainable->inputs({.tokens = x, .targets = targets, .documents = at::Tensor()});
-    const at::Tensor output = model->forward_with(x, given.keywords);
-    return {model->loss(output, targets, static_cast<double>(tokens.numel()))};
-  };
-  graph::AnalyzedCapture captured = graph::analyze_and_capture(step, inputs, {.convention = convention});
-  graph::GraphFile file;
-  file.meta = std::move(captured.meta);
-  file.joint =
-      captured.joint ? std::move(*captured.joint) : graph::capture_joint(step, inputs, file.meta, convention);
-  file.joint.graph = graph::functionalize(std::move(file.joint.graph), file.joint.forward_outputs);
-  graph::remove_dead_nodes(file.joint.graph);
-  std::string passes;
-  if (with_passes) {
-    graph::PassedGraph passed = graph::with_passes(
-        std::move(file.joint), graph::PassList(config.training.disable_passes, /*verify=*/true),
-        {.static_inputs = state.tensors.size(),
-         .partitioner = min_cut ? graph::Partitioner::MinCut : graph::Partitioner::Default});
-    file.joint = std::move(passed.joint);
-    passes = std::move(passed.text);
-  }
-  file.saved = (min_cut ? graph::partition_min_cut(file.joint) : graph::partition_default(file.joint)).saved;
-  file.signature = graph::make_signature(
-      file.joint, file.meta,
-      {.state = &state, .loss_index = 0, .hidden_outputs = 0, .in_spec = "(*, *)", .out_spec = "*"});
-  return {std::move(file), std::move(passes)};
-}
-
-void write_text(const std::string& path, const std::string& text) {
-  std::ofstream out(path);
-  out << text;
-  out.close();
-  if (!out)
-    throw ConfigError(describe("output file", path, "a file that can be written",
-                               "check that the folder exists and is writable"));
-  fmt::print("wrote {}\n", printable(path));
-}
-
 void inspect_graph(const CLI::App& command, const InspectFlags& flags) {
   std::vector<std::string> rest = command.remaining();
   const bool is_file =
       !rest.empty() && !rest.front().starts_with("-") && fs::path(rest.front()).extension() != ".toml";
   graph::GraphFile file;
   std::string title, passes;
+  graph::ActivationOptions activations;
   if (is_file) {
     refuse_options(command, {"--min-cut", "--passes"}, "for a file, which defines what is saved");
     if (rest.size() > 1)
@@ -113,23 +51,30 @@ void inspect_graph(const CLI::App& command, const InspectFlags& flags) {
     const train::ResolvedConfig resolved = train::load_config(config_sources(command));
     refuse_keys(resolved, "inspect graph", [&](const std::string& key) {
       return key.starts_with("model.") || key.starts_with("layout.") ||
-             (flags.passes && (key == "training.compile" || key == "training.disable_passes"));
+             ((flags.passes || key != "training.disable_passes") &&
+              (key == "training.compile" || key == "training.disable_passes" ||
+               key == "training.activation_budget" || key == "training.activation_policy"));
     });
-    // Nothing is computed, but the parameters are allocated.
-    train::require_memory(train::minimum_memory_of_capture(resolved.config), train::machine_memory_bytes());
-    CapturedModel captured = capture_model(resolved.config, flags.min_cut, flags.passes);
+    activations = train::configured_activations(resolved.config);
+    if (flags.min_cut && activations.decide())
+      throw ConfigError(
+          "inspect graph --min-cut recomputes by a rule of its own, which leaves nothing to "
+          "training.activation_budget and training.activation_policy; leave --min-cut out, or them");
+    CapturedModel captured = capture_model(resolved.config, flags.min_cut,
+                                           flags.passes ? CaptureFor::WithPasses : CaptureFor::Reading);
     file = std::move(captured.file);
     passes = std::move(captured.passes);
-    title = fmt::format("model {}, one microbatch of {} x {} tokens", resolved.config.model.preset,
-                        resolved.config.layout.microbatch_size, resolved.config.model.context);
+    title = title_of(resolved.config);
   }
   fmt::print("{}\n", printable(title));
   if (flags.passes) fmt::print("passes\n{}\nafter the passes\n", passes);
+  if (activations.decide())
+    fmt::print("activations\n{}\n", graph::ActivationReport(file.joint, activations).saving_text());
   fmt::print("{}", graph::report_text(file, {.nodes = flags.nodes}));
   const graph::DrawOptions options{.title = title, .saved = file.saved};
-  if (!flags.html.empty()) write_text(flags.html, graph::to_html(file.joint.graph, options));
-  if (!flags.svg.empty()) write_text(flags.svg, graph::to_svg(file.joint.graph, options));
-  if (!flags.dot.empty()) write_text(flags.dot, graph::to_dot(file.joint.graph, options));
+  if (!flags.html.empty()) write_shown(flags.html, graph::to_html(file.joint.graph, options));
+  if (!flags.svg.empty()) write_shown(flags.svg, graph::to_svg(file.joint.graph, options));
+  if (!flags.dot.empty()) write_shown(flags.dot, graph::to_dot(file.joint.graph, options));
   if (!flags.save.empty()) {
     graph::save_graph(flags.save, file);
     fmt::print("wrote {}\n", printable(flags.save));
@@ -168,6 +113,8 @@ void add_inspect_graph_command(CLI::App& inspect, CommandOutcome&) {
       "  penstock inspect graph --preset tiny --html model.html --save model.psgraph\n"
       "  penstock inspect graph --preset tiny --svg model.svg\n"
       "  penstock inspect graph --preset tiny --passes --nodes 1\n"
+      "  penstock inspect graph --preset tiny --schedule 1F1B --training.compile graph "
+      "--training.activation_budget 0.5\n"
       "  penstock inspect graph model.psgraph --nodes 0\n"
       "Exit codes: 0 ok, 2 a file or configuration that cannot be read.");
   command->callback([command, flags] { inspect_graph(*command, *flags); });

@@ -15,15 +15,19 @@
 #include <vector>
 
 #include "penstock/base/describe.h"
+#include "penstock/base/printable.h"
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"
 #include "penstock/cli/common/commands.h"
 #include "penstock/cli/common/number_options.h"
 #include "penstock/cli/common/rank_errors.h"
 #include "penstock/cli/common/work_folder.h"
+#include "penstock/cli/tensor/captured_model.h"
 #include "penstock/comm/launch/launcher.h"
 #include "penstock/errors.h"
+#include "penstock/graph/tools/memory_report.h"
 #include "penstock/torch/compat/cpu_memory.h"
+#include "penstock/train/job/configured_activations.h"
 #include "penstock/train/job/host_check.h"
 #include "penstock/train/job/open_data.h"
 #include "penstock/train/plan/dry_run.h"
@@ -42,6 +46,7 @@ struct InspectMemoryFlags {
   int steps = 3;
   bool predict_only = false;
   bool json = false;
+  std::string html;
   std::string worker;  // folder: this process is one of the ranks
 };
 
@@ -186,10 +191,27 @@ std::string to_json(const train::DryRun& plan, const std::vector<RankRows>& rank
   return all.dump(1) + "\n";
 }
 
+// The graph of the model, tensor by tensor.
+void show_tensors(const train::TrainConfig& config, const InspectMemoryFlags& flags) {
+  if (flags.json && flags.html.empty()) return;
+  CapturedModel captured = capture_model(config, /*min_cut=*/false, CaptureFor::WithPasses);
+  const graph::ActivationReport report(captured.file.joint, train::configured_activations(config));
+  const std::string title = title_of(config);
+  if (!flags.json)
+    fmt::print("\ngraph of the whole {}\n{}\n{}", printable(title), report.peak_text(), report.saving_text());
+  if (flags.html.empty()) return;
+  (flags.json ? &write_output : &write_shown)(flags.html, report.to_html(title));
+}
+
 int run(const CLI::App& command, const InspectMemoryFlags& flags) {
   if (!flags.worker.empty()) return report_to_parent([&] { return run_rank(flags); });
   const train::ResolvedConfig resolved = train::load_config(config_sources(command));
   refuse_keys(resolved, "inspect memory", has_effect_without_run);
+  if (!flags.html.empty() && resolved.config.training.compile != "graph")
+    throw ConfigError(
+        "inspect memory --html draws the tensors of the captured graph, and training.compile = \"off\" "
+        "captures "
+        "none; add --training.compile graph, or leave --html out");
   if (flags.predict_only) refuse_options(command, {"--steps"}, "with --predict-only, which runs no steps");
   const train::LayoutConfig& layout = resolved.config.layout;
   const train::DryRun plan = train::dry_run(resolved.config);
@@ -207,6 +229,7 @@ int run(const CLI::App& command, const InspectMemoryFlags& flags) {
   if (!flags.predict_only)
     if (const int code = measure(resolved, flags, ranks); code != 0) return code;
   fmt::print("{}", flags.json ? to_json(plan, ranks, flags.steps) : to_text(plan, ranks, flags.steps));
+  if (resolved.config.training.compile == "graph") show_tensors(resolved.config, flags);
   return 0;
 }
 
@@ -222,15 +245,27 @@ void add_inspect_memory_command(CLI::App& inspect, CommandOutcome& outcome) {
       "Examples:\n"
       "  penstock inspect memory my.toml\n"
       "  penstock inspect memory --pp 2 --dp 2 --shard 2 --steps 5\n"
-      "  penstock inspect memory --preset small --dp 8 --shard 8 --predict-only --json\n\n"
+      "  penstock inspect memory --preset small --dp 8 --shard 8 --predict-only --json\n"
+      "  penstock inspect memory --preset tiny --pp 1 --schedule 1F1B --compile graph --activation_budget "
+      "0.5 "
+      "--html memory.html\n\n"
       "Starts the ranks of the layout on this host and trains a few steps without saving anything. The "
       "prediction is that of\n"
-      "penstock train --dry-run. The length of the learning rate schedule is --training.steps here.\n"
+      "penstock train --dry-run, which knows nothing of captured graphs. With training.compile = graph, the "
+      "graph of the whole model is captured,\n"
+      "too: what is live at the peak of a microbatch, what is saved and recomputed "
+      "(training.activation_budget). "
+      "The length of the learning rate schedule is --training.steps here.\n"
       "Exit codes: 0 ok, 1 a rank failed, 2 usage or parse error.");
   const auto flags = std::make_shared<InspectMemoryFlags>();
   add_whole(*command, "--steps", flags->steps, 1, 1000, "Number of steps to measure");
   command->add_flag("--predict-only", flags->predict_only, "Start no ranks; print only the prediction");
   command->add_flag("--json", flags->json, "Print bytes as JSON");
+  command
+      ->add_option("--html", flags->html,
+                   "Write a picture of the memory of the captured graph over a step, tensor by tensor (needs "
+                   "training.compile = graph)")
+      ->type_name("FILE.html");
   command->add_option("--worker", flags->worker, "Internal: run as one of the ranks")->group("");
   command->allow_extras();
   command->callback([command, flags, &outcome] { outcome.exit_code = run(*command, *flags); });

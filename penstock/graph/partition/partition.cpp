@@ -36,6 +36,8 @@ class PartOfGraph {
   }
   void add_output(const Operand& output) { to_.outputs.push_back(map(output)); }
 
+  // By value of the new graph.
+  std::vector<ValueId> take_old_ids() { return std::move(old_ids_); }
   Graph finish() {
     verify(to_);
     return std::move(to_);
@@ -57,6 +59,7 @@ class PartOfGraph {
       std::int32_t& storage = new_storages_[index_of(from_[old].storage)];
       if (storage < 0) storage = static_cast<std::int32_t>(to_.new_storage());
       value = to_.new_value(from_[old].geometry, StorageId{storage});
+      old_ids_.push_back(old);
       if (constants_.empty()) return value;
       if (const auto constant = constants_.find(old); constant != constants_.end())
         to_.constants.push_back({value, constant->second.tensor, constant->second.symbolic});
@@ -80,9 +83,83 @@ class PartOfGraph {
 
   const Graph& from_;
   Graph to_;
-  std::vector<ValueId> new_ids_;
+  std::vector<ValueId> new_ids_, old_ids_;
   std::vector<std::int32_t> new_storages_;
   std::map<ValueId, ConstantTensor> constants_;
+};
+
+// The nodes of backward in the order in which they run: those that are recomputed as late as possible, just
+// before the first node that uses their results, so that these results live as briefly as the order of the
+// others allows.
+class BackwardOrder {
+ public:
+  // `chosen`: by node, whether backward runs it. `at_hand`: by value, whether it is an input of backward.
+  BackwardOrder(const Graph& graph, const std::vector<char>& chosen, const std::vector<char>& recomputed,
+                const std::vector<char>& at_hand)
+      : graph_(graph), waiting_(graph.nodes.size(), 0), maker_(graph.values.size(), kNone) {
+    for (std::size_t i = 0; i < graph.nodes.size(); ++i) {
+      waiting_[i] = chosen[i] && recomputed[i];
+      if (waiting_[i])
+        for_each_value(graph.nodes[i].results, [&](ValueId value) {
+          if (!at_hand[index_of(value)]) maker_[index_of(value)] = i;
+        });
+    }
+    for (std::size_t i = 0; i < graph.nodes.size(); ++i)
+      if (chosen[i] && !recomputed[i]) {
+        add_makers_of(i);
+        order_.push_back(i);
+      }
+    // What backward only returns.
+    for (std::size_t i = 0; i < graph.nodes.size(); ++i)
+      if (waiting_[i]) add(i);
+  }
+
+  const std::vector<std::size_t>& order() const { return order_; }
+
+ private:
+  static constexpr std::size_t kNone = static_cast<std::size_t>(-1);
+
+  void add(std::size_t node) {
+    if (!waiting_[node]) return;
+    waiting_[node] = 0;
+    add_makers_of(node);
+    order_.push_back(node);
+  }
+
+  // Adds what makes the arguments of a node. Without recursion: chains may be as long as the model is deep.
+  void add_makers_of(std::size_t node) {
+    struct Open {
+      std::size_t node;
+      std::vector<std::size_t> makers;  // still to be added, the next one last
+    };
+    std::vector<Open> open{{node, makers_of(node)}};
+    while (!open.empty()) {
+      if (open.back().makers.empty()) {
+        if (open.size() > 1) order_.push_back(open.back().node);
+        open.pop_back();
+        continue;
+      }
+      const std::size_t maker = open.back().makers.back();
+      open.back().makers.pop_back();
+      if (!waiting_[maker]) continue;
+      waiting_[maker] = 0;
+      open.push_back({maker, makers_of(maker)});
+    }
+  }
+
+  std::vector<std::size_t> makers_of(std::size_t node) const {
+    std::vector<std::size_t> makers;
+    for_each_value(graph_.nodes[node].arguments, [&](ValueId value) {
+      if (maker_[index_of(value)] != kNone) makers.push_back(maker_[index_of(value)]);
+    });
+    std::reverse(makers.begin(), makers.end());
+    return makers;
+  }
+
+  const Graph& graph_;
+  std::vector<char> waiting_;       // by node: recomputed, and not in the order yet
+  std::vector<std::size_t> maker_;  // by value: the recomputed node that makes it
+  std::vector<std::size_t> order_;
 };
 
 }  // namespace
@@ -162,7 +239,7 @@ std::vector<char> used_by_backward(const JointGraph& joint, const ForwardBackwar
 }
 
 Partition split(const JointGraph& joint, const ForwardBackwardSplit& halves,
-                const std::vector<char>& is_saved) {
+                const std::vector<char>& is_saved, SplitOrigin* origin) {
   const Graph& graph = joint.graph;
   std::vector<char> wanted(graph.values.size(), 0), in_backward(graph.nodes.size(), 0);
   for_each_backward_output(joint, [&](std::size_t output) {
@@ -196,15 +273,22 @@ Partition split(const JointGraph& joint, const ForwardBackwardSplit& halves,
     backward.add_input(value, fmt::format("saved_{}", index_of(value)));
   add_inputs(backward, joint.primals, states);
   add_inputs(backward, backward_states, graph.inputs.size());
-  for (std::size_t i = 0; i < graph.nodes.size(); ++i) {
+  for (std::size_t i = 0; i < graph.nodes.size(); ++i)
     if (halves.in_forward[i]) forward.add_node(graph.nodes[i]);
-    if (in_backward[i]) backward.add_node(graph.nodes[i], is_saved);
-  }
+  const BackwardOrder order(graph, in_backward, halves.in_forward, is_saved);
+  for (const std::size_t i : order.order()) backward.add_node(graph.nodes[i], is_saved);
   for (std::size_t i = 0; i < joint.forward_outputs; ++i) forward.add_output(graph.outputs[i]);
   for (std::size_t i = 0; i < joint.states_of(Phase::Forward); ++i)
     forward.add_output(graph.outputs[joint.first_state_output() + i]);
   for (const ValueId value : result.saved) forward.add_output(Operand::of(value));
   for_each_backward_output(joint, [&](std::size_t output) { backward.add_output(graph.outputs[output]); });
+  if (origin) {
+    for (std::size_t i = 0; i < graph.nodes.size(); ++i)
+      if (halves.in_forward[i]) origin->forward_nodes.push_back(i);
+    origin->backward_nodes = order.order();
+    origin->forward_values = forward.take_old_ids();
+    origin->backward_values = backward.take_old_ids();
+  }
   result.forward = forward.finish();
   result.backward = backward.finish();
   return result;

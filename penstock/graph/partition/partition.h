@@ -12,6 +12,8 @@
 // partition_min_cut: backward recomputes cheap values (views, pointwise operators) where that reduces the
 // saved bytes: a minimum cut between what backward needs and what must not be computed twice. The results are
 // bitwise the same. Random operators with explicit states may be computed twice, from the same state.
+// activation_plan.h: what is saved fits a budget, or follows rules for modules.
+// What backward recomputes, it recomputes as late as possible.
 #pragma once
 
 #include <cstddef>
@@ -60,9 +62,16 @@ void for_each_backward_output(const JointGraph& joint, Visit&& visit) {
 // The values of forward that backward uses if it recomputes none of forward's nodes.
 std::vector<char> used_by_backward(const JointGraph& joint, const ForwardBackwardSplit& halves);
 
-// Backward consists of what the gradients need, down to the values in `is_saved`.
+// Where the halves come from: nodes and values of the joint graph, by those of each half.
+struct SplitOrigin {
+  std::vector<std::size_t> forward_nodes, backward_nodes;
+  std::vector<ValueId> forward_values, backward_values;
+};
+
+// Backward consists of what the gradients need, down to the values in `is_saved`. Nodes of forward among it
+// run as late as possible.
 Partition split(const JointGraph& joint, const ForwardBackwardSplit& halves,
-                const std::vector<char>& is_saved);
+                const std::vector<char>& is_saved, SplitOrigin* origin = nullptr);
 
 }  // namespace detail
 

@@ -12,6 +12,7 @@
 #include "penstock/graph/cache/program_id.h"
 #include "penstock/graph/codec/graph_decoder.h"
 #include "penstock/graph/codec/graph_encoder.h"
+#include "penstock/graph/partition/activation_plan.h"
 #include "penstock/graph/run/capture_codec.h"
 #include "penstock/graph/run/capture_fields.h"
 #include "penstock/graph/run/graph_call.h"
@@ -119,6 +120,10 @@ std::string option_fields(const CompileOptions& options, const std::string& pass
   ByteWriter out;
   const auto choice = [&](auto value) { out.number(static_cast<std::uint8_t>(value)); };
   choice(options.partitioner);
+  out.number(std::int64_t{kActivationPlanVersion});
+  out.text(options.activations.budget);
+  out.count(options.activations.policy.size());
+  for (const std::string& line : options.activations.policy) out.text(line);
   choice(options.second_derivatives);
   choice(options.compile_backward);
   out.flag(options.joint_checks);

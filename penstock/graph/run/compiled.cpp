@@ -55,6 +55,7 @@ void check_compilers(const CompileOptions& options) {
   graph_compiler(either(options.backward_compiler, options.compiler));
   graph_compiler(either(options.inference_compiler, options.compiler));
   check_disabled_passes(options.disable_passes);
+  check_split(SplitOptions(options));
 }
 
 struct Compiled::Refused {
@@ -158,7 +159,7 @@ CompiledCall& Compiled::add(FunctionCapture capture, const std::string& why, Clo
   PassLog passes;
   run_passes_on_joint(capture, *passes_, &passes);
   const auto split = [&](FunctionCapture whole) {
-    return graph::partition(std::move(whole), options_.partitioner, *passes_, &passes);
+    return graph::partition(std::move(whole), SplitOptions(options_), *passes_, &passes);
   };
   CallStore::Halves halves;
   if (store_)
@@ -208,7 +209,8 @@ CompiledCall* Compiled::load(Lookup& lookup, const Values& inputs) {
     FunctionCapture now = capture_as_called(inputs);
     now.second_derivatives = options_.second_derivatives;
     run_passes_on_joint(now, *passes_, nullptr);
-    store_->verify(stored.capture, graph::partition(std::move(now), options_.partitioner, *passes_, nullptr));
+    store_->verify(stored.capture,
+                   graph::partition(std::move(now), SplitOptions(options_), *passes_, nullptr));
   }
   auto call =
       std::make_unique<CompiledCall>(std::move(stored.capture), compilers(),

@@ -9,10 +9,13 @@
 
 #include "penstock/errors.h"
 #include "penstock/graph/ir/functionalize.h"
+#include "penstock/graph/partition/activation_plan.h"
 #include "penstock/graph/partition/written_inputs.h"
 #include "penstock/graph/passes/pass_list.h"
 #include "penstock/graph/run/graph_call.h"
 #include "penstock/graph/run/graph_passes.h"
+#include "penstock/graph/saving/activation_budget.h"
+#include "penstock/graph/saving/activation_policy.h"
 #include "penstock/graph/trace/capture.h"
 #include "penstock/graph/wrap/effect_tokens.h"
 #include "penstock/graph/wrap/random_numbers.h"
@@ -189,14 +192,30 @@ FunctionCapture with_explicit_states(FunctionCapture capture, const ExplicitStat
   return capture;
 }
 
-PartitionedCapture partition(FunctionCapture capture, Partitioner partitioner) {
-  return partition(std::move(capture), partitioner, PassList(std::vector<PassPointer>(), false), nullptr);
+void check_split(const SplitOptions& options) {
+  parse_activation_budget(options.activations.budget, "graph: activations.budget");
+  parse_activation_policy(options.activations.policy, "graph: activations.policy");
+  if (options.activations.decide() && options.partitioner == Partitioner::MinCut)
+    throw ValueError(
+        "graph: partitioner MinCut recomputes by a rule of its own, which leaves nothing to activations; "
+        "leave "
+        "partitioner out, or activations");
 }
 
-PartitionedCapture partition(FunctionCapture capture, Partitioner partitioner, const PassList& passes,
+Partition split_graph(const JointGraph& joint, const SplitOptions& options) {
+  // Without a backward, nothing is saved.
+  if (options.activations.decide() && !joint.tangents.empty())
+    return plan_activations(joint, options.activations).halves;
+  return options.partitioner == Partitioner::MinCut ? partition_min_cut(joint) : partition_default(joint);
+}
+
+PartitionedCapture partition(FunctionCapture capture, const SplitOptions& options) {
+  return partition(std::move(capture), options, PassList(std::vector<PassPointer>(), false), nullptr);
+}
+
+PartitionedCapture partition(FunctionCapture capture, const SplitOptions& options, const PassList& passes,
                              PassLog* log) {
-  Partition halves = partitioner == Partitioner::MinCut ? partition_min_cut(capture.joint)
-                                                        : partition_default(capture.joint);
+  Partition halves = split_graph(capture.joint, options);
   PartitionedCapture split{std::move(capture), std::move(halves)};
   run_passes_on_halves(split, passes, log);
   const JointGraph& joint = split.capture.joint;

@@ -75,14 +75,28 @@ void for_each_meta(Capture& capture, Visit&& visit) {
   visit(capture.meta);
 }
 
+// How a graph is split in two.
+struct SplitOptions {
+  SplitOptions(Partitioner how = Partitioner::Default) : partitioner(how) {}
+  explicit SplitOptions(const CompileOptions& options)
+      : partitioner(options.partitioner), activations(options.activations) {}
+
+  Partitioner partitioner;
+  ActivationOptions activations = {};
+};
+// Throws ValueError for options that contradict each other or are malformed.
+void check_split(const SplitOptions& options);
+// Throws what plan_activations() throws (partition/activation_plan.h).
+Partition split_graph(const JointGraph& joint, const SplitOptions& options);
+
 // A capture whose graph is split in two.
 struct PartitionedCapture {
   FunctionCapture capture;
   Partition halves;
 };
-PartitionedCapture partition(FunctionCapture capture, Partitioner partitioner);
+PartitionedCapture partition(FunctionCapture capture, const SplitOptions& options);
 // The same with passes on the halves (run/graph_passes.h). `log` may be null.
-PartitionedCapture partition(FunctionCapture capture, Partitioner partitioner, const PassList& passes,
+PartitionedCapture partition(FunctionCapture capture, const SplitOptions& options, const PassList& passes,
                              PassLog* log);
 
 }  // namespace penstock::graph

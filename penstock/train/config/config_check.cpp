@@ -19,6 +19,8 @@
 #include "penstock/errors.h"
 #include "penstock/generators.h"
 #include "penstock/graph/names/pass_names.h"
+#include "penstock/graph/saving/activation_budget.h"
+#include "penstock/graph/saving/activation_policy.h"
 #include "penstock/schedule.h"
 #include "penstock/train/config/config_fields.h"
 #include "penstock/train/config/configured_schedule.h"
@@ -411,6 +413,7 @@ class Completion {
           fmt::format("{} is about graphs, and {} runs none; set training.compile to \"graph\", or leave "
                       "training.disable_passes out",
                       setting_text("training.disable_passes"), setting_text("training.compile")));
+    activations();
     if (const std::string unknown =
             graph::unknown_pass(training.disable_passes, setting_text("training.disable_passes"));
         !unknown.empty())
@@ -424,14 +427,42 @@ class Completion {
           setting, setting_text("layout.schedule"), fmt::join(whole_backward_kinds(), ", ")));
     if (training.recompute != "none")
       problem(
-          fmt::format("{} captures the activations that backward uses, and {} would have no effect; set "
-                      "training.recompute to \"none\", or training.compile to \"off\"",
+          fmt::format("{} captures the activations that backward uses, and {} would have no effect; use "
+                      "training.activation_budget in place of training.recompute, or set training.compile to "
+                      "\"off\"",
                       setting, setting_text("training.recompute")));
     if (config_.layout.ep > 1)
       problem(fmt::format(
           "{} needs sizes that do not depend on data, but with {} ranks exchange as many rows as the "
           "router chooses; set layout.ep to 1, or training.compile to \"off\"",
           setting, setting_text("layout.ep")));
+  }
+
+  // What graphs keep for their backward.
+  void activations() {
+    const TrainingConfig& training = config_.training;
+    try {
+      graph::parse_activation_budget(training.activation_budget, setting_text("training.activation_budget"));
+      graph::parse_activation_policy(training.activation_policy, setting_text("training.activation_policy"));
+    } catch (const ConfigError& error) {
+      return problem(error.what());
+    }
+    if (training.compile != "off") return;
+    for (const char* name : {"training.activation_budget", "training.activation_policy"}) {
+      if (find_field(name, "").get(config_) == find_field(name, "").get(TrainConfig{})) continue;
+      if (training.recompute != "none")
+        problem(
+            fmt::format("{} chooses single tensors in captured graphs, {} whole blocks that run operator by "
+                        "operator; use "
+                        "one of the two: training.activation_budget with training.compile = \"graph\", or "
+                        "training.recompute without it",
+                        setting_text(name), setting_text("training.recompute")));
+      else
+        problem(
+            fmt::format("{} is about graphs, and {} runs none; set training.compile to \"graph\", or leave "
+                        "{} out",
+                        setting_text(name), setting_text("training.compile"), name));
+    }
   }
 
   // The names of the kinds that do not split the backward.

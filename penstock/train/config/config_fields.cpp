@@ -351,6 +351,21 @@ std::vector<ConfigField> make_fields() {
        "nothing "
        "is captured; empty: graphs are loaded from PENSTOCK_CACHE, if set, else captured",
        at(&T::training, &R::artifact)},
+      {"training",
+       "activation_budget",
+       "What captured graphs keep for the backward of a microbatch, per stage: 1 (all that it uses) to 0 (as "
+       "little as possible) of that, or bytes (\"1.5 GiB\"); the rest is recomputed with the same bits",
+       at(&T::training, &R::activation_budget),
+       0,
+       0,
+       false,
+       {},
+       0,
+       /*takes_numbers=*/true},
+      {"training", "activation_policy",
+       "Overrides of activation_budget by module: \"blocks.*.attention: save\", \"*: recompute\"; the first "
+       "that matches decides (docs/memory.md)",
+       at(&T::training, &R::activation_policy)},
       {"training", "disable_passes",
        "Passes that do not change the captured graphs (docs/capture.md lists their names); empty: all run",
        at(&T::training, &R::disable_passes)},
@@ -563,6 +578,7 @@ std::string ConfigField::type_text() const {
   };
   std::string text = std::visit(Visitor{}, get(TrainConfig{}));
   if (count > 0) text = fmt::format("a list of {} numbers", count);
+  if (takes_numbers) text = "a number or " + text;
   return text;
 }
 

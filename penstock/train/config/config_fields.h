@@ -36,6 +36,7 @@ struct ConfigField {
   bool above_low = false;                 // the lower limit itself is not allowed
   std::vector<std::string> choices = {};  // of a string; empty: any
   std::size_t count = 0;                  // length of a list; 0: any
+  bool takes_numbers = false;             // of a string: may be written as a number, too
 
   std::string name() const { return std::string(section) + "." + std::string(key); }
   FieldData get(const TrainConfig& config) const;

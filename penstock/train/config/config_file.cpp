@@ -99,7 +99,9 @@ std::vector<ConfigSetting> parse_toml(std::string_view text, std::string_view na
       const std::string origin = fmt::format("{}:{}", name, key.source().begin.line);
       const ConfigField& field = find_field(fmt::format("{}.{}", section.str(), key.str()), origin);
       ConfigSetting setting{&field, field.get(TrainConfig{}), origin};
-      if (!std::visit([&node_value = value](auto& to) { return read(node_value, to); }, setting.value))
+      if (field.takes_numbers && value.is_number()) {
+        setting.value = kind_of(value);
+      } else if (!std::visit([&node_value = value](auto& to) { return read(node_value, to); }, setting.value))
         throw ConfigError(describe(fmt::format("{}: {}", origin, field.name()), kind_of(value),
                                    field.type_text(), fmt::format("it means: {}", field.help)));
       check_setting(setting);

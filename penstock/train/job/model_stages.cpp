@@ -18,6 +18,7 @@
 #include "penstock/stage_module.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/train/config/configured_plan.h"
+#include "penstock/train/job/configured_activations.h"
 #include "penstock/train/job/configured_model.h"
 #include "penstock/train/job/stage_copies.h"
 #include "penstock/train/job/stage_scope.h"
@@ -62,6 +63,7 @@ PreparableStage graph_of_stage(StageModule module, const std::shared_ptr<models:
   CompiledStageOptions options;
   options.compile.cache = graphs.cache_of(index);
   options.compile.disable_passes = config.training.disable_passes;
+  options.compile.activations = configured_activations(config);
   options.uses_rows = graphs.uses_rows;
   options.captured = std::move(captured);
   options.values_left = [stage] { return stage->values_left_by_forward(); };
@@ -168,6 +170,7 @@ void check_stages(const TrainConfig& config, const models::TrainableModel& model
   if (config.layout.sequence_parallel) model.check_sequence_parallel();
   if (config.layout.ep > 1) model.check_expert_parallel(static_cast<int>(config.layout.ep));
   configured_recompute(config, model, parts_of_model(schedule.stages()));
+  check_activation_policy(config, model.plan());
 }
 
 ModelStages::ModelStages(const RankLayout& layout, const TrainConfig& config,

@@ -222,6 +222,8 @@ TrainConfig one_process(const TrainConfig& config) {
   one.training.compile = "off";
   one.training.artifact.clear();
   one.training.disable_passes.clear();
+  one.training.activation_budget = TrainingConfig().activation_budget;
+  one.training.activation_policy.clear();
   // Recomputation must not change anything: what it is compared with keeps all activations.
   one.training.recompute = "none";
   one.training.recompute_stages.clear();

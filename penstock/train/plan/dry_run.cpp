@@ -19,6 +19,7 @@
 #include "penstock/draw.h"
 #include "penstock/errors.h"
 #include "penstock/graph/cache/directory_cache.h"
+#include "penstock/graph/saving/activation_budget.h"
 #include "penstock/train/config/configured_schedule.h"
 #include "penstock/train/config/expert_overlap.h"
 #include "penstock/train/config/layout_text.h"
@@ -71,6 +72,15 @@ std::int64_t sent_bytes(const DryRun& run) {
   return (run.measured.border + ranks - 1) / ranks;
 }
 
+// Of what a stage keeps operator by operator, what its graph keeps at most under training.activation_budget.
+// As little as possible (0) is about the input of the stage.
+std::int64_t within_budget(const DryRun& run, std::int64_t kept) {
+  if (run.config.training.compile != "graph") return kept;
+  const graph::ActivationBudget budget =
+      graph::parse_activation_budget(run.config.training.activation_budget, "training.activation_budget");
+  return std::min(kept, budget.bytes_of(kept, hidden_bytes(run)));
+}
+
 StageEstimate estimate_stage(const DryRun& run, const models::StagePart& part, bool recomputes) {
   const PartMeasurements& measured = run.measured;
   StageEstimate stage;
@@ -100,6 +110,7 @@ StageEstimate estimate_stage(const DryRun& run, const models::StagePart& part, b
     kept += hidden_bytes(run);
   }
   if (knows_weights) stage.memory.between_input_and_weight = for_weights;
+  kept = within_budget(run, kept);
   return stage;
 }
 

@@ -18,10 +18,10 @@
 namespace penstock::graph {
 namespace cut_places_test {
 
-using penstock::test::has_text;
-using penstock::test::message_of;
-using test::traced;
-using test::TracedForTest;
+using test::has_text;
+using test::message_of;
+using traced_module::traced;
+using traced_module::TracedForTest;
 
 struct Activations : torch::nn::Module {
   Activations() {

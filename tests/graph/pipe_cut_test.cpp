@@ -21,14 +21,14 @@
 namespace penstock::graph {
 namespace pipe_cut_test {
 
-using penstock::test::CubeFunction;
-using penstock::test::has_text;
-using penstock::test::kNetWidth;
-using penstock::test::message_of;
-using penstock::test::RandomNet;
-using penstock::test::RandomNetImpl;
-using test::traced;
-using test::TracedForTest;
+using test::CubeFunction;
+using test::has_text;
+using test::kNetWidth;
+using test::message_of;
+using test::RandomNet;
+using test::RandomNetImpl;
+using traced_module::traced;
+using traced_module::TracedForTest;
 
 at::Tensor values(std::vector<std::int64_t> shape, std::uint64_t seed) {
   return at::randn(shape, at::detail::createCPUGenerator(seed));

@@ -12,7 +12,7 @@
 #include "penstock/graph/stages/cut_places.h"
 #include "penstock/graph/stages/forward_trace.h"
 
-namespace penstock::graph::test {
+namespace penstock::graph::traced_module {
 
 struct TracedForTest {
   ModuleState state;
@@ -58,4 +58,4 @@ TracedForTest traced(const std::shared_ptr<Module>& module, const at::Tensor& x)
   });
 }
 
-}  // namespace penstock::graph::test
+}  // namespace penstock::graph::traced_module

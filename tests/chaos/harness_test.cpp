@@ -10,8 +10,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <csignal>
+#include <cstdint>
 #include <cstdlib>
 #include <ctime>
 #include <filesystem>
@@ -258,6 +260,8 @@ chaos::StrangerOptions stranger(Fault fault) {
   options.seconds = 20;
   options.connections = 30;
   options.reach = "127.0.0.1";
+  static std::atomic<std::int64_t> reached;
+  options.reached = &reached;
   options.processes = [self = getpid()] { return std::vector<pid_t>{self}; };
   return options;
 }

@@ -173,8 +173,8 @@ std::optional<int> Running::exit_code() {
   return ended_;
 }
 
-Host::Host(bool isolated) {
-  if (isolated) {
+Host::Host(bool isolated) : isolated_(isolated) {
+  if (isolated_) {
     Pipe ready, number;
     std::fflush(nullptr);
     const pid_t harness = getpid();
@@ -229,10 +229,11 @@ void Host::open_namespaces() {
   shared_ = open_one("ipc");
 }
 
-void Host::enter(Enter enter) const {
-  if (!isolated()) return;
+void Host::enter(Enter where) const {
+  if (!isolated_) return;
+  if (init_ <= 0) throw StateError("chaos: a host that has ended cannot be entered");
   if (setns(network_, CLONE_NEWNET) != 0) fail("the network of a host");
-  if (enter == Enter::NetworkAndMounts && setns(mounts_, CLONE_NEWNS) != 0) fail("the mounts of a host");
+  if (where == Enter::NetworkAndMounts && setns(mounts_, CLONE_NEWNS) != 0) fail("the mounts of a host");
 }
 
 std::unique_ptr<Running> Host::start(const CommandLine& command) {
@@ -243,7 +244,7 @@ std::unique_ptr<Running> Host::start(const CommandLine& command) {
   if (waiter < 0) fail("fork");
   if (waiter == 0) {
     die_with(harness);
-    if (isolated()) {
+    if (isolated_) {
       // The namespace of processes is that of the children, not of the waiter itself.
       if (setns(shared_, CLONE_NEWIPC) != 0 || setns(processes_, CLONE_NEWPID) != 0) _exit(125);
       enter(Enter::NetworkAndMounts);
@@ -280,11 +281,12 @@ void Host::run(Enter where, const std::string& what, const std::function<int()>&
 }
 
 fs::path Host::memory_folder() const {
-  return isolated() ? fs::path(fmt::format("/proc/{}/root/dev/shm", init_)) : fs::path("/dev/shm");
+  return isolated_ ? fs::path(fmt::format("/proc/{}/root/dev/shm", init_)) : fs::path("/dev/shm");
 }
 
 std::vector<std::string> Host::shared_memory() const {
   std::vector<std::string> left;
+  if (isolated_ && init_ <= 0) return left;
   for (const std::string& name : names_in(memory_folder()))
     if (!std::binary_search(memory_before_.begin(), memory_before_.end(), name)) left.push_back(name);
   return left;

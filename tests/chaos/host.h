@@ -73,22 +73,22 @@ class Host {
 
   enum class Enter { Network, NetworkAndMounts };
   // Starts `body` inside; it sees the processes of the harness.
-  std::unique_ptr<Helper> helper(Enter enter, const std::function<int()>& body);
+  std::unique_ptr<Helper> helper(Enter where, const std::function<int()>& body);
   // The same, and waits for it. Throws StateError that begins with `what` unless it returns 0.
-  void run(Enter enter, const std::string& what, const std::function<int()>& body);
+  void run(Enter where, const std::string& what, const std::function<int()>& body);
 
-  // Files in its shared memory that were not there when it was created.
+  // Files in its shared memory that were not there when it was created; none if it has ended.
   std::vector<std::string> shared_memory() const;
-  bool isolated() const { return init_ > 0; }
   void end();
 
  private:
   void open_namespaces();
-  void enter(Enter enter) const;
+  void enter(Enter where) const;
   std::filesystem::path memory_folder() const;
 
+  const bool isolated_;
   pid_t maker_ = -1;  // parent of init, in the namespaces of the harness
-  pid_t init_ = -1;   // process 1 of the host; -1: not isolated
+  pid_t init_ = -1;   // process 1 of the host; -1: not isolated, or ended
   int network_ = -1, mounts_ = -1, processes_ = -1, shared_ = -1;
   std::vector<std::string> memory_before_;
 };

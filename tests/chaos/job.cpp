@@ -24,10 +24,6 @@ constexpr const char* kPort = "29555";  // of hosts with a network of their own
 // The usual limit of a login, which connections of strangers must not exhaust.
 constexpr int kUsualDescriptors = 1024;
 
-bool has_strangers(Fault fault) {
-  return fault == Fault::Garbage || fault == Fault::Flood || fault == Fault::HalfOpen;
-}
-
 }  // namespace
 
 Job::Job(const Settings& settings, const Plan& plan, std::string mark, const fs::path& folder)

@@ -79,7 +79,8 @@ bool succeeded(const std::vector<CommandEnd>& commands) {
 void check_first(const Outcome& outcome, const Expectation& expected, std::vector<std::string>& problems) {
   const bool finished = succeeded(outcome.first);
   if (outcome.first.empty()) problems.emplace_back("nothing was started");
-  if (!outcome.struck) problems.emplace_back("the run was over before the fault began");
+  if (!outcome.struck)
+    problems.emplace_back("the run was over before the fault began, or the fault reached nothing");
   if (expected.must_fail && finished)
     problems.emplace_back("it finished, although the fault does not allow it");
   for (const CommandEnd& end : outcome.first) {

@@ -84,8 +84,7 @@ Start start_of(Fault fault, Random& random) {
   if (needs_hosts(fault)) return Start::Hosts;
   if (fault == Fault::KillLauncher || fault == Fault::PauseLauncher)
     return random.chance(0.5) ? Start::Train : Start::Launch;
-  const bool strangers = fault == Fault::Garbage || fault == Fault::Flood || fault == Fault::HalfOpen;
-  if (random.chance(strangers ? 0.4 : 0.2)) return Start::Hosts;
+  if (random.chance(has_strangers(fault) ? 0.4 : 0.2)) return Start::Hosts;
   return random.chance(0.6) ? Start::Train : Start::Launch;
 }
 
@@ -237,6 +236,10 @@ Plan plan_of(Fault fault, std::uint64_t seed) {
   }
   set_amount(plan, random);
   return plan;
+}
+
+bool has_strangers(Fault fault) {
+  return fault == Fault::Garbage || fault == Fault::Flood || fault == Fault::HalfOpen;
 }
 
 int longest_run() { return kLocalSteps; }

@@ -70,6 +70,9 @@ struct Plan {
   bool by_other_program = false;  // rate by tc instead of the relay, loss by nft, a cable without carrier
 };
 
+// Whether strangers connect to the ports of the job.
+bool has_strangers(Fault fault);
+
 // Steps of the longest trial.
 int longest_run();
 

@@ -122,13 +122,13 @@ class Targets {
   Clock::time_point again_at_{};
 };
 
-void send_garbage(Targets& targets, const StrangerOptions& options, Clock::time_point until, int& reached) {
+void send_garbage(Targets& targets, const StrangerOptions& options, Clock::time_point until) {
   Random random(options.seed);
   while (Clock::now() < until) {
     for (const Listening& socket : targets.now()) {
       const int fd = connect_to(socket, options.reach);
       if (fd < 0) continue;
-      ++reached;
+      ++*options.reached;
       const std::string bytes = garbage_bytes(random.next());
       // Who does not read gets as much as the buffers take.
       if (send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT) < 0 && random.chance(0.5))
@@ -142,14 +142,14 @@ void send_garbage(Targets& targets, const StrangerOptions& options, Clock::time_
 }
 
 // A few hundred connections a second and port: more would only measure who gets the processor.
-void flood(Targets& targets, const StrangerOptions& options, Clock::time_point until, int& reached) {
+void flood(Targets& targets, const StrangerOptions& options, Clock::time_point until) {
   Random random(options.seed);
   while (Clock::now() < until) {
     for (const Listening& socket : targets.now())
       for (int i = 0; i < 20; ++i) {
         const int fd = connect_to(socket, options.reach);
         if (fd < 0) break;
-        ++reached;
+        ++*options.reached;
         if (random.chance(0.5)) reset_at_close(fd);
         close(fd);
       }
@@ -157,7 +157,7 @@ void flood(Targets& targets, const StrangerOptions& options, Clock::time_point u
   }
 }
 
-void hold_open(Targets& targets, const StrangerOptions& options, Clock::time_point until, int& reached) {
+void hold_open(Targets& targets, const StrangerOptions& options, Clock::time_point until) {
   Random random(options.seed);
   std::map<int, std::vector<int>> held;  // by port
   const rlimit limit{65536, 65536};
@@ -168,7 +168,7 @@ void hold_open(Targets& targets, const StrangerOptions& options, Clock::time_poi
       while (static_cast<int>(open.size()) < options.connections) {
         const int fd = connect_to(socket, options.reach);
         if (fd < 0) break;
-        ++reached;
+        ++*options.reached;
         open.push_back(fd);
         // Some begin to talk and stop.
         if (random.chance(0.2)) {
@@ -217,10 +217,9 @@ int be_stranger(const StrangerOptions& options) {
       options.seconds > 0 ? std::chrono::duration<double>(options.seconds) : std::chrono::hours(1);
   const auto until = Clock::now() + std::chrono::duration_cast<Clock::duration>(length);
   Targets targets(options);
-  int reached = 0;
-  if (options.fault == Fault::Garbage) send_garbage(targets, options, until, reached);
-  if (options.fault == Fault::Flood) flood(targets, options, until, reached);
-  if (options.fault == Fault::HalfOpen) hold_open(targets, options, until, reached);
+  if (options.fault == Fault::Garbage) send_garbage(targets, options, until);
+  if (options.fault == Fault::Flood) flood(targets, options, until);
+  if (options.fault == Fault::HalfOpen) hold_open(targets, options, until);
   return 0;
 }
 

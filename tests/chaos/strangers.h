@@ -5,6 +5,7 @@
 #include <sys/socket.h>
 #include <sys/types.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -37,6 +38,7 @@ struct StrangerOptions {
   std::string reach;    // where sockets on any address are reached: "127.0.0.1"; sockets on the loopback
                         // interface are left out unless it is one of its addresses
   std::function<std::vector<pid_t>()> processes;  // of the job, asked again and again: ports come and go
+  std::atomic<std::int64_t>* reached = nullptr;   // counts connections
 };
 
 // The body of a stranger, in the network from which it connects. Returns an exit code.

@@ -135,6 +135,7 @@ void Strike::let_strangers_in() {
   options.seed = plan_.seed;
   options.seconds = plan_.seconds;
   options.connections = static_cast<int>(plan_.amount);
+  options.reached = &(*injected_).strangers;
   options.reach = two_hosts ? Cable::address_of(plan_.victim) : "127.0.0.1";
   // The sockets of the host that is attacked; those of both would be in two networks.
   options.processes = [this, two_hosts]() -> std::vector<pid_t> {

@@ -5,14 +5,18 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <csignal>
 #include <cstring>
 #include <fstream>
 #include <functional>
+#include <memory>
+#include <string>
 #include <system_error>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "penstock/base/files.h"
 #include "penstock/errors.h"
@@ -138,7 +142,7 @@ class Trial {
       outcome.struck = !job.all_ended();
       kept_ = read_checkpoints(files_.checkpoints);
       struck = Clock::now();
-      strike.begin();
+      if (outcome.struck) strike.begin();
     }
     const auto limit = struck + std::chrono::duration_cast<Clock::duration>(
                                     std::chrono::duration<double>(expected.deadline_s + 10));
@@ -151,6 +155,7 @@ class Trial {
       eventually(std::chrono::milliseconds(static_cast<int>(expected.deadline_s * 1000)),
                  [&] { return job.processes().empty(); });
     strike.end();
+    if (has_strangers(plan_.fault)) outcome.struck = outcome.struck && (**injected_).strangers > 0;
     // What was stopped continues now, alone, and has to end, too.
     eventually(std::chrono::milliseconds(static_cast<int>(expected.deadline_s * 1000)),
                [&] { return job.all_ended(); });

@@ -48,7 +48,7 @@ std::string configuration(const Plan& plan, const RunFiles& files) {
       "[data]\nsources = [\"{}\"]\nvalidation_fraction = 0.2\n\n"
       "[checkpoint]\nevery = 4\nkeep = 100\nfolder = \"{}\"\nfallback = {}\n\n"
       "[output]\nrun_folder = \"{}\"\nprogress = \"lines\"\nsample_tokens = 0\ntrace_steps = []\n\n"
-      "[launch]\ntimeout_s = {}\ngrace_s = 3\n",
+      "[launch]\ntimeout_s = {:.1f}\ngrace_s = 3.0\n",
       pipeline ? 2 : 1, pipeline ? 1 : 2, plan.steps, files.text.string(), files.checkpoints.string(),
       plan.fallback, files.run.string(), timeout_s(plan));
 }

@@ -1,9 +1,9 @@
 // The fault campaign: trains in small, injects faults, and judges how it ends. See docs/reliability.md.
 //
-//   chaos --seeds 300                         seeds 1 to 300, each with the next kind of fault
-//   chaos --fault kill-rank --seed 12         one trial
-//   chaos --trial kill-rank:3 --trial loss:7  some trials
-//   chaos --results FILE --table              the table of earlier runs
+//   penstock-chaos --seeds 300                         seeds 1 to 300, each with the next kind of fault
+//   penstock-chaos --fault kill-rank --seed 12         one trial
+//   penstock-chaos --trial kill-rank:3 --trial loss:7  some trials
+//   penstock-chaos --results FILE --table              the table of earlier runs
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <unistd.h>
@@ -260,7 +260,7 @@ int main(int argc, char** argv) {
     return chaos::run(options);
   } catch (const std::exception& error) {
     std::fflush(stdout);
-    fmt::print(stderr, "chaos: {}\n", printable(error.what()));
+    fmt::print(stderr, "penstock-chaos: {}\n", printable(error.what()));
     return 2;
   }
 }

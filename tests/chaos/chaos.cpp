@@ -43,7 +43,7 @@ struct Options {
   std::string fault, seed, seeds, first = "1", limit_s;
   std::vector<std::string> trials;
   std::string results, markdown, work, penstock;
-  bool table = false, list = false, keep = false, set_gloo_interface = false;
+  bool table = false, list = false, dry_run = false, keep = false, set_gloo_interface = false;
 };
 
 using TrialName = std::pair<Fault, std::uint64_t>;
@@ -202,6 +202,10 @@ int run(const Options& options) {
   std::vector<TrialName> trials = trials_of(options);
   if (trials.empty())
     throw ConfigError("nothing to do: give --seeds N, --trial FAULT:SEED, or --fault with --seed");
+  if (options.dry_run) {
+    for (const TrialName& name : trials) fmt::print("{}\n", to_text(plan_of(name.first, name.second)));
+    return 0;
+  }
   // A campaign in several parts continues where it was.
   for (const TrialResult& known : results) std::erase(trials, TrialName(known.fault, known.seed));
   std::optional<double> limit_s;
@@ -252,6 +256,7 @@ int main(int argc, char** argv) {
   app.add_option("--penstock", options.penstock, "The command under test (default: of this build)");
   app.add_flag("--table", options.table, "Print the table of --results only");
   app.add_flag("--list", options.list, "List the kinds of faults");
+  app.add_flag("--dry-run", options.dry_run, "Print what the trials would do");
   app.add_flag("--keep", options.keep, "Keep the files of all trials");
   app.add_flag("--set-gloo-interface", options.set_gloo_interface,
                "Name the interface between the hosts to Gloo, for versions that do not find it");

@@ -43,7 +43,7 @@ struct Options {
   std::string fault, seed, seeds, first = "1", limit_s;
   std::vector<std::string> trials;
   std::string results, markdown, work, penstock;
-  bool table = false, list = false, dry_run = false, keep = false, set_gloo_interface = false;
+  bool table = false, list = false, dry_run = false, keep = false, gloo_by_hand = false;
 };
 
 using TrialName = std::pair<Fault, std::uint64_t>;
@@ -166,7 +166,7 @@ Settings settings_of(const Options& options, const std::string& no_namespaces) {
 #ifdef PENSTOCK_CHAOS_PRELOAD
   settings.preload = here / PENSTOCK_CHAOS_PRELOAD;
 #endif
-  settings.set_gloo_interface = options.set_gloo_interface;
+  settings.gloo_by_hand = options.gloo_by_hand;
   if (options.work.empty()) {
     std::string pattern = (fs::temp_directory_path() / "penstock-chaos-XXXXXX").string();
     if (::mkdtemp(pattern.data()) == nullptr)
@@ -258,8 +258,8 @@ int main(int argc, char** argv) {
   app.add_flag("--list", options.list, "List the kinds of faults");
   app.add_flag("--dry-run", options.dry_run, "Print what the trials would do");
   app.add_flag("--keep", options.keep, "Keep the files of all trials");
-  app.add_flag("--set-gloo-interface", options.set_gloo_interface,
-               "Name the interface between the hosts to Gloo, for versions that do not find it");
+  app.add_flag("--gloo-by-hand", options.gloo_by_hand,
+               "Choose Gloo and its interface between hosts, for versions that do not do it themselves");
   CLI11_PARSE(app, argc, argv);
   try {
     return chaos::run(options);

@@ -92,7 +92,7 @@ void Job::start(const std::string& name, const fs::path& configuration, const fs
         // Two hosts have two disks.
         entries["TMPDIR"] = (folder_ / "tmp" / std::to_string(rank)).string();
         fs::create_directories(entries["TMPDIR"]);
-        if (settings_.set_gloo_interface) entries["GLOO_SOCKET_IFNAME"] = Cable::kInterface;
+        if (settings_.gloo_by_hand) entries["GLOO_SOCKET_IFNAME"] = Cable::kInterface;
         start_one(host(rank), fmt::format("{}-rank{}.log", name, rank),
                   {.name = fmt::format("rank {}", rank), .rank = rank}, train, std::move(entries));
       }

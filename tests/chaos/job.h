@@ -20,8 +20,8 @@ struct Settings {
   std::filesystem::path preload;   // the preloaded library; empty: slow disks and clock jumps are skipped
   std::filesystem::path work;      // folder of all trials
   std::string no_namespaces;       // why there are none; empty if they are allowed
-  bool set_gloo_interface =
-      false;  // name the interface of the cable to Gloo, for versions that do not find it
+  // Choose Gloo and its interface between hosts, for versions that do not do it themselves.
+  bool gloo_by_hand = false;
 };
 
 class Job {

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
 
 #include "tests/chaos/random.h"
@@ -47,8 +48,10 @@ const Row& row_of(Fault fault) {
 
 constexpr int kLocalSteps = 48;
 constexpr int kHostSteps = 16;
-// The last checkpoints and steps belong to an undisturbed end: the fault must not come too late.
-constexpr int kStepsAfterStrike = 8;
+// The fault must not come when the run is nearly over.
+int last_strike(const Plan& plan) {
+  return plan.start == Start::Hosts ? kHostSteps / 2 : kLocalSteps * 3 / 4;
+}
 
 bool needs_hosts(Fault fault) {
   switch (fault) {
@@ -231,8 +234,7 @@ Plan plan_of(Fault fault, std::uint64_t seed) {
   } else {
     // Damage needs two checkpoints, of which one is left.
     const int first = fault == Fault::CheckpointDamaged ? 10 : 1;
-    plan.strike_step =
-        random.whole(first, plan.steps - (fault == Fault::CheckpointDamaged ? 2 : kStepsAfterStrike));
+    plan.strike_step = random.whole(first, std::max(first, last_strike(plan)));
   }
   set_amount(plan, random);
   return plan;

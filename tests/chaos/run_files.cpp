@@ -38,19 +38,20 @@ void write_text(const fs::path& folder) {
   }
 }
 
-std::string configuration(const Plan& plan, const RunFiles& files) {
+std::string configuration(const Plan& plan, const RunFiles& files, const std::string& transport) {
   const bool pipeline = plan.layout == Layout::Pipeline;
   return fmt::format(
       "[model]\npreset = \"tiny\"\nwidth = 32\nlayers = 4\nheads = 2\nkey_value_heads = 2\nfeed_width = 64\n"
       "context = 32\n\n"
-      "[layout]\npp = {}\ndp = {}\nmicrobatches = 4\nmicrobatch_size = 2\ndevice = \"cpu\"\n\n"
+      "[layout]\npp = {}\ndp = {}\nmicrobatches = 4\nmicrobatch_size = 2\ndevice = \"cpu\"\n"
+      "transport = \"{}\"\n\n"
       "[training]\nsteps = {}\nwarmup_steps = 2\ndecay = \"constant\"\nvalidate_every = 0\n\n"
       "[data]\nsources = [\"{}\"]\nvalidation_fraction = 0.2\n\n"
       "[checkpoint]\nevery = 4\nkeep = 100\nfolder = \"{}\"\nfallback = {}\n\n"
       "[output]\nrun_folder = \"{}\"\nprogress = \"lines\"\nsample_tokens = 0\ntrace_steps = []\n\n"
       "[launch]\ntimeout_s = {:.1f}\ngrace_s = 3.0\n",
-      pipeline ? 2 : 1, pipeline ? 1 : 2, plan.steps, files.text.string(), files.checkpoints.string(),
-      plan.fallback, files.run.string(), timeout_s(plan));
+      pipeline ? 2 : 1, pipeline ? 1 : 2, transport, plan.steps, files.text.string(),
+      files.checkpoints.string(), plan.fallback, files.run.string(), timeout_s(plan));
 }
 
 RunProgress read_progress(const fs::path& run_folder) {
@@ -73,9 +74,14 @@ RunProgress read_progress(const fs::path& run_folder) {
 
 Checkpoints read_checkpoints(const fs::path& folder) {
   Checkpoints found;
-  for (const std::string& name : names_in(folder))
-    if (name.starts_with(kCheckpoint)) found[name] = test::state_of(folder / name, false);
+  add_new_checkpoints(folder, found);
   return found;
+}
+
+void add_new_checkpoints(const fs::path& folder, Checkpoints& known) {
+  for (const std::string& name : names_in(folder))
+    if (name.starts_with(kCheckpoint) && !known.contains(name))
+      known[name] = test::state_of(folder / name, false);
 }
 
 int step_of(const std::string& checkpoint) { return std::stoi(checkpoint.substr(kCheckpoint.size())); }

@@ -24,7 +24,7 @@ struct RunFiles {
 
 // The configuration of a trial. The learning rate is constant, so that a shorter run has the first losses of
 // a longer one.
-std::string configuration(const Plan& plan, const RunFiles& files);
+std::string configuration(const Plan& plan, const RunFiles& files, const std::string& transport = "auto");
 
 struct RunProgress {
   Losses losses;            // of a step that ran twice, the later one
@@ -38,6 +38,8 @@ RunProgress read_progress(const std::filesystem::path& run_folder);
 // Complete checkpoints with what is in them, by name ("step-00000012").
 using Checkpoints = std::map<std::string, test::FolderState>;
 Checkpoints read_checkpoints(const std::filesystem::path& folder);
+// Adds those that are new: a complete one is never changed.
+void add_new_checkpoints(const std::filesystem::path& folder, Checkpoints& known);
 int step_of(const std::string& checkpoint);
 
 // Those of `before` that are gone or have changed.

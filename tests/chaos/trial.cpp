@@ -101,7 +101,8 @@ class Trial {
   fs::path write_configuration(const std::string& name, bool fallback) {
     Plan plan = plan_;
     plan.fallback = fallback;
-    std::ofstream(folder_ / name) << configuration(plan, files_);
+    const bool by_hand = settings_.gloo_by_hand && plan.start == Start::Hosts;
+    std::ofstream(folder_ / name) << configuration(plan, files_, by_hand ? "gloo" : "auto");
     return folder_ / name;
   }
 
@@ -140,7 +141,6 @@ class Trial {
     if (plan_.fault != Fault::CheckpointDamaged) {
       await_moment(job, started);
       outcome.struck = !job.all_ended();
-      kept_ = read_checkpoints(files_.checkpoints);
       struck = Clock::now();
       if (outcome.struck) strike.begin();
     }
@@ -160,7 +160,7 @@ class Trial {
     eventually(std::chrono::milliseconds(static_cast<int>(expected.deadline_s * 1000)),
                [&] { return job.all_ended(); });
     for (Job::Command& command : job.commands()) outcome.first.push_back(job.end_of(command, struck));
-    inspect(job, outcome);
+    inspect(job, outcome.first, outcome);
     check_checkpoints(outcome);
   }
 
@@ -173,7 +173,7 @@ class Trial {
     job.start("second", write_configuration("second.toml", true), {});
     eventually(kUndisturbedLimit, [&] { return job.all_ended(); });
     for (Job::Command& command : job.commands()) outcome.second.push_back(job.end_of(command, started));
-    inspect(job, outcome);
+    inspect(job, outcome.second, outcome);
     kept_.erase(damaged_);  // written again under the same name
     check_checkpoints(outcome);
   }
@@ -187,6 +187,7 @@ class Trial {
     const fs::path metrics = files_.run / "metrics.jsonl";
     const bool reached = eventually(kUndisturbedLimit, [&] {
       if (job.all_ended()) return true;
+      add_new_checkpoints(files_.checkpoints, kept_);
       std::error_code error;
       const auto size = fs::file_size(metrics, error);
       if (error || size == known) return false;
@@ -197,15 +198,22 @@ class Trial {
   }
 
   // What is left when all commands have ended; it is removed, so that it is counted once.
-  void inspect(Job& job, Outcome& outcome) {
+  void inspect(Job& job, const std::vector<CommandEnd>& ends, Outcome& outcome) {
     eventually(kCleanUpLimit, [&] { return job.processes().empty(); });
     for (const test::Process& process : job.processes())
       outcome.left_processes.push_back(fmt::format("{} {}", process.pid, process.command));
     job.signal_all(SIGKILL);
     for (std::string& left : job.shared_memory()) outcome.left_memory.push_back(std::move(left));
-    for (const auto& entry : fs::recursive_directory_iterator(folder_ / "tmp"))
-      if (entry.path().filename() != "0" && entry.path().filename() != "1")  // one folder for each host
+    for (const auto& entry : fs::recursive_directory_iterator(folder_ / "tmp")) {
+      const std::string name = entry.path().filename().string();
+      const bool of_host = name == "0" || name == "1";  // one folder for each host
+      // A report that an error points to is there to be read.
+      const bool named = std::any_of(ends.begin(), ends.end(), [&](const CommandEnd& end) {
+        return end.output.find(entry.path().string()) != std::string::npos;
+      });
+      if (!of_host && !named)
         outcome.left_temporary.push_back(entry.path().lexically_relative(folder_).string());
+    }
     empty_temporary_folder();
   }
 

@@ -162,11 +162,13 @@ std::string amount_text(const Plan& plan) {
     case Fault::Delay:
       return fmt::format(", {:.1f} ms", plan.amount);
     case Fault::Loss:
-      return fmt::format(", {:.2f} % by {}", plan.amount, plan.by_other_program ? "nft" : "the relay");
+      return fmt::format(", {:.2f} % by {}", plan.amount,
+                         plan.by_other_program ? "nft if installed" : "the relay");
     case Fault::Reorder:
       return fmt::format(", {:.1f} %", plan.amount);
     case Fault::Rate:
-      return fmt::format(", {:.1f} Mbit/s by {}", plan.amount, plan.by_other_program ? "tc" : "the relay");
+      return fmt::format(", {:.1f} Mbit/s by {}", plan.amount,
+                         plan.by_other_program ? "tc if installed" : "the relay");
     case Fault::CablePulled:
     case Fault::CableCut:
       return plan.by_other_program ? ", without carrier" : ", silently";

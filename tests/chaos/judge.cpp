@@ -76,6 +76,11 @@ bool succeeded(const std::vector<CommandEnd>& commands) {
                                           [](const CommandEnd& end) { return end.exit_code == 0; });
 }
 
+bool anyone_names(const std::vector<CommandEnd>& commands, const std::vector<std::string>& texts) {
+  return std::any_of(commands.begin(), commands.end(),
+                     [&](const CommandEnd& end) { return names_one_of(end.output, texts, end.rank); });
+}
+
 void check_first(const Outcome& outcome, const Expectation& expected, std::vector<std::string>& problems) {
   const bool finished = succeeded(outcome.first);
   if (outcome.first.empty()) problems.emplace_back("nothing was started");
@@ -83,6 +88,7 @@ void check_first(const Outcome& outcome, const Expectation& expected, std::vecto
     problems.emplace_back("the run was over before the fault began, or the fault reached nothing");
   if (expected.must_fail && finished)
     problems.emplace_back("it finished, although the fault does not allow it");
+  const bool named_for_all = expected.one_names_for_all && anyone_names(outcome.first, expected.culprits);
   for (const CommandEnd& end : outcome.first) {
     if (end.exit_code == CommandEnd::kStillRunning) {
       problems.push_back(fmt::format("{} still ran {:.1f} s after the fault", end.name, end.seconds));
@@ -95,7 +101,7 @@ void check_first(const Outcome& outcome, const Expectation& expected, std::vecto
     if (end.exit_code == 0) continue;
     if (expected.must_finish)
       problems.push_back(fmt::format("{} ended with {}, expected to finish", end.name, end.exit_code));
-    else if (!expected.silent && !names_one_of(end.output, expected.culprits, end.rank))
+    else if (!expected.silent && !named_for_all && !names_one_of(end.output, expected.culprits, end.rank))
       problems.push_back(fmt::format("{} ended with {} and named none of: {}", end.name, end.exit_code,
                                      fmt::join(expected.culprits, ", ")));
     // What ends like this was not reported but has crashed.
@@ -104,11 +110,8 @@ void check_first(const Outcome& outcome, const Expectation& expected, std::vecto
         problems.push_back(
             fmt::format("{} ended with {}: a defect or a crash, not an error", end.name, crash));
   }
-  if (expected.reports.empty()) return;
-  const bool reported = std::any_of(outcome.first.begin(), outcome.first.end(), [&](const CommandEnd& end) {
-    return names_one_of(end.output, expected.reports, end.rank);
-  });
-  if (!reported) problems.push_back(fmt::format("nobody reported: {}", fmt::join(expected.reports, ", ")));
+  if (!expected.reports.empty() && !anyone_names(outcome.first, expected.reports))
+    problems.push_back(fmt::format("nobody reported: {}", fmt::join(expected.reports, ", ")));
 }
 
 void check_second(const Outcome& outcome, std::vector<std::string>& problems) {

@@ -188,6 +188,18 @@ TEST(Judge, EverySurvivorHasToName) {
   expect_refused(outcome, expects_error(), "rank 2 ended with 1 and named none of");
 }
 
+TEST(Judge, OneRankSpeaksForAllOnlyWhereItMay) {
+  Outcome outcome = named_error();
+  outcome.first.push_back({.name = "rank 2", .rank = 2, .exit_code = 3, .seconds = 2, .output = ""});
+  expect_refused(outcome, expects_error(), "rank 2 ended with 3 and named none of");
+  Expectation expected = expects_error();
+  expected.one_names_for_all = true;
+  EXPECT_EQ(verdict_on(outcome, expected).end, End::NamedError);
+  outcome.first[0].output = "penstock: something";
+  EXPECT_EQ(verdict_on(outcome, expected).end, End::Wrong);
+  EXPECT_EQ(verdict_on(outcome, expected).problems.size(), 2u) << "neither of them named it";
+}
+
 TEST(Judge, RefusesTheDeadlinePassedAndProcessesThatHang) {
   Outcome outcome = named_error();
   outcome.first[0].seconds = 10.5;

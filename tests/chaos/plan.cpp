@@ -285,16 +285,19 @@ Expectation expectation_of(const Plan& plan) {
       expected.must_fail = true;
       break;
     case Fault::DiskFull:
+      expected.one_names_for_all = true;
       expected.culprits = {"No space left on device"};
       expected.must_fail = plan.seconds == 0;
       expected.deadline_s = 60;  // training goes on to its last step
       break;
     case Fault::DiskReadOnly:
+      expected.one_names_for_all = true;
       expected.culprits = {"Read-only file system"};
       expected.must_fail = true;
       expected.deadline_s = 60;
       break;
     case Fault::CheckpointDamaged:
+      expected.one_names_for_all = true;
       expected.deadline_s = 60;
       expected.must_finish = plan.fallback;
       expected.must_fail = !plan.fallback;

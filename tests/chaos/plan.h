@@ -91,6 +91,8 @@ struct Expectation {
   // Of these texts one must be in the errors of each command that failed and that the fault did not hit
   // itself.
   std::vector<std::string> culprits;
+  // One command that names it is enough: rank 0 reports for all ranks what all of them know.
+  bool one_names_for_all = false;
   // One of these must be said even by a start that finishes.
   std::vector<std::string> reports;
   // Seconds after the fault by which every command has ended that it did not hit itself.

@@ -14,8 +14,9 @@
 //
 // A pass is given a graph without operators that write. It must return one with the same inputs and outputs
 // in the same order, of the same geometry; outputs that share memory with inputs or with each other still
-// share it, others still do not. Operators that draw random numbers or have side effects are kept, once and
-// in their order. Results keep their bits. With
+// share it, others still do not. Operators that draw random numbers or have side effects are kept, once, in
+// one order for both, and with the values that they return; only collectives of this library may change
+// places with draws. Results keep their bits. With
 // CompileOptions::verify_passes, and in debug builds, this is checked after each pass, as far as the graph
 // shows it.
 #pragma once

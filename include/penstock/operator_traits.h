@@ -86,6 +86,9 @@ struct ReturnAlias {
   };
   Kind kind = Kind::Fresh;  // how it is related
   int argument = -1;        // index of the argument for View and Same, else -1
+  // Whether the schema says so. `_unsafe_view` and `lift` return the memory of their argument, but are
+  // declared to return new memory: autograd and version counters do not relate the two tensors.
+  bool declared = true;
 };
 
 // Facts about one argument.
@@ -112,7 +115,7 @@ struct OperatorTraits {
   bool composite = false;                 // decomposed into other operators, which autograd sees instead
   bool mutates = false;                   // writes to at least one argument
   bool any_alias = false;                 // some result is Same or View
-  bool pure_view = false;                 // every result is a View, and nothing is written
+  bool pure_view = false;                 // every result is declared a View, and nothing is written
   int device_argument = -1;               // index of the argument named `device`, or -1
   int pin_memory_argument = -1;           // index of the argument named `pin_memory`, or -1
 };

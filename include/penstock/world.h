@@ -9,7 +9,8 @@
 //
 // A World is a handle: copies refer to the same world. When the last copy is destroyed, this rank leaves the
 // world. If it is destroyed by stack unwinding, the other ranks are notified that this one failed. The
-// destructor does not wait for other ranks.
+// destructor does not wait for other ranks, except on rank 0, which hosts the store that the others use until
+// they leave: it waits for them, at most for the timeout, and for seconds once a rank has failed.
 //
 // Thread safety: const member functions may be called from any thread. new_group is called by one thread, in
 // the same order on every rank.
@@ -39,7 +40,7 @@ struct WorldCore;
 enum class P2PTransport {
   Auto,  // the value of PENSTOCK_P2P (gloo or ucx) if it is set, else Gloo
   Gloo,  // TCP connections
-  Ucx    // shared memory; only between ranks of one host, and only in builds with UCX
+  Ucx    // shared memory between ranks of one host, TCP connections between hosts; only in builds with UCX
 };
 
 // Options of a world.
@@ -125,9 +126,9 @@ class World {
   Group group_of(const std::vector<int>& ranks, const MemberGroupOptions& options) const;
 
   // Returns the transport to use where transfers of CPU tensors are frequent and waited for, as between the
-  // stages of a pipeline: Auto if PENSTOCK_P2P is set, or if UCX is not built in or the ranks are not
-  // processes of one host; Gloo if /dev/shm is smaller than 256 MB, which UCX could exhaust; else Ucx. The
-  // same on every rank of a host.
+  // stages of a pipeline: Auto if PENSTOCK_P2P is set, or if UCX is not built in or no two ranks are processes
+  // of one host; Gloo if /dev/shm of a host with several ranks is smaller than 256 MB, which UCX could exhaust;
+  // else Ucx. The same on every rank.
   P2PTransport low_latency_transport() const;
 
   // Publishes a text that other ranks can read by status_of, for diagnosis. Replaces the previous one with

@@ -121,6 +121,17 @@ TEST(LauncherFailure, LetsTheOthersEndOnTheirOwn) {
   EXPECT_THAT(run.err(), Not(HasSubstr("sending SIGTERM")));
 }
 
+// The grace is for ranks that can end on their own.
+TEST(LauncherFailure, DoesNotWaitForStoppedRanks) {
+  const auto begin = std::chrono::steady_clock::now();
+  Launcher run(script({"-n", "3", "--grace", "100"},
+                      "[ $RANK = 1 ] && kill -STOP $$; sleep 1; [ $RANK = 0 ] && exit 5; exit 0"));
+  EXPECT_EQ(run.wait(), 5);
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(40));
+  EXPECT_THAT(run.err(), HasSubstr("summary: rank 1: killed by SIGKILL (sent by the launcher)"));
+  EXPECT_TRUE(run.nothing_left()) << ::testing::PrintToString(run.processes());
+}
+
 TEST(LauncherFailure, LastOutputOfARankPrecedesTheLaunchersLine) {
   Launcher run(script({"-n", "1"}, "echo last words >&2; exit 1"));
   EXPECT_EQ(run.wait(), 1);

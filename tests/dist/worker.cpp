@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "penstock/base/env.h"
+#include "penstock/base/leave_process.h"
 #include "penstock/comm/group/self_test.h"
 #include "penstock/comm/group/work_state.h"
 #include "penstock/comm/launch/launch_env.h"
@@ -383,7 +384,9 @@ int pipeline_soak() {
 
 }  // namespace
 
-int main(int argc, char** argv) {
+namespace {
+
+int run_scenario(int argc, char** argv) {
   const std::map<std::string, int (*)()> scenarios = {
       {"everything", everything},
       {"killed_in_all_reduce", killed_in_all_reduce},
@@ -431,3 +434,7 @@ int main(int argc, char** argv) {
   }
   return 3;
 }
+
+}  // namespace
+
+int main(int argc, char** argv) { leave_process(run_scenario(argc, argv)); }

@@ -72,6 +72,15 @@ TEST(CollectivesPass, WaitsMoveDownAndStartsMoveUp) {
           return Tensors{other + sum};
         },
         2);
+    // Collectives and draws may change places.
+    const Order draw = order_of(
+        [&](const Tensors& in) {
+          const at::Tensor y = in[0].exp(), drawn = torch::bernoulli(in[1]), sum = sum_of(y, group);
+          return Tensors{drawn + sum};
+        },
+        2);
+    EXPECT_EQ(draw.before, "exp bernoulli all_reduce wait_tensor add");
+    EXPECT_EQ(draw.after, "exp all_reduce bernoulli wait_tensor add");
     EXPECT_EQ(start.before, "exp sin cos all_reduce wait_tensor add");
     EXPECT_EQ(start.after, "exp all_reduce sin cos wait_tensor add");
     // Nothing is between: nothing moves.

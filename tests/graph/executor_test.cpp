@@ -347,7 +347,7 @@ TEST(ExecutorPaths, ModesSeeTheOperatorsAsRecorded) {
   const auto function = [](const Tensors& in) { return Tensors{(in[0].t() + 1).exp().neg().unsqueeze(0)}; };
   const Executor run(graph_of(function, {torch::randn({2, 3})}));
   EXPECT_EQ(run.counts().views, 2u);
-  EXPECT_EQ(run.counts().reuses, 3u);
+  EXPECT_EQ(run.counts().reuses, 2u) << "the sum may not overwrite a view of the input";
   const at::Tensor x = torch::randn({2, 3});
   for (int i = 0; i < 3; ++i) run({x});
   Recorder recorder;

@@ -75,6 +75,72 @@ inline at::Tensor look(std::size_t which, const at::Tensor& x, std::int64_t dim)
 }
 constexpr std::size_t kLooks = 14;
 
+// A batch of matrices that shows the elements of a tensor with floats.
+inline at::Tensor as_batch(const at::Tensor& x) {
+  at::Tensor batch = x;
+  while (batch.dim() < 3) batch = batch.unsqueeze(0);
+  return batch.dim() == 3 ? batch : batch.flatten(0, batch.dim() - 3);
+}
+
+// Products of batches of matrices, some of them with views among the factors, and a view of the result. With
+// `large`, of sizes for which an executor has ways of its own. Halved twice or more, so that repeated
+// products do not grow without a bound; exact as long as they are small.
+inline at::Tensor batched_product(std::size_t which, const at::Tensor& x, bool large) {
+  at::Tensor a = as_batch(x).mul(0.25);
+  if (large) a = a.repeat({1, 8, 4});
+  const at::Tensor b = a.transpose(1, 2), twice = at::cat({a, a.neg()}, 0);
+  switch (which) {
+    case 0:
+      return at::bmm(a, b).select(0, 0);
+    case 1:
+      return at::bmm(b, a).transpose(1, 2).slice(1, 0, 3);
+    case 2:
+      return at::matmul(twice, b.select(0, 0)).slice(2, 0, 2);
+    case 3:
+      return at::matmul(twice, b.select(0, 0).select(1, 0)).unsqueeze(0);
+    case 4:
+      return at::baddbmm(at::bmm(a, b), a, b, 0.5, 2).slice(1, 0, 2);
+    case 5:
+      return at::einsum("bij,bkj->bik", {a, a}).select(0, 0);
+    case 6:
+      return at::einsum("bij,bjk,bkl->il", {a, b, a}).slice(0, 0, 3);
+    case 7:
+      return at::matmul(a.unsqueeze(0), twice.transpose(1, 2).unsqueeze(1)).select(0, 0).slice(2, 0, 2);
+    default:
+      return at::bmm(twice.select(0, 0).expand({3, a.size(1), a.size(2)}),
+                     b.select(0, 0).expand({3, a.size(2), a.size(1)}))
+          .select(0, 2)
+          .slice(0, 0, 3);
+  }
+}
+constexpr std::size_t kProducts = 9;
+
+// Operators that return the memory of their argument, some of them without saying so.
+inline at::Tensor same_memory(std::size_t which, const at::Tensor& x) {
+  // Autograd does not know what it returns as a view, and would not see what is written to it.
+  const bool tracked = x.requires_grad();
+  switch (which) {
+    case 0:
+      return tracked || !x.is_contiguous() ? at::alias(x) : at::_unsafe_view(x, {-1});
+    case 1:
+      return tracked || !x.is_contiguous() ? x.contiguous() : at::_unsafe_view(x, x.sizes());
+    case 2:
+      return x.expand(x.sizes());
+    case 3:
+      return at::_reshape_alias(x, x.sizes(), x.strides());
+    case 4:
+      // Of a tensor that nobody else has: it returns the tensor itself, whose shape others could change.
+      return at::lift_fresh(x.clone());
+    case 5:
+      return x.reshape(x.sizes());
+    case 6:
+      return x.to(x.scalar_type());
+    default:
+      return at::_unsafe_view(x.clone(at::MemoryFormat::Contiguous), {-1});
+  }
+}
+constexpr std::size_t kSameMemory = 8;
+
 // Doubles its input; backward counts in a buffer, and the gradient depends on it.
 struct Counted : torch::autograd::Function<Counted> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
@@ -137,7 +203,17 @@ inline Tensors random_program(unsigned seed, const Tensors& inputs, Looks looks 
     return x.scalar_type() == at::kInt ? c10::Scalar(3) : c10::Scalar(0.5);
   };
   const std::size_t steps = 3 + choose(8);
+  // Numbers of their own, so that the other steps of a program do not depend on how many these are.
+  std::mt19937 further(seed + 77);
   for (std::size_t step = 0; step < steps; ++step) {
+    if (const at::Tensor of = pool[further() % pool.size()]; further() % 6 == 0) {
+      const std::size_t which = further() % (kProducts + kSameMemory);
+      const bool large = further() % 2 == 0, numbers = of.is_floating_point() || of.is_complex();
+      if (which >= kProducts)
+        pool.push_back(random_steps::same_memory(which - kProducts, of));
+      else if (numbers && !of.is_conj() && !of.is_neg() && of.dim() <= 4 && of.numel() <= 64)
+        pool.push_back(batched_product(which, of, large));
+    }
     const at::Tensor x = any();
     const auto dim = static_cast<std::int64_t>(x.dim() > 0 ? choose(static_cast<std::size_t>(x.dim())) : 0);
     const std::size_t kinds = looks == Looks::Floats     ? 18

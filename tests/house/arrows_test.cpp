@@ -6,6 +6,7 @@
 #include <regex>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tests/house/tree.h"
@@ -127,6 +128,55 @@ TEST(PublicHeaders, InternalNamespacesStayInside) {
     if (std::regex_search(text_of(source_root() / file), detail)) ++inside;
   }
   EXPECT_LE(inside, 6u) << "of " << all << " public headers; templates need some";
+}
+
+// The headers of LibTorch that a header of ours includes, itself or through others of ours.
+const std::set<std::string>& torch_headers_of(const std::string& include) {
+  static std::map<std::string, std::set<std::string>> known;
+  if (const auto found = known.find(include); found != known.end()) return found->second;
+  static const std::regex torch("(?:^|\\n)#include <((?:torch|ATen|c10)/[^>]+)>");
+  std::set<std::string>& all = known[include];
+  fs::path path = source_root() / "include" / include;
+  if (!fs::exists(path)) path = source_root() / include;
+  if (!fs::exists(path)) return all;
+  const std::string text = text_of(path);
+  for (auto at = std::sregex_iterator(text.begin(), text.end(), torch); at != std::sregex_iterator(); ++at)
+    all.insert((*at)[1]);
+  for (const std::string& other : own_includes(text)) {
+    const std::set<std::string>& below = torch_headers_of(other);
+    all.insert(below.begin(), below.end());
+  }
+  return all;
+}
+
+// What a header names of LibTorch's larger parts it includes: no compilation with LibTorch's headers
+// precompiled would notice.
+TEST(Includes, HeadersIncludeThePartsOfLibTorchThatTheyName) {
+  const std::vector<std::pair<std::regex, std::regex>> parts{
+      {std::regex("\\btorch::nn::"), std::regex("torch/(nn/|torch\\.h).*")},
+      {std::regex("\\btorch::optim::"), std::regex("torch/(optim|torch\\.h).*")},
+      {std::regex("\\bc10::OperatorHandle\\b|\\bc10::Dispatcher::"),
+       std::regex("(ATen/core/(dispatch|boxing)/|torch/(library|torch)\\.h).*")},
+      {std::regex("\\b(c10d|::c10d)::"), std::regex("torch/csrc/distributed/.*")},
+      {std::regex("\\bat::Tensor\\b"), std::regex("(ATen|torch|c10)/.*")},
+  };
+  static const std::regex comment("//[^\\n]*");
+  std::size_t named = 0;
+  for (const char* folder : {"penstock", "include/penstock"})
+    for (const std::string& file : sources_under(folder)) {
+      if (!file.ends_with(".h")) continue;
+      const std::string text = std::regex_replace(text_of(source_root() / file), comment, "");
+      for (const auto& [name, header] : parts) {
+        std::smatch found;
+        if (!std::regex_search(text, found, name)) continue;
+        ++named;
+        bool included = false;
+        for (const std::string& one : torch_headers_of(file.starts_with("include/") ? file.substr(8) : file))
+          included |= std::regex_match(one, header);
+        EXPECT_TRUE(included) << file << " names " << found[0] << " and includes no header that declares it";
+      }
+    }
+  EXPECT_GT(named, 100u);
 }
 
 // Of its folder, with `detail` or the file's own name nested in it, or one that an "also" line allows.

@@ -264,6 +264,9 @@ TEST(DeferredLinear, Misuse) {
   const at::Tensor h = deferred_linear(x, w, {}).clone();
   h.sum().backward();
   EXPECT_THROW(h.sum().backward(), StateError);
+  // The gradients of the weights would have no history.
+  EXPECT_THROW(deferred_linear(x, w, {}).square().sum().backward({}, c10::nullopt, /*create_graph=*/true),
+               NotImplemented);
   // An overwritten input is detected.
   at::Tensor z = x * 1;
   y = deferred_linear(z, w, {}).sum();

@@ -4,13 +4,20 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "penstock/errors.h"
 #include "penstock/mode.h"
 #include "penstock/torch/compat/cpu_memory.h"
+#include "tests/has_text.h"
+#include "tests/throws.h"
+#include "tests/torch/without_gradient.h"
 
 namespace penstock {
 namespace fused_math_test {
@@ -207,6 +214,74 @@ TEST(FusedMath, SiluProductOnTheCpuKeepsItsInputsAlone) {
   EXPECT_GE(kept, y.numel() * 4);
   EXPECT_LT(kept, y.numel() * 4 + 4096);
   EXPECT_TRUE(at::equal(y, at::silu(gate) * up));
+}
+
+// Sizes that broadcast, empty and 0-dim tensors, mixed dtypes and layouts, and gradients of one input only.
+TEST(FusedMath, SiluProductOfRandomFormsOfArguments) {
+  for (unsigned seed = 0; seed < 400 && !HasFailure(); ++seed) {
+    std::mt19937 random(seed);
+    const auto choose = [&](std::size_t count) { return static_cast<std::int64_t>(random() % count); };
+    const std::vector<Case> all = cases();
+    const Case each = all[static_cast<std::size_t>(choose(all.size()))];
+    std::vector<std::int64_t> sizes;
+    const std::int64_t dims = choose(4);
+    for (std::int64_t i = 0; i < dims; ++i) sizes.push_back(choose(6) == 0 ? 0 : 1 + choose(5));
+    std::vector<std::int64_t> other = sizes;
+    if (choose(4) == 0 && !other.empty()) other[static_cast<std::size_t>(choose(other.size()))] = 1;
+    const bool gate_wants = choose(3) > 0, up_wants = !gate_wants || choose(2) > 0;
+    const auto input = [&](const std::vector<std::int64_t>& of, at::ScalarType dtype, bool wants,
+                           int number) {
+      at::Tensor values = made(of, {each.device, dtype}, static_cast<int>(seed) * 2 + number);
+      if (choose(2) > 0 && values.dim() > 1) values = values.transpose(0, 1).contiguous().transpose(0, 1);
+      return values.detach().set_requires_grad(wants);
+    };
+    const at::ScalarType up_dtype = choose(4) == 0 ? at::kFloat : each.dtype;
+    const at::Tensor gate = input(sizes, each.dtype, gate_wants, 0), up = input(other, up_dtype, up_wants, 1);
+    SCOPED_TRACE("seed " + std::to_string(seed) + ", " + name_of(each) + ", " + c10::str(gate.sizes()) +
+                 " and " + c10::str(up.sizes()));
+    const at::Tensor y = silu_product(gate, up);
+    EXPECT_EQ(y.scalar_type(), c10::promoteTypes(each.dtype, up_dtype));
+    const auto exact = [](const at::Tensor& of) {
+      return of.detach().to(at::kDouble).cpu().set_requires_grad(of.requires_grad());
+    };
+    const at::Tensor exact_gate = exact(gate), exact_up = exact(up), wanted = at::silu(exact_gate) * exact_up;
+    const double near = 16 * std::max(tolerance(each.dtype), tolerance(up_dtype));
+    if (wanted.numel() > 0) expect_near(y, wanted, near, "product");
+    // Numbers that every dtype has.
+    const at::Tensor by = at::randint(-8, 9, wanted.sizes(), at::kDouble).div(4);
+    y.backward(by.to(y.options().requires_grad(false)));
+    wanted.backward(by);
+    for (const auto& [ours, plain] : {std::pair(gate, exact_gate), std::pair(up, exact_up)}) {
+      ASSERT_EQ(ours.grad().defined(), plain.grad().defined());
+      if (!plain.grad().defined()) continue;
+      EXPECT_EQ(ours.grad().sizes(), plain.grad().sizes());
+      EXPECT_EQ(ours.grad().scalar_type(), ours.scalar_type());
+      if (plain.grad().numel() > 0) expect_near(ours.grad(), plain.grad(), 4 * near, "gradient");
+    }
+  }
+}
+
+TEST(FusedMath, SiluProductWithoutAGradientHasNone) {
+  for (const Case& each : cases()) {
+    const at::Tensor gate = made({3, 8}, each, 1).set_requires_grad(true),
+                     up = made({3, 8}, each, 2).set_requires_grad(true);
+    test::expect_no_gradient(silu_product(gate, up), {gate, up});
+    test::expect_no_gradient(silu_halves(gate), {gate});
+  }
+}
+
+TEST(FusedMath, RowsOfAnOddWidthHaveNoHalves) {
+  for (const Case& each : cases()) {
+    EXPECT_TRUE(test::has_text(test::message_of<ValueError>([&] {
+                                 silu_halves(made({3, 5}, each, 1));
+                               }),
+                               "silu_halves: rows: got [3, 5]"));
+    EXPECT_THROW(silu_halves(made({}, each, 1)), ValueError);
+    EXPECT_EQ(silu_halves(made({3, 0}, each, 1)).sizes(), at::IntArrayRef({3, 0}));
+    EXPECT_EQ(silu_halves(made({0, 6}, each, 1)).sizes(), at::IntArrayRef({0, 3}));
+  }
+  EXPECT_THROW(silu_product(at::Tensor(), at::ones({2})), ValueError);
+  EXPECT_THROW(silu_product(at::ones({2}), at::Tensor()), ValueError);
 }
 
 TEST(FusedMath, SecondDerivativesOfSiluProductOnTheCpu) {

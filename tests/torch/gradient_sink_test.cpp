@@ -95,6 +95,19 @@ TEST(GradientSink, WithoutAGradientItIsNotCalled) {
   EXPECT_TRUE(other.grad().defined());
 }
 
+// It would be lost without a word.
+TEST(GradientSink, TheHistoryOfAGradientIsRefused) {
+  Collected sink;
+  at::Tensor leaf = at::full({2}, 3.0).requires_grad_(true);
+  const AccumulatorPtr hold = send_gradient_to(leaf, sink, 0);
+  const at::Tensor y = leaf.pow(3).sum();
+  EXPECT_THROW(y.backward({}, /*retain_graph=*/true, /*create_graph=*/true), NotImplemented);
+  EXPECT_TRUE(sink.calls.empty());
+  // Derivatives that do not go to the sink have theirs.
+  const at::Tensor first = torch::autograd::grad({y}, {leaf}, {}, true, /*create_graph=*/true)[0];
+  EXPECT_TRUE(at::equal(torch::autograd::grad({first.sum()}, {leaf})[0], 6 * leaf));
+}
+
 TEST(EndOfBackward, ComesAfterEverythingElse) {
   struct Ends final : GradientSink {
     void take(std::size_t slot, at::Tensor) override {

@@ -4,13 +4,20 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <optional>
+#include <random>
+#include <string>
 #include <vector>
 
+#include "penstock/errors.h"
 #include "penstock/fake.h"
 #include "penstock/mode.h"
 #include "penstock/torch/compat/cpu_memory.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
+#include "tests/has_text.h"
+#include "tests/throws.h"
+#include "tests/torch/without_gradient.h"
 
 namespace penstock {
 namespace rms_norm_test {
@@ -127,6 +134,110 @@ TEST(RmsNorm, SecondDerivativesOnTheCpu) {
   const auto wanted = derivatives(x * at::rsqrt(at::mean(x * x, at::IntArrayRef{-1}, true) + 1e-3) * weight);
   for (std::size_t i = 0; i < wanted.size(); ++i)
     EXPECT_TRUE(at::allclose(ours[i], wanted[i], 1e-10, 1e-12)) << i;
+}
+
+// ---- unusual arguments: those of the formula, or an error ----
+
+at::Tensor plain_norm(const at::Tensor& x, const at::Tensor& weight, double epsilon) {
+  const at::Tensor rows = x * at::rsqrt(at::mean(x * x, at::IntArrayRef{-1}, true) + epsilon);
+  return weight.defined() ? rows * weight : rows;
+}
+
+using Norm = at::Tensor (*)(const at::Tensor&, const at::Tensor&, double);
+
+// The result and the gradients of those that require one.
+std::vector<at::Tensor> normed(Norm norm, const at::Tensor& x, const at::Tensor& weight,
+                               const at::Tensor& by) {
+  const at::Tensor y = norm(x, weight, 1e-3);
+  std::vector<at::Tensor> all{y}, leaves;
+  if (x.requires_grad()) leaves.push_back(x);
+  if (weight.defined() && weight.requires_grad()) leaves.push_back(weight);
+  EXPECT_EQ(y.requires_grad(), !leaves.empty());
+  if (leaves.empty()) return all;
+  for (const at::Tensor& gradient :
+       torch::autograd::grad({y}, leaves, {by.to(y.options().requires_grad(false))}, c10::nullopt, false,
+                             /*allow_unused=*/true))
+    all.push_back(gradient);
+  return all;
+}
+
+TEST(RmsNorm, RandomFormsOfArguments) {
+  constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf};
+  for (unsigned seed = 0; seed < 400 && !HasFailure(); ++seed) {
+    std::mt19937 random(seed);
+    torch::manual_seed(seed);
+    const auto choose = [&](std::size_t count) { return static_cast<std::int64_t>(random() % count); };
+    const at::Device device(torch::cuda::is_available() && choose(2) > 0 ? at::kCUDA : at::kCPU);
+    std::vector<std::int64_t> sizes;
+    const std::int64_t dims = choose(4);
+    for (std::int64_t i = 0; i < dims; ++i) sizes.push_back(choose(5) == 0 ? 0 : 1 + choose(6));
+    const at::ScalarType dtype = kDtypes[choose(4)], weight_dtype = kDtypes[choose(4)];
+    const bool x_wants = choose(3) > 0, weight_wants = choose(3) > 0;
+    const std::int64_t width = sizes.empty() ? 1 : sizes.back();
+    const std::vector<std::vector<std::int64_t>> forms{{width}, {width}, {1}, {}, sizes, {3, width}};
+    const std::int64_t form = choose(forms.size() + 1);
+    const auto made = [&](std::vector<std::int64_t> of, at::ScalarType as, bool wants) {
+      at::Tensor values = at::randn(of, at::kDouble) + 0.25;
+      const std::int64_t layout = choose(3);
+      if (layout == 1 && values.dim() > 1) values = values.transpose(0, -1).contiguous().transpose(0, -1);
+      if (layout == 2 && values.dim() > 0)
+        values = at::stack({values, values}, values.dim()).select(values.dim(), 1);
+      // Not contiguous after the cast, either.
+      return values.to(device, as, false, false, at::MemoryFormat::Preserve)
+          .detach()
+          .set_requires_grad(wants);
+    };
+    const at::Tensor x = made(sizes, dtype, x_wants);
+    if (form == 5 && dims > 1 && sizes[sizes.size() - 2] != 3 && sizes[sizes.size() - 2] != 1) continue;
+    const at::Tensor weight = form == static_cast<std::int64_t>(forms.size())
+                                  ? at::Tensor()
+                                  : made(forms[static_cast<std::size_t>(form)], weight_dtype, weight_wants);
+    SCOPED_TRACE("seed " + std::to_string(seed) + ", " + c10::str(x.sizes()) + " of " + c10::toString(dtype) +
+                 ", weight form " + std::to_string(form) + " of " + c10::toString(weight_dtype));
+    const auto exact = [](const at::Tensor& of) {
+      return of.defined() ? of.detach().to(at::kCPU, at::kDouble).set_requires_grad(of.requires_grad()) : of;
+    };
+    const at::Tensor exact_x = exact(x), exact_weight = exact(weight);
+    // Numbers that every dtype has.
+    const at::Tensor by =
+        at::randint(-8, 9, plain_norm(exact_x, exact_weight, 1e-3).sizes(), at::kDouble).div(4);
+    const auto ours = normed(&rms_norm, x, weight, by),
+               wanted = normed(&plain_norm, exact_x, exact_weight, by);
+    EXPECT_EQ(ours[0].scalar_type(), dtype);
+    ASSERT_EQ(ours.size(), wanted.size());
+    for (std::size_t i = 0; i < ours.size(); ++i) {
+      ASSERT_EQ(ours[i].sizes(), wanted[i].sizes()) << i;
+      const auto near_of = [](at::ScalarType of) {
+        return of == at::kDouble ? 1e-6 : of == at::kFloat ? 1e-4 : 1.0 / 16;
+      };
+      const double near = std::max(near_of(dtype), weight.defined() ? near_of(weight_dtype) : 0.0);
+      EXPECT_TRUE(at::allclose(ours[i].to(at::kCPU, at::kDouble), wanted[i], near, near)) << i;
+    }
+    if (x_wants) {
+      EXPECT_EQ(ours[1].scalar_type(), dtype);
+    }
+    if (weight.defined() && weight_wants) {
+      EXPECT_EQ(ours.back().scalar_type(), weight_dtype);
+    }
+  }
+}
+
+TEST(RmsNorm, WithoutAGradientThereIsNone) {
+  for (const Case& each : cases()) {
+    const at::Tensor x = at::randn({3, 8}).to(each.device, each.dtype).set_requires_grad(true),
+                     weight = at::randn({8}).to(each.device, each.weight_dtype).set_requires_grad(true);
+    test::expect_no_gradient(rms_norm(x, weight, 1e-3), {x, weight});
+    test::expect_no_gradient(rms_norm(x, at::Tensor(), 1e-3), {x});
+  }
+}
+
+TEST(RmsNorm, RejectsWhatDoesNotFit) {
+  const at::Tensor x = at::randn({3, 8});
+  EXPECT_TRUE(test::has_text(test::message_of<ValueError>([&] { rms_norm(x, at::ones({7}), 1e-3); }),
+                             "rms_norm: weight: got [7] of Float"));
+  EXPECT_THROW(rms_norm(x, at::ones({8}, at::kLong), 1e-3), ValueError);
+  EXPECT_THROW(rms_norm(at::ones({3, 8}, at::kLong), at::ones({8}), 1e-3), ValueError);
+  EXPECT_THROW(rms_norm(at::Tensor(), at::ones({8}), 1e-3), ValueError);
 }
 
 TEST(RmsNorm, KeepsItsInputAloneOnTheCpu) {

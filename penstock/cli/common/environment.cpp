@@ -15,6 +15,8 @@
 #include "penstock/base/text.h"
 #include "penstock/cli/common/commands.h"
 #include "penstock/comm/launch/launch_env.h"
+#include "penstock/comm/launch/launch_notices.h"
+#include "penstock/comm/secure/secret.h"
 #include "penstock/errors.h"
 
 namespace penstock::cli {
@@ -73,6 +75,12 @@ const std::vector<Variable>& variables() {
       {"PENSTOCK_STALL_DIR", path_text},
       {"PENSTOCK_NVRTC", path_text},
       {"PENSTOCK_LAUNCH_ID", any_text},
+      {comm::kNoticesVariable, path_text},
+      {comm::kSecretVariable,
+       [](const char* name) {
+         if (const auto secret = env_text(name)) comm::check_secret(*secret);
+       }},
+      {"PENSTOCK_SSH", any_text},
       {"PENSTOCK_RANK_ERRORS", path_text},
       {"PENSTOCK_RESTARTED_TO_COMPUTE", any_text},
   };

@@ -1,4 +1,5 @@
-// penstock train: trains a model in the configured layout and starts its own ranks on this host.
+// penstock train: trains a model in the configured layout and starts its own ranks, on this host or together
+// with the same command on other hosts.
 #include <fmt/chrono.h>
 #include <fmt/format.h>
 #include <sys/ioctl.h>
@@ -117,16 +118,17 @@ int train_all_steps(const comm::World& world, const train::ResolvedConfig& resol
 
 // One of the ranks started by start_ranks.
 int run_rank(const fs::path& folder, const fs::path& handed) {
-  catch_signals();
   const train::ResolvedConfig resolved = train::read_written_config(handed / kHandedConfig);
   const comm::World world = world_of(resolved.config);
+  catch_signals();  // not before: until the ranks have met there is nothing to save, and a signal ends the
+                    // wait
   return train_all_steps(world, resolved, folder, [&] { std::ofstream(handed / kAccepted).flush(); });
 }
 
 // Ranks started by another launcher: rank 0 creates the folder and sends its path to the others.
 int run_foreign_rank(const train::RunPlan& plan) {
-  catch_signals();
   const comm::World world = world_of(plan.resolved.config);
+  catch_signals();
   std::unique_ptr<train::RunFolder> held;
   const fs::path folder = train::agree_on_run_folder(world, plan, held);
   const int exit_code =
@@ -192,6 +194,28 @@ int start_ranks(const train::RunPlan& plan, const TrainFlags& flags) {
   return exit_code;
 }
 
+// The launcher of this host starts `penstock train` again as each of its ranks, which then are like those of
+// any other launcher: no file that this process could hand them would be there on the other hosts.
+int start_ranks_over_hosts(const train::RunPlan& plan, const TrainFlags& flags, comm::NodeOptions nodes) {
+  const train::TrainConfig& config = plan.resolved.config;
+  if (flags.restarts > 0 && plan.folder.empty())
+    throw ConfigError(describe("--restarts on several hosts", "no run folder",
+                               "--run_folder with a folder that all hosts share",
+                               "a restart continues with the last checkpoint in that folder"));
+  nodes.world = static_cast<int>(config.layout.ranks);
+  comm::LaunchOptions options;
+  options.nodes = std::move(nodes);
+  std::vector<std::string> own_options = node_option_names();
+  own_options.emplace_back("--restarts");
+  options.command = without_options(own_command_line(), own_options, {});
+  options.restarts = flags.restarts;
+  options.final_exit_codes = {2, kNotSaved};
+  options.grace = milliseconds(config.launch.grace_s);
+  options.stop_grace = milliseconds(config.launch.stop_grace_s);
+  options.prefix = false;
+  return comm::launch(options).exit_code;
+}
+
 int run(const CLI::App& command, const TrainFlags& flags) {
   if (!flags.worker.empty()) return report_to_parent([&] { return run_rank(flags.worker, flags.handed); });
   const train::ConfigSources sources = config_sources(command);
@@ -213,7 +237,11 @@ int train_run(const CLI::App& command, const TrainFlags& flags, const train::Con
     if (own_ranks || env.rank == 0 || !readable) throw;
     return 2;
   }
-  if (own_ranks) train::check_local_ranks(plan.resolved.config.layout);
+  std::optional<comm::NodeOptions> nodes;
+  if (own_ranks)
+    nodes =
+        node_options(command, flags.nodes, without_options(own_command_line(), node_option_names(), {}), 2);
+  if (own_ranks && !nodes) train::check_local_ranks(plan.resolved.config.layout);
   if (flags.dry_run) {
     if (plan.continues && env.rank == 0)
       train::RunFolder held(plan);  // throws if the folder is in use; changes nothing in it
@@ -221,9 +249,12 @@ int train_run(const CLI::App& command, const TrainFlags& flags, const train::Con
       show_dry_run(plan.resolved.config);  // all ranks of another launcher have the same output
     return 0;
   }
+  if (nodes) return start_ranks_over_hosts(plan, flags, std::move(*nodes));
   if (own_ranks) return start_ranks(plan, flags);
-  refuse_options(command, {"--restarts"}, fmt::format("for ranks started by {}", env.launcher),
-                 "let the launcher restart them");
+  refuse_options(command,
+                 {"--restarts", "--nnodes", "--node-rank", "--rdzv", "--hosts", "--ssh", "--join-timeout",
+                  "--last-call"},
+                 fmt::format("for ranks started by {}", env.launcher), "let the launcher restart them");
   comm::restart_with_compute_environment(env.local_world_size);
   return run_foreign_rank(plan);
 }
@@ -231,6 +262,7 @@ int train_run(const CLI::App& command, const TrainFlags& flags, const train::Con
 void add_train_flags(CLI::App& command, TrainFlags& flags) {
   add_whole(command, "--restarts", flags.restarts, 0, 1000,
             "Maximum number of restarts of all ranks from the last checkpoint after a failure");
+  add_node_flags(command, flags.nodes);
   command.add_flag("--dry-run", flags.dry_run,
                    "Show mesh, partition, schedule, memory and predicted step time without training");
   command.allow_extras();
@@ -246,7 +278,13 @@ void add_train_command(CLI::App& app, CommandOutcome& outcome) {
           "  penstock train --data input.txt\n"
           "  penstock train --preset small --pp 2 --schedule ZBVZeroBubble --steps 500\n"
           "  penstock train --pp 4 --dry-run\n"
-          "  penstock train my.toml --resume runs/tiny-1/checkpoints/step-00000100 --restarts 2\n\n"
+          "  penstock train my.toml --resume runs/tiny-1/checkpoints/step-00000100 --restarts 2\n"
+          "  penstock train --dp 4 --nnodes 2 --rdzv node1:29400     (on both hosts, in a shared folder)\n"
+          "  penstock train --dp 4 --hosts node1,node2               (on node1, which starts node2 over "
+          "ssh)\n\n"
+          "On several hosts the ranks of the layout are divided evenly among them; set PENSTOCK_SECRET to "
+          "the same "
+          "text on all (--hosts does it).\n"
           "Under mpirun, srun or torchrun, the ranks that they started are used.\n"
           "If --run_folder contains a run, that run continues with its own configuration; keys given now "
           "override it (see penstock resume).\n"

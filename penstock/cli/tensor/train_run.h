@@ -6,6 +6,7 @@
 #include <functional>
 #include <string>
 
+#include "penstock/cli/common/node_flags.h"
 #include "penstock/train/job/run_folder.h"
 
 namespace penstock::cli {
@@ -15,6 +16,7 @@ inline constexpr int kNotSaved = 3;  // exit code: the last checkpoint could not
 struct TrainFlags {
   bool dry_run = false;
   int restarts = 0;
+  NodeFlags nodes;
   std::string worker;  // run folder: this process is one of the ranks
   std::string handed;  // folder with the files for the ranks
 };

@@ -62,8 +62,8 @@ struct BackendOptions {
   int axis_rank = 0;
   int size = 1;
   std::chrono::milliseconds timeout{};
-  bool loopback_only = true;
-  int device_index = 0;  // NCCL: the GPU of this rank
+  std::string address = "127.0.0.1";  // Gloo: where this rank listens, unless GLOO_SOCKET_IFNAME is set
+  int device_index = 0;               // NCCL: the GPU of this rank
 };
 
 // Gloo, for CPU tensors. Collective over the members of the group that `store` belongs to.

@@ -6,6 +6,7 @@
 // Reductions, broadcasts and barriers use c10d. Point-to-point transfers, and therefore gathers, use the
 // connections that c10d created with Gloo's own 64-bit slots: c10d's 31-bit tags have no room for the
 // contract of a transfer.
+#include <fmt/format.h>
 #include <gloo/transport/unbound_buffer.h>
 #include <sched.h>
 #include <unistd.h>
@@ -20,7 +21,9 @@
 #include <tuple>
 
 #include "penstock/base/env.h"
+#include "penstock/base/exception_text.h"
 #include "penstock/comm/backend/c10d_backend.h"
+#include "penstock/errors.h"
 
 namespace penstock::comm {
 
@@ -154,10 +157,12 @@ class GlooBackend final : public C10dBackend {
   gloo::Context& context_;
 };
 
-std::shared_ptr<gloo::transport::Device> make_device(const std::string& interface, bool loopback_only) {
+// c10d's own default is the address that the host's name has, which on many systems is a loopback address.
+std::shared_ptr<gloo::transport::Device> make_device(const std::string& interface,
+                                                     const std::string& address) {
   using Gloo = c10d::ProcessGroupGloo;
-  if (!interface.empty()) return Gloo::createDeviceForInterface(interface);
-  return loopback_only ? Gloo::createDeviceForHostname("127.0.0.1") : Gloo::createDefaultDevice();
+  return interface.empty() ? Gloo::createDeviceForHostname(address)
+                           : Gloo::createDeviceForInterface(interface);
 }
 
 // Returns the device whose thread serves the sockets of every group of this process.
@@ -167,12 +172,14 @@ std::shared_ptr<gloo::transport::Device> make_device(const std::string& interfac
 // until the next timer interrupt: 4 ms for a message of 100 us. So the thread does not preempt a running one
 // (SCHED_BATCH): it runs when the sender waits, or on another core. There is only one such thread, because
 // waking a second one makes the scheduler choose again.
-std::shared_ptr<gloo::transport::Device> shared_device(const std::string& interface, bool loopback_only) {
+std::shared_ptr<gloo::transport::Device> shared_device(const std::string& interface,
+                                                       const std::string& address) {
   static std::mutex mutex;
   // By process: a forked process lacks the thread.
-  static std::map<std::tuple<pid_t, std::string, bool>, std::weak_ptr<gloo::transport::Device>> devices;
+  static std::map<std::tuple<pid_t, std::string, std::string>, std::weak_ptr<gloo::transport::Device>>
+      devices;
   const std::lock_guard lock(mutex);
-  auto& known = devices[{getpid(), interface, loopback_only}];
+  auto& known = devices[{getpid(), interface, address}];
   if (auto device = known.lock()) return device;
   // A thread inherits the policy of the thread that starts it; a temporary one keeps the caller's policy
   // unchanged.
@@ -181,7 +188,7 @@ std::shared_ptr<gloo::transport::Device> shared_device(const std::string& interf
                     const sched_param none{};
                     sched_setscheduler(0, SCHED_BATCH, &none);  // may fail in a sandbox: slower but correct
                   }
-                  return make_device(interface, loopback_only);
+                  return make_device(interface, address);
                 }).get();
   known = device;
   return device;
@@ -196,11 +203,28 @@ std::shared_ptr<Backend> make_gloo_backend(const Store& store, const BackendOpti
   // Collectives run one at a time and in order; a second worker would only compete for the cores that
   // compute.
   gloo->threads = 1;
-  gloo->devices.push_back(shared_device(env_text("GLOO_SOCKET_IFNAME").value_or(""), options.loopback_only));
+  const std::string interfaces = env_text("GLOO_SOCKET_IFNAME").value_or("");
+  // Of several interfaces the first is used: each would need a thread of its own.
+  const std::string interface = interfaces.substr(0, interfaces.find(','));
   auto c10d_store = store.for_c10d();
   c10d_store->setTimeout(options.timeout);
-  return std::make_shared<GlooBackend>(
-      c10::make_intrusive<OpenGloo>(c10d_store, options.axis_rank, options.size, gloo));
+  try {
+    gloo->devices.push_back(shared_device(interface, options.address));
+    return std::make_shared<GlooBackend>(
+        c10::make_intrusive<OpenGloo>(c10d_store, options.axis_rank, options.size, gloo));
+  } catch (const Error&) {
+    throw;  // from the store, which knows more
+  } catch (const std::exception& error) {
+    CommContext context;
+    context.operation = "connect";
+    throw CommError(
+        fmt::format(
+            "Gloo cannot connect the members of a group, where this rank listens on {}: {}; open the "
+            "TCP ports between the hosts, or set GLOO_SOCKET_IFNAME to the interface of a network that "
+            "connects them",
+            interface.empty() ? options.address : interface, without_backtrace(error.what())),
+        context);
+  }
 }
 
 }  // namespace penstock::comm

@@ -19,8 +19,10 @@ Backend& cpu_backend(GroupState& group) {
 void receive_by_ucx(WorkState& work, const at::Tensor& data, const Contract& expected, int position) {
   // UCX reports the size and kind of the received message.
   const int source = work.group().ranks[static_cast<std::size_t>(position)];
-  auto transfer = work.group().ucx->recv(data.data_ptr(), data.nbytes(), position,
-                                         static_cast<std::uint32_t>(expected.tag));
+  GroupState& group = work.group();
+  auto transfer =
+      group.ucx->recv(data.data_ptr(), data.nbytes(), group.ucx_position[static_cast<std::size_t>(position)],
+                      static_cast<std::uint32_t>(expected.tag));
   work.add(transfer);
   work.then([transfer, expected, source](WorkState& self) {
     Contract sent = expected;
@@ -51,9 +53,10 @@ void start_send(WorkState& work, const at::Tensor& data, int position, int tag) 
   if (group.world->fake) return;  // a fake world has no peers
   const Contract contract = Contract::of(data, tag, group.next_number(true, position, tag));
   work.keep(data);
-  if (group.ucx) {
-    work.add(group.ucx->send(data.data_ptr(), data.nbytes(), position, static_cast<std::uint32_t>(tag),
-                             static_cast<std::uint16_t>(contract.dtype)));
+  if (group.reaches_by_ucx(position)) {
+    work.add(group.ucx->send(data.data_ptr(), data.nbytes(),
+                             group.ucx_position[static_cast<std::size_t>(position)],
+                             static_cast<std::uint32_t>(tag), static_cast<std::uint16_t>(contract.dtype)));
   } else {
     work.add(cpu_backend(group).send(data, position, contract.key()));
     work.expect({true, position, contract});
@@ -65,7 +68,7 @@ void start_receive(WorkState& work, const at::Tensor& data, int position, int ta
   if (group.world->fake) return;  // leaves the buffer unchanged
   const Contract contract = Contract::of(data, tag, group.next_number(false, position, tag));
   work.keep(data);
-  if (group.ucx) return receive_by_ucx(work, data, contract, position);
+  if (group.reaches_by_ucx(position)) return receive_by_ucx(work, data, contract, position);
   work.add(cpu_backend(group).recv(data, position, contract.key()));
   work.expect({false, position, contract});
 }

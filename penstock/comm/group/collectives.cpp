@@ -290,7 +290,7 @@ void start_all_gather(WorkState& work, const at::Tensor& output, const at::Tenso
     work.then([whole, output](WorkState&) { output.copy_(whole); });
     return;
   }
-  if (!can.all_gather || group.ucx)
+  if (!can.all_gather || group.ucx_within_hosts)
     return start_all_gather_uneven(work, equal_parts(output, group.ranks.size()), input.reshape({-1}));
   const at::Tensor data = input.contiguous();
   // Viewed as bytes on the host, so that every dtype works; unchanged on a device.

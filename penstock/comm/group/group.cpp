@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "penstock/base/describe.h"
 #include "penstock/base/text.h"
 #include "penstock/comm/group/work_state.h"
@@ -45,8 +47,12 @@ std::chrono::milliseconds Group::timeout() const { return need(state_).timeout; 
 
 std::string Group::describe_backends() const {
   const GroupState& group = need(state_);
+  const bool everywhere = std::none_of(group.ucx_position.begin(), group.ucx_position.end(),
+                                       [](int position) { return position < 0; });
   return fmt::format("CPU {}{}, CUDA {}", group.cpu ? group.cpu->name() : "none",
-                     group.ucx ? " (point-to-point ucx)" : "",
+                     !group.ucx_within_hosts ? ""
+                     : everywhere            ? " (point-to-point ucx)"
+                                             : " (point-to-point ucx within a host)",
                      group.cuda ? group.cuda->name() : "through host memory");
 }
 

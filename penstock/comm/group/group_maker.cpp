@@ -2,9 +2,16 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <condition_variable>
+#include <exception>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <set>
+#include <thread>
+#include <type_traits>
+#include <utility>
 
 #include "penstock/base/describe.h"
 #include "penstock/base/env.h"
@@ -35,11 +42,84 @@ P2PTransport resolve(P2PTransport wanted) {
                                                                       : P2PTransport::Gloo;
 }
 
+// Runs `build` on a thread of its own, so that the deadline and the loss of a rank end the wait for it: Gloo
+// itself waits five times its timeout for a connection that a member never makes. A build that has been given
+// up may go on until then; it owns what it uses.
+template <class Build>
+auto built_in_time(const GroupState& group, Clock::time_point deadline, const std::string& what,
+                   Build build) {
+  using Result = std::invoke_result_t<Build>;
+  if (group.ranks.size() == 1) return build();
+  struct Progress {
+    std::mutex mutex;
+    std::condition_variable ended;
+    bool done = false;
+    Result result;
+    std::exception_ptr error;
+  };
+  const auto begin = Clock::now();
+  const auto progress = std::make_shared<Progress>();
+  std::thread([progress, build = std::move(build)] {
+    Result result{};
+    std::exception_ptr error;
+    try {
+      result = build();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    const std::lock_guard lock(progress->mutex);
+    progress->result = std::move(result);
+    progress->error = error;
+    progress->done = true;
+    progress->ended.notify_all();
+  }).detach();
+  constexpr auto kLook = std::chrono::milliseconds(100);
+  std::unique_lock lock(progress->mutex);
+  while (!progress->ended.wait_until(lock, std::min(deadline, Clock::now() + kLook),
+                                     [&] { return progress->done; })) {
+    CommContext context;
+    context.rank = group.own_rank();
+    context.operation = "new_group";
+    context.group = group.name;
+    context.elapsed_s = std::chrono::duration<double>(Clock::now() - begin).count();
+    if (const auto failure = group.world->liveness->first_failure())
+      failure->raise(context, fmt::format(", while waiting for {}", what));
+    if (Clock::now() >= deadline)
+      throw TimeoutError(
+          fmt::format(
+              "timed out waiting for {}; a member has stopped, or the network between the hosts drops "
+              "packets: check that every member is running and that no firewall is between them",
+              what),
+          context);
+  }
+  if (progress->error) std::rethrow_exception(progress->error);
+  return std::move(progress->result);
+}
+
 // A Gloo connection is complete on one side before it is on the other: a member that leaves at once would be
 // considered lost by one that is still connecting. So no member continues before all have connected.
 void await_members(const Store& store, int size, Clock::time_point deadline) {
   if (store.add("connected", 1) == size) store.set("all_connected", "1");
   store.get("all_connected", deadline, "members that are still connecting");
+}
+
+// Connects this rank by shared memory to the members on its host; each host has a transport of its own.
+void open_ucx(GroupState& group, const std::string& key, Clock::time_point deadline) {
+  const WorldCore& core = *group.world;
+  const int own = group.ranks[static_cast<std::size_t>(group.axis_rank)];
+  int near = 0, own_position = 0;
+  for (const int rank : group.ranks) {
+    if (rank == own) own_position = near;
+    group.ucx_position.push_back(core.hosts.same_host(rank, own) ? near++ : -1);
+  }
+  group.ucx_within_hosts = true;
+  if (near < 2) return;
+  const int host = core.hosts.host_of.empty() ? 0 : core.hosts.host_of[static_cast<std::size_t>(own)];
+  const Store store = core.store.with_prefix(fmt::format("{}/host{}", key, host));
+  group.ucx = std::make_shared<UcxTransport>(
+      own_position, near, [&](const std::string& name, const std::string& bytes) { store.set(name, bytes); },
+      [&](const std::string& name) { return store.get(name, deadline, "a member's UCX address"); },
+      UcxOptions{.spin = std::nullopt, .ranks_on_host = core.env.local_world_size});
 }
 
 // Opens the communicators of a group that this rank belongs to. Collective over the members.
@@ -49,26 +129,18 @@ void open_backends(GroupState& group, P2PTransport p2p, const std::string& key, 
   options.axis_rank = group.axis_rank;
   options.size = static_cast<int>(group.ranks.size());
   options.timeout = group.timeout;
-  options.loopback_only = core.one_host && (core.env.rendezvous.loopback_only() ||
-                                            core.env.rendezvous.kind != Rendezvous::Kind::Tcp);
+  options.address = core.hosts.address_of(core.env.rank);
   options.device_index = core.gpu_index;
   if (core.fake) {
     group.cpu = group.cuda = make_fake_backend(options);
   } else {
-    if (gloo_available()) group.cpu = make_gloo_backend(core.store.with_prefix(key + "/gloo"), options);
+    if (gloo_available())
+      group.cpu = built_in_time(group, deadline, "Gloo connections to the members",
+                                [store = core.store.with_prefix(key + "/gloo"), options] {
+                                  return make_gloo_backend(store, options);
+                                });
     if (core.own_gpus) group.cuda = make_nccl_backend(core.store.with_prefix(key + "/nccl"), options);
-    if (resolve(p2p) == P2PTransport::Ucx && options.size > 1) {
-      if (!core.one_host)
-        throw ConfigError(
-            "UCX supports point-to-point transfers only within one host, but this world spans several; set "
-            "PENSTOCK_P2P=gloo");
-      const Store store = core.store.with_prefix(key);
-      group.ucx = std::make_shared<UcxTransport>(
-          options.axis_rank, options.size,
-          [&](const std::string& name, const std::string& bytes) { store.set(name, bytes); },
-          [&](const std::string& name) { return store.get(name, deadline, "a member's UCX address"); },
-          UcxOptions{.spin = std::nullopt, .ranks_on_host = core.env.local_world_size});
-    }
+    if (resolve(p2p) == P2PTransport::Ucx && options.size > 1) open_ucx(group, key, deadline);
   }
   if (!core.fake && options.size > 1) await_members(core.store.with_prefix(key), options.size, deadline);
   if (group.cpu) group.cpu_can = group.cpu->abilities();

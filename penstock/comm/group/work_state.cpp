@@ -268,8 +268,9 @@ void GroupState::raise(const std::string& transport_error, WorkState& work, bool
     }
   if (timed_out) {
     const std::string missing = waits->describe_missing_ranks(work);
-    throw TimeoutError(fmt::format("timed out{}; set a larger PENSTOCK_TIMEOUT_S if ranks are slow; {}",
-                                   missing, dump_for_error("time-out")),
+    const std::string silence = world->liveness->describe_silence();
+    throw TimeoutError(fmt::format("timed out{}{}{}; set a larger PENSTOCK_TIMEOUT_S if ranks are slow; {}",
+                                   missing, silence.empty() ? "" : "; ", silence, dump_for_error("time-out")),
                        context);
   }
   throw CommError(fmt::format("the transport failed: {}", transport_error), context);

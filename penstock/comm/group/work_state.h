@@ -20,6 +20,7 @@
 #include "penstock/comm/group/contract.h"
 #include "penstock/comm/group/group_waits.h"
 #include "penstock/comm/launch/launch_env.h"
+#include "penstock/comm/network/host_map.h"
 #include "penstock/comm/rendezvous/monitor.h"
 #include "penstock/comm/rendezvous/store.h"
 #include "penstock/comm/transport/liveness.h"
@@ -39,7 +40,7 @@ struct WorldCore {
   std::chrono::milliseconds timeout{};
   bool fake = false;
   std::string name_suffix;  // distinguishes the ranks of one process in a thread world
-  bool one_host = true;     // all ranks are on one host
+  HostMap hosts;            // empty if the ranks are not processes: all on one host
   bool own_gpus = false;    // every rank has its own GPU, so NCCL can be used
   int gpu_index = 0;
   int next_group = 0;
@@ -145,9 +146,18 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   const DebugLevel debug = debug_level();
   const std::shared_ptr<GroupWaits> waits;  // never null
 
-  std::shared_ptr<Backend> cpu;       // Gloo or fake; null if this build has none
-  std::shared_ptr<Backend> cuda;      // NCCL or fake; null: CUDA tensors go through host memory
-  std::shared_ptr<UcxTransport> ucx;  // null unless chosen for point-to-point
+  std::shared_ptr<Backend> cpu;   // Gloo or fake; null if this build has none
+  std::shared_ptr<Backend> cuda;  // NCCL or fake; null: CUDA tensors go through host memory
+  // Point-to-point transfers of CPU tensors use UCX between members of one host and `cpu` between hosts. The
+  // same on every member, also on one that is alone on its host and has no transport.
+  bool ucx_within_hosts = false;
+  std::shared_ptr<UcxTransport> ucx;  // null if no other member is on this host, or UCX is not chosen
+  std::vector<int> ucx_position;      // by position: position in `ucx`; -1: on another host
+
+  // Whether transfers with the member at this position use UCX.
+  bool reaches_by_ucx(int position) const {
+    return ucx != nullptr && ucx_position[static_cast<std::size_t>(position)] >= 0;
+  }
   Backend::Abilities cpu_can, cuda_can;
   std::atomic<std::uint64_t> operations{0};  // number started, of any kind
   std::atomic<std::uint32_t> sequence{0};    // number of composed collectives started

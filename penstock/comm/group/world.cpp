@@ -1,102 +1,31 @@
 #include "penstock/world.h"
 
 #include <fmt/format.h>
-#include <sys/statvfs.h>
 
 #include <algorithm>
 #include <csignal>
-#include <cstdint>
 #include <exception>
-#include <set>
-#include <thread>
 
 #include "penstock/base/describe.h"
 #include "penstock/base/env.h"
+#include "penstock/base/exception_text.h"
 #include "penstock/base/log.h"
 #include "penstock/base/text.h"
 #include "penstock/comm/group/group_maker.h"
+#include "penstock/comm/group/host_exchange.h"
 #include "penstock/comm/group/member_groups.h"
 #include "penstock/comm/group/operators.h"
 #include "penstock/comm/group/work_state.h"
+#include "penstock/comm/group/world_agreement.h"
 #include "penstock/comm/launch/launch_env.h"
 #include "penstock/comm/record/recorder.h"
 #include "penstock/comm/record/recorder_dump.h"
-#include "penstock/comm/transport/tcp_listen.h"
 #include "penstock/comm/transport/ucx_transport.h"
 #include "penstock/errors.h"
 
 namespace penstock::comm {
 
 namespace {
-
-// Rank 0 decides and the others wait for its answer. They wait this much longer, so that its reason arrives
-// before they time out themselves.
-constexpr auto kAnswerSlack = std::chrono::seconds(3);
-// Rank 0 hosts the store: before it ends after a negative verdict, it waits at most this long for the others
-// to read it.
-constexpr auto kVerdictReadTime = std::chrono::seconds(2);
-
-// Every rank posts a text; rank 0 reads them all and posts a verdict for all ranks. `judge` runs on rank 0
-// and returns the verdict, or sets an error text that becomes a ValueError on every rank. If ranks post
-// nothing by the deadline, every rank throws a TimeoutError that names them.
-std::string agree(
-    const WorldCore& core, const std::string& topic, const std::string& own_text, Clock::time_point deadline,
-    const std::function<std::string(const std::vector<std::string>&, std::string& error)>& judge) {
-  const int size = core.env.world_size;
-  const auto key = [&](int rank) { return fmt::format("{}/{}", topic, rank); };
-  const auto begin = Clock::now();
-  const auto context = [&] {
-    CommContext where;
-    where.rank = core.env.rank;
-    where.operation = topic;
-    where.elapsed_s = std::chrono::duration<double>(Clock::now() - begin).count();
-    return where;
-  };
-  core.store.set(key(core.env.rank), own_text);
-  const std::string verdict_key = topic + "/verdict";
-  if (core.env.rank == 0) {
-    std::vector<std::string> texts(static_cast<std::size_t>(size));
-    std::vector<int> missing;
-    for (int rank = 0; rank < size; ++rank) {
-      try {
-        texts[static_cast<std::size_t>(rank)] =
-            core.store.get(key(rank), deadline, fmt::format("rank {} to join {}", rank, topic));
-      } catch (const TimeoutError&) {
-        missing.push_back(rank);
-      }
-    }
-    std::string error;
-    const std::string verdict = missing.empty() ? judge(texts, error) : "";
-    const bool bad = !missing.empty() || !error.empty();
-    core.store.set(verdict_key, !missing.empty() ? "missing " + format_list(missing)
-                                : !error.empty() ? "error " + error
-                                                 : "ok " + verdict);
-    const auto present = size - 1 - static_cast<std::int64_t>(missing.size());
-    for (const auto until = Clock::now() + kVerdictReadTime;
-         bad && Clock::now() < until && core.store.add(topic + "/heard", 0) < present;)
-      std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  }
-  std::string verdict;
-  try {
-    verdict =
-        core.store.get(verdict_key, deadline + kAnswerSlack, fmt::format("rank 0's answer on {}", topic));
-  } catch (const TimeoutError&) {
-    std::vector<int> missing;
-    for (int rank = 0; rank < size; ++rank)
-      if (!core.store.has(key(rank))) missing.push_back(rank);
-    verdict = "missing " +
-              (missing.empty() ? std::string("0 (it joined, but did not answer)") : format_list(missing));
-  }
-  if (core.env.rank != 0 && !verdict.starts_with("ok ")) core.store.add(topic + "/heard", 1);
-  if (verdict.starts_with("missing "))
-    throw TimeoutError(
-        fmt::format("{}: rank{} {} of {} did not join in time; start all {} ranks, or allow more time with "
-                    "PENSTOCK_TIMEOUT_S",
-                    topic, verdict.find(',') == std::string::npos ? "" : "s", verdict.substr(8), size, size),
-        context());
-  if (verdict.starts_with("error ")) throw ValueError(verdict.substr(6));
-  return verdict.substr(3);
-}
 
 // A peer that dies closes its sockets. Gloo then writes to them without suppressing SIGPIPE, whose default
 // action ends the process silently. A handler that the program installed is kept.
@@ -105,24 +34,6 @@ void survive_broken_pipes() {
   if (sigaction(SIGPIPE, nullptr, &present) == 0 && present.sa_handler == SIG_DFL &&
       (present.sa_flags & SA_SIGINFO) == 0)
     std::signal(SIGPIPE, SIG_IGN);
-}
-
-// Exchanges the facts that ranks need to know about each other: one host or several, GPUs.
-void exchange_host_facts(WorldCore& core, Clock::time_point deadline) {
-  const std::string gpu = nccl_available() ? gpu_identity(core.env.local_rank, core.gpu_index) : "";
-  const std::string verdict =
-      agree(core, "rendezvous", own_host_name() + " " + (gpu.empty() ? "-" : gpu), deadline,
-            [](const auto& texts, std::string&) {
-              std::set<std::string> hosts, gpus;
-              bool every_gpu = true;
-              for (const std::string& text : texts) {
-                hosts.insert(text.substr(0, text.find(' ')));
-                every_gpu = every_gpu && !text.ends_with(" -") && gpus.insert(text).second;
-              }
-              return fmt::format("{} {}", hosts.size() == 1 ? 1 : 0, every_gpu ? 1 : 0);
-            });
-  core.one_host = verdict.starts_with("1");
-  core.own_gpus = verdict.ends_with("1");
 }
 
 }  // namespace
@@ -173,11 +84,24 @@ World World::connect(const LaunchEnv& env, const WorldOptions& options) {
                 .monitor = nullptr,
                 .timeout = timeout});
   if (env.world_size > 1) {
-    core->monitor = std::make_unique<Monitor>(env, core->store, core->liveness, deadline);
+    core->monitor = std::make_unique<Monitor>(env, core->store, core->liveness, deadline, timeout);
     core->store.watch(core->liveness, env.rank);
   }
-  exchange_host_facts(*core, deadline);
-  return World(std::move(core), options.p2p);
+  try {
+    exchange_hosts(*core, deadline);
+    core->store.rendezvous_done();
+    return World(core, options.p2p);
+  } catch (const PeerLostError& error) {
+    // A rank that ended before all had met, as the launcher says: ranks of other hosts have not heard of it.
+    if (const auto lost = error.context().lost_rank;
+        lost && core->monitor && !core->liveness->first_failure())
+      core->monitor->report_lost(*lost, "it ended before all ranks had met");
+    throw;
+  } catch (const std::exception& error) {
+    // The others wait for this rank: they end with its reason instead of their deadline.
+    core->fail(without_backtrace(error.what()));
+    throw;
+  }
 }
 
 World World::fake(int rank, int size) {
@@ -259,19 +183,16 @@ Group World::group_of(const std::vector<int>& ranks, const MemberGroupOptions& o
 }
 
 P2PTransport World::low_latency_transport() const {
-  constexpr std::uint64_t kLeastSharedMemory = 256u << 20;
-  const bool processes_of_one_host = core_->one_host && core_->monitor != nullptr;
-  if (env_text("PENSTOCK_P2P") || !ucx_available() || !processes_of_one_host) return P2PTransport::Auto;
-  struct statvfs shared {};
-  if (::statvfs("/dev/shm", &shared) != 0 ||
-      static_cast<std::uint64_t>(shared.f_blocks) * shared.f_frsize < kLeastSharedMemory) {
-    log().info(
-        "comm: /dev/shm has less than {} MB, so point-to-point transfers use Gloo, not UCX; give the "
-        "container more, or set PENSTOCK_P2P to choose",
-        kLeastSharedMemory >> 20);
-    return P2PTransport::Gloo;
-  }
-  return P2PTransport::Ucx;
+  const HostMap& hosts = core_->hosts;
+  if (env_text("PENSTOCK_P2P") || !ucx_available() || core_->monitor == nullptr || !hosts.has_neighbours())
+    return P2PTransport::Auto;
+  if (hosts.shared_memory) return P2PTransport::Ucx;
+  log().info(
+      "comm: a host with several ranks has less than {} MB in /dev/shm or no UCX, so point-to-point "
+      "transfers use "
+      "Gloo; give the container more, or set PENSTOCK_P2P to choose",
+      kLeastSharedMemoryBytes >> 20);
+  return P2PTransport::Gloo;
 }
 
 void World::post_status(const std::string& key, const std::string& status) const {

@@ -14,6 +14,8 @@
 #include <set>
 
 #include "penstock/base/text.h"
+#include "penstock/comm/launch/launch_notices.h"
+#include "penstock/comm/launch/node_session.h"
 #include "penstock/errors.h"
 
 namespace penstock::comm {
@@ -31,6 +33,8 @@ constexpr auto kDrainTime = 500ms;
 // one request.
 constexpr auto kSameRequestTime = 250ms;
 constexpr auto kStuckNotice = 10s;
+// How often the launcher looks whether the ranks that are left after a failure are stopped.
+constexpr auto kStoppedCheckTime = 1s;
 
 struct Stream {
   Fd fd;
@@ -57,8 +61,8 @@ enum class Ending { None, Grace, Interrupted, Terminated, Killed };
 
 class Attempt {
  public:
-  Attempt(const LaunchContext& context, int attempt)
-      : context_(context), options_(context.options), attempt_(attempt) {}
+  Attempt(const LaunchContext& context, const AttemptPlan& plan)
+      : context_(context), options_(context.options), plan_(plan) {}
   ~Attempt() { kill_everything(); }
 
   AttemptResult run();
@@ -67,6 +71,9 @@ class Attempt {
   bool start();
   void loop();
   void take_signals();
+  void take_news();
+  void stop(int signal, const std::string& by);
+  void end_because_of(const NodeMessage& news);
   void pass_on(int signal);
   void take_exits();
   void take_output();
@@ -78,13 +85,15 @@ class Attempt {
   void send(int signal);
   void kill_everything();
   int alive() const;
+  bool only_stopped_ranks_are_left() const;
   std::chrono::milliseconds stop_grace() const { return options_.stop_grace.value_or(options_.grace); }
   std::optional<Clock::time_point> next_deadline() const;
   void summarize();
 
   const LaunchContext& context_;
   const LaunchOptions& options_;
-  const int attempt_;
+  const AttemptPlan& plan_;
+  NoticeBoard notices_;
   std::vector<RankState> ranks_;
   AttemptResult result_;
   Ending ending_ = Ending::None;
@@ -101,15 +110,17 @@ std::string elapsed(double seconds) { return fmt::format("{:.1f} s", seconds); }
 std::string count_ranks(int count) { return count == 1 ? "1 rank" : fmt::format("{} ranks", count); }
 
 bool Attempt::start() {
-  const int port = options_.port != 0 ? options_.port : free_port();
-  ranks_.reserve(static_cast<std::size_t>(options_.ranks));
+  ranks_.reserve(static_cast<std::size_t>(plan_.ranks));
   std::vector<LogFile> logs;
-  for (int rank = 0; rank < options_.ranks && !options_.log_dir.empty(); ++rank)
-    logs.emplace_back(fmt::format("{}/attempt{}/rank{}.log", options_.log_dir, attempt_, rank));
-  for (int rank = 0; rank < options_.ranks; ++rank) {
+  for (int local = 0; local < plan_.ranks && !options_.log_dir.empty(); ++local)
+    logs.emplace_back(
+        fmt::format("{}/attempt{}/rank{}.log", options_.log_dir, plan_.attempt, plan_.first_rank + local));
+  for (int local = 0; local < plan_.ranks; ++local) {
+    const int rank = plan_.first_rank + local;
     const auto started = Clock::now();
-    SpawnedRank spawned = spawn_rank(context_.program_path, options_.command,
-                                     rank_environment(context_, attempt_, rank, port), context_.guard);
+    SpawnedRank spawned =
+        spawn_rank(context_.program_path, options_.command,
+                   rank_environment(context_, plan_, local, notices_.path()), context_.guard);
     if (spawned.exec_errno != 0) {
       const int error = spawned.exec_errno;
       result_.start_code = error == ENOENT ? 127 : 126;
@@ -130,7 +141,7 @@ bool Attempt::start() {
     state.outcome.pid = spawned.pid;
     state.streams[0].fd = std::move(spawned.out);
     state.streams[1].fd = std::move(spawned.err);
-    if (!logs.empty()) state.log = std::move(logs[static_cast<std::size_t>(rank)]);
+    if (!logs.empty()) state.log = std::move(logs[static_cast<std::size_t>(local)]);
   }
   return true;
 }
@@ -164,6 +175,7 @@ void Attempt::loop() {
   while (true) {
     context_.signals.clear();
     take_signals();
+    take_news();
     take_exits();
     take_output();
     for (RankState& rank : ranks_) advance_ended_rank(rank);
@@ -177,6 +189,7 @@ void Attempt::loop() {
         if (stream.fd && !context_.terminal.congested(stream.channel))
           list.push_back({stream.fd.get(), POLLIN, 0});
     context_.terminal.add_to_poll(list);
+    if (context_.nodes != nullptr) context_.nodes->add_to_poll(list);
     int wait_ms = -1;
     if (const auto deadline = next_deadline()) {
       // One millisecond more than the rest, which is rounded down: otherwise the loop would spin until the
@@ -189,22 +202,27 @@ void Attempt::loop() {
   }
 }
 
+void Attempt::stop(int signal, const std::string& by) {
+  result_.stopped_by = signal;
+  stopped_at_ = Clock::now();
+  print_launcher_line(
+      context_.terminal,
+      fmt::format("{} received{}: passed on to {}, killed if still running in {}; {}", signal_name(signal),
+                  by, count_ranks(alive()), elapsed(std::chrono::duration<double>(stop_grace()).count()),
+                  "a second SIGINT kills at once"));
+  pass_on(signal);
+  if (ending_ != Ending::Terminated && ending_ != Ending::Killed) {
+    ending_ = Ending::Interrupted;
+    step_at_ = stopped_at_ + stop_grace();
+  }
+}
+
 void Attempt::take_signals() {
   while (const int signal = context_.signals.take_stop()) {
     const auto now = Clock::now();
+    if (context_.nodes != nullptr) context_.nodes->report_stop(signal);
     if (result_.stopped_by == 0) {
-      result_.stopped_by = signal;
-      stopped_at_ = now;
-      print_launcher_line(
-          context_.terminal,
-          fmt::format("{} received: passed on to {}, killed if still running in {}; {}", signal_name(signal),
-                      count_ranks(alive()), elapsed(std::chrono::duration<double>(stop_grace()).count()),
-                      "a second SIGINT kills at once"));
-      pass_on(signal);
-      if (ending_ != Ending::Terminated && ending_ != Ending::Killed) {
-        ending_ = Ending::Interrupted;
-        step_at_ = now + stop_grace();
-      }
+      stop(signal, "");
     } else if (signal == SIGINT && now - stopped_at_ > kSameRequestTime && ending_ != Ending::Killed) {
       print_launcher_line(context_.terminal, fmt::format("second SIGINT: killing {}", count_ranks(alive())));
       ending_ = Ending::Interrupted;
@@ -215,11 +233,56 @@ void Attempt::take_signals() {
   }
   if (context_.terminal.reader_gone() && result_.stopped_by == 0) {
     result_.stopped_by = SIGPIPE;
+    if (context_.nodes != nullptr) context_.nodes->report_stop(SIGTERM);
     stopped_at_ = Clock::now();
     send(SIGTERM);
     ending_ = Ending::Interrupted;
     step_at_ = stopped_at_ + stop_grace();
   }
+}
+
+// Failures and stops on other hosts.
+void Attempt::take_news() {
+  if (context_.nodes == nullptr) return;
+  while (const auto news = context_.nodes->take()) {
+    switch (news->kind) {
+      case NodeMessage::Kind::Failed:
+      case NodeMessage::Kind::Lost:
+        result_.hub_lost = result_.hub_lost || (news->kind == NodeMessage::Kind::Lost && news->node == 0);
+        end_because_of(*news);
+        break;
+      case NodeMessage::Kind::Stop:
+        if (news->signal == SIGINT || news->signal == SIGTERM || news->signal == SIGHUP) {
+          if (result_.stopped_by == 0) {
+            stop(news->signal, " on " + news->host);
+          } else {
+            pass_on(news->signal);
+          }
+        }
+        break;
+      default:
+        break;
+    }
+  }
+}
+
+void Attempt::end_because_of(const NodeMessage& news) {
+  const bool first = !result_.first_failed_rank && !result_.failed_elsewhere;
+  result_.failed_elsewhere = true;
+  const int others = alive();
+  // Ranks of this host that have not met the others yet hear it from here.
+  if (news.kind == NodeMessage::Kind::Failed)
+    notices_.post(news.rank, fmt::format("{} on {}", news.text, news.host));
+  for (int i = 0; news.kind == NodeMessage::Kind::Lost && i < news.ranks; ++i)
+    notices_.post(news.first_rank + i, fmt::format("its host {} is lost: {}", news.host, news.text));
+  std::string text = describe_news(news);
+  if (first && others > 0 && result_.stopped_by == 0)
+    text += fmt::format("; {} still running here, ended by SIGTERM if still running in {}",
+                        count_ranks(others), elapsed(std::chrono::duration<double>(options_.grace).count()));
+  print_launcher_line(context_.terminal, text);
+  if (!first || result_.stopped_by != 0) return;
+  ending_ = Ending::Grace;
+  step_at_ = Clock::now() + options_.grace;
 }
 
 // Passes on each kind once: the ranks must not take a duplicate signal for a second request either.
@@ -249,6 +312,8 @@ void Attempt::take_exits() {
     rank.phase = Phase::Ended;
     rank.outcome.elapsed_s = std::chrono::duration<double>(Clock::now() - rank.started).count();
     rank.drain_until = Clock::now() + kDrainTime;
+    notices_.post(rank.outcome.rank,
+                  fmt::format("{} after {}", rank.outcome.describe(), elapsed(rank.outcome.elapsed_s)));
     // Its last output is shown before the launcher's message about it. A pipe usually holds 64 KiB, so this
     // ends even if others write.
     for (Stream& stream : rank.streams)
@@ -264,7 +329,16 @@ void Attempt::take_exits() {
 
 void Attempt::on_first_failure(const RankState& rank) {
   result_.first_failed_rank = rank.outcome.rank;
-  if (result_.stopped_by != 0) return;  // it was asked to end; the summary reports how it did
+  if (context_.nodes != nullptr && !result_.failed_elsewhere) {
+    const std::vector<int>& final_codes = options_.final_exit_codes;
+    const bool final =
+        std::find(final_codes.begin(), final_codes.end(), rank.outcome.exit_code) != final_codes.end();
+    context_.nodes->report_failure(
+        rank.outcome.rank, rank.outcome.code(), final,
+        fmt::format("{} after {}", rank.outcome.describe(), elapsed(rank.outcome.elapsed_s)));
+  }
+  if (result_.stopped_by != 0) return;   // it was asked to end; the summary reports how it did
+  if (result_.failed_elsewhere) return;  // a consequence; the ranks of this host are being ended already
   const int others = alive();
   std::string text = fmt::format("rank {} failed first: {} after {}", rank.outcome.rank,
                                  rank.outcome.describe(), elapsed(rank.outcome.elapsed_s));
@@ -348,6 +422,8 @@ void Attempt::send(int signal) {
 
 void Attempt::next_step() {
   const auto now = Clock::now();
+  // Ranks that are stopped would let the grace pass and not end.
+  if (ending_ == Ending::Grace && step_at_ && only_stopped_ranks_are_left()) step_at_ = now;
   if (!step_at_ || now < *step_at_) return;
   const int count = alive();
   step_at_.reset();
@@ -400,8 +476,17 @@ int Attempt::alive() const {
                                         [](const RankState& r) { return r.phase == Phase::Alive; }));
 }
 
+bool Attempt::only_stopped_ranks_are_left() const {
+  return std::all_of(ranks_.begin(), ranks_.end(), [](const RankState& rank) {
+    return rank.phase != Phase::Alive || is_stopped(rank.outcome.pid);
+  });
+}
+
 std::optional<Clock::time_point> Attempt::next_deadline() const {
   std::optional<Clock::time_point> nearest = step_at_;
+  if (ending_ == Ending::Grace && nearest) nearest = std::min(*nearest, Clock::now() + kStoppedCheckTime);
+  if (context_.nodes != nullptr)
+    if (const auto next = context_.nodes->next_call(); !nearest || next < *nearest) nearest = next;
   for (const RankState& rank : ranks_)
     if ((rank.phase == Phase::Ended || rank.phase == Phase::GroupKilled) &&
         (!nearest || rank.drain_until < *nearest))
@@ -411,7 +496,7 @@ std::optional<Clock::time_point> Attempt::next_deadline() const {
 
 // Prints one line per kind of end, unless all ranks succeeded.
 void Attempt::summarize() {
-  if (!result_.first_failed_rank && result_.stopped_by == 0) return;
+  if (!result_.first_failed_rank && !result_.failed_elsewhere && result_.stopped_by == 0) return;
   if (explained_ && result_.stopped_by == 0) return;
   std::map<std::string, std::vector<const RankOutcome*>> ways;
   for (const RankOutcome& rank : result_.ranks) ways[rank.describe()].push_back(&rank);
@@ -437,8 +522,8 @@ void print_launcher_line(Terminal& terminal, const std::string& text) {
   terminal.write(Channel::Err, "[launch] " + text + "\n");
 }
 
-AttemptResult run_attempt(const LaunchContext& context, int attempt) {
-  return Attempt(context, attempt).run();
+AttemptResult run_attempt(const LaunchContext& context, const AttemptPlan& plan) {
+  return Attempt(context, plan).run();
 }
 
 }  // namespace penstock::comm

@@ -8,6 +8,9 @@
 #include "penstock/base/env.h"
 #include "penstock/base/number.h"
 #include "penstock/base/quote.h"
+#include "penstock/comm/launch/launch_notices.h"
+#include "penstock/comm/network/host_address.h"
+#include "penstock/comm/secure/secret.h"
 #include "penstock/errors.h"
 
 namespace penstock::comm {
@@ -43,6 +46,12 @@ int port_of_job(const std::string& job) {
   return 20000 + static_cast<int>(hash % 20000u);
 }
 
+// An IPv6 address before a port is written in brackets.
+std::string without_brackets(const std::string& host) {
+  return host.size() > 2 && host.front() == '[' && host.back() == ']' ? host.substr(1, host.size() - 2)
+                                                                      : host;
+}
+
 Rendezvous parse_rendezvous(const std::string& text) {
   const auto bad = [&](const char* expected) {
     return ConfigError(describe("environment variable PENSTOCK_RENDEZVOUS", quote(text), expected));
@@ -57,7 +66,7 @@ Rendezvous parse_rendezvous(const std::string& text) {
   if (!text.starts_with("tcp://")) throw bad("tcp://host:port or file:///path");
   const auto colon = text.rfind(':');
   place.kind = Rendezvous::Kind::Tcp;
-  place.host = text.substr(6, colon - 6);
+  place.host = without_brackets(text.substr(6, colon - 6));
   if (colon <= 5 || place.host.empty()) throw bad("tcp://host:port");
   place.port = to_int("PENSTOCK_RENDEZVOUS (port)", text.substr(colon + 1), 1, 65535);
   return place;
@@ -66,7 +75,7 @@ Rendezvous parse_rendezvous(const std::string& text) {
 // Fills in the rendezvous from MASTER_ADDR and MASTER_PORT, with `host` and `port` as defaults.
 void set_tcp(LaunchEnv& env, const Get& get, const std::string& host, int port) {
   env.rendezvous.kind = Rendezvous::Kind::Tcp;
-  env.rendezvous.host = get("MASTER_ADDR").value_or(host);
+  env.rendezvous.host = without_brackets(get("MASTER_ADDR").value_or(host));
   env.rendezvous.port = get_int(get, "MASTER_PORT", 1, 65535).value_or(port);
   if (env.rendezvous.host.empty())
     throw ConfigError(
@@ -93,7 +102,7 @@ std::string Rendezvous::describe() const {
     case Kind::None:
       return "none";
     case Kind::Tcp:
-      return fmt::format("tcp://{}:{}", host, port);
+      return fmt::format("tcp://{}", address_and_port(host, port));
     case Kind::File:
       return fmt::format("file://{}", path);
   }
@@ -102,7 +111,7 @@ std::string Rendezvous::describe() const {
 
 bool Rendezvous::loopback_only() const {
   if (kind != Kind::Tcp) return kind == Kind::None;
-  return host == "localhost" || host == "::1" || host.starts_with("127.");
+  return host == "localhost" || host.starts_with("127.") || is_loopback(host);
 }
 
 LaunchEnv parse_launch_env(const Get& get) {
@@ -111,7 +120,9 @@ LaunchEnv parse_launch_env(const Get& get) {
     env.launcher = "penstock or torchrun";
     env.rank = need_int(get, "RANK", 0, kMaxWorld - 1, "WORLD_SIZE");
     env.world_size = need_int(get, "WORLD_SIZE", 1, kMaxWorld, "RANK");
-    env.local_world_size = get_int(get, "LOCAL_WORLD_SIZE", 1, kMaxWorld).value_or(env.world_size);
+    const auto local_size = get_int(get, "LOCAL_WORLD_SIZE", 1, kMaxWorld);
+    env.knows_local = local_size.has_value() || env.world_size == 1;
+    env.local_world_size = local_size.value_or(env.world_size);
     env.local_rank = get_int(get, "LOCAL_RANK", 0, kMaxWorld - 1).value_or(env.rank % env.local_world_size);
     check(env, "RANK", "WORLD_SIZE");
     set_tcp(env, get, env.local_world_size == env.world_size ? "127.0.0.1" : "", 29500);
@@ -127,8 +138,8 @@ LaunchEnv parse_launch_env(const Get& get) {
     env.local_rank = get_int(get, "OMPI_COMM_WORLD_LOCAL_RANK", 0, kMaxWorld - 1).value_or(env.rank);
     env.local_world_size = get_int(get, "OMPI_COMM_WORLD_LOCAL_SIZE", 1, kMaxWorld).value_or(env.world_size);
     check(env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE");
-    const std::string job = get("PMIX_NAMESPACE").value_or(get("OMPI_MCA_ess_base_jobid").value_or("ompi"));
-    set_tcp(env, get, env.local_world_size == env.world_size ? "127.0.0.1" : "", port_of_job(job));
+    env.job = get("PMIX_NAMESPACE").value_or(get("OMPI_MCA_ess_base_jobid").value_or("ompi"));
+    set_tcp(env, get, env.local_world_size == env.world_size ? "127.0.0.1" : "", port_of_job(env.job));
   } else if (get("SLURM_STEP_ID") && get("SLURM_PROCID") && get("SLURM_LOCALID")) {
     // A job step, that is, started by srun; the batch script itself has no SLURM_LOCALID of a step and runs
     // as one rank.
@@ -144,8 +155,8 @@ LaunchEnv parse_launch_env(const Get& get) {
         nodes == 1 ? env.world_size : std::max(env.local_rank + 1, (env.world_size + nodes - 1) / nodes);
     check(env, "SLURM_PROCID", size_name);
     const auto node_list = get("SLURM_STEP_NODELIST").value_or(get("SLURM_JOB_NODELIST").value_or(""));
-    set_tcp(env, get, nodes == 1 ? "127.0.0.1" : first_slurm_host(node_list),
-            port_of_job(get("SLURM_JOB_ID").value_or("0") + "." + *get("SLURM_STEP_ID")));
+    env.job = get("SLURM_JOB_ID").value_or("0") + "." + *get("SLURM_STEP_ID");
+    set_tcp(env, get, nodes == 1 ? "127.0.0.1" : first_slurm_host(node_list), port_of_job(env.job));
   }
   if (const auto place = get("PENSTOCK_RENDEZVOUS")) {
     Rendezvous chosen = parse_rendezvous(*place);
@@ -153,7 +164,26 @@ LaunchEnv parse_launch_env(const Get& get) {
     env.rendezvous = chosen;
   }
   if (env.world_size == 1 && env.launcher == "none") env.rendezvous = {};
+  if (const auto secret = get(kSecretVariable)) {
+    check_secret(*secret);
+    env.secret = *secret;
+  }
+  env.notices = get(kNoticesVariable).value_or("");
   return env;
+}
+
+std::string rendezvous_secret(const LaunchEnv& env) {
+  if (!env.secret.empty()) return env.secret;
+  return fmt::format("no secret; port {}, {} ranks, job {}", env.rendezvous.port, env.world_size, env.job);
+}
+
+std::string listen_address(const LaunchEnv& env) {
+  const bool one_host = env.knows_local && env.local_world_size == env.world_size;
+  if (env.rendezvous.kind == Rendezvous::Kind::Tcp)
+    return listen_at(env.rendezvous.host, one_host).bind_address();
+  if (one_host) return "127.0.0.1";
+  const std::vector<Candidate> own = candidate_addresses(routes_to(""));
+  return own.empty() || own.front().own.empty() ? "127.0.0.1" : own.front().own;
 }
 
 LaunchEnv launch_env() { return parse_launch_env(env_text); }

@@ -32,7 +32,13 @@ struct LaunchEnv {
   int world_size = 1;
   int local_rank = 0;
   int local_world_size = 1;
+  // Whether the launcher said which ranks are on this host. If not, the two numbers above assume one host,
+  // and the world corrects them when the ranks have met.
+  bool knows_local = true;
   Rendezvous rendezvous;
+  std::string secret;   // PENSTOCK_SECRET; empty: not set
+  std::string job;      // what the launcher calls this job; the same on all ranks, empty if it does not say
+  std::string notices;  // PENSTOCK_LAUNCH_NOTICES: where the launcher says which ranks have ended
   std::string launcher = "none";  // "penstock or torchrun", "Open MPI", "Slurm", "none"
 };
 
@@ -43,8 +49,18 @@ struct LaunchEnv {
 // PENSTOCK_RENDEZVOUS (tcp://host:port or file:///path) overrides where ranks meet under every launcher.
 LaunchEnv parse_launch_env(const std::function<std::optional<std::string>(const char*)>& get);
 
+// Returns the secret by which ranks recognize each other. Without PENSTOCK_SECRET it is derived from the
+// job's port, size and name, which are the same on all its ranks: that keeps out other jobs and programs that
+// speak another protocol, and nobody who wants to get in.
+std::string rendezvous_secret(const LaunchEnv& env);
+
 // Reads the environment of this process.
 LaunchEnv launch_env();
+
+// Returns the address on which the process that hosts the store, or the monitor, listens: that of the master
+// if it is one of this host's, loopback if all ranks are on this host, and "" for all interfaces only if this
+// host cannot tell by which address the others know it.
+std::string listen_address(const LaunchEnv& env);
 
 // Returns the first host of a Slurm node list: "gpu[03-05,9],login1" returns "gpu03".
 std::string first_slurm_host(const std::string& node_list);

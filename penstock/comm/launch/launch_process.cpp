@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <signal.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -263,15 +264,36 @@ void OrphanGuard::forget(pid_t group) {
   [[maybe_unused]] const ssize_t written = write(pipe_.get(), &report, sizeof report);
 }
 
+namespace {
+
+// Returns a descriptor from which the text can be read, or -1.
+int file_in_memory(const std::string& text) {
+  const int fd = memfd_create("penstock-input", MFD_CLOEXEC);
+  for (std::size_t done = 0; fd >= 0 && done < text.size();) {
+    const ssize_t count = write(fd, text.data() + done, text.size() - done);
+    if (count < 0 && errno == EINTR) continue;
+    if (count <= 0) {
+      close(fd);
+      return -1;
+    }
+    done += static_cast<std::size_t>(count);
+  }
+  if (fd >= 0) lseek(fd, 0, SEEK_SET);
+  return fd;
+}
+
+}  // namespace
+
 SpawnedRank spawn_rank(const std::string& path, const std::vector<std::string>& command,
-                       const std::vector<std::string>& environment, OrphanGuard& guard) {
+                       const std::vector<std::string>& environment, OrphanGuard& guard,
+                       const std::string* input) {
   Pipe out = make_pipe(), err = make_pipe(), failure = make_pipe();
   fcntl(out.read.get(), F_SETFL, O_NONBLOCK);
   fcntl(err.read.get(), F_SETFL, O_NONBLOCK);
-  Fd null_device(open("/dev/null", O_RDONLY | O_CLOEXEC));
+  Fd null_device(input != nullptr ? file_in_memory(*input) : open("/dev/null", O_RDONLY | O_CLOEXEC));
   if (!null_device)
-    throw StateError(
-        fmt::format("launch: cannot open /dev/null: {}; raise `ulimit -n`", std::strerror(errno)));
+    throw StateError(fmt::format("launch: cannot open the standard input of a process: {}; raise `ulimit -n`",
+                                 std::strerror(errno)));
   null_device = above_standard_streams(std::move(null_device));
 
   const std::vector<char*> argv = pointers(command);
@@ -306,6 +328,12 @@ SpawnedRank spawn_rank(const std::string& path, const std::vector<std::string>& 
   rank.out = std::move(out.read);
   rank.err = std::move(err.read);
   return rank;
+}
+
+bool is_stopped(pid_t process) {
+  const std::string stat = read_all("/proc/" + std::to_string(process) + "/stat");
+  const auto name_end = stat.rfind(')');  // the name may itself hold parentheses
+  return name_end != std::string::npos && name_end + 2 < stat.size() && stat[name_end + 2] == 'T';
 }
 
 Subreaper::Subreaper() {

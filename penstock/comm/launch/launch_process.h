@@ -70,10 +70,15 @@ struct SpawnedRank {
 };
 
 // Starts a child that leads its own process group, is killed by the kernel when the calling thread ends,
-// reads /dev/null, and has no signal blocked or caught. Only async-signal-safe calls are made between fork
-// and exec. Throws StateError, with the remedy, if the system refuses a process or a descriptor.
+// reads `input` (/dev/null if there is none), and has no signal blocked or caught. Only async-signal-safe
+// calls are made between fork and exec. Throws StateError, with the remedy, if the system refuses a process
+// or a descriptor.
 SpawnedRank spawn_rank(const std::string& path, const std::vector<std::string>& command,
-                       const std::vector<std::string>& environment, OrphanGuard& guard);
+                       const std::vector<std::string>& environment, OrphanGuard& guard,
+                       const std::string* input = nullptr);
+
+// Whether the process is stopped, by SIGSTOP or a terminal, and does nothing until somebody continues it.
+bool is_stopped(pid_t process);
 
 // Makes this process the parent of its orphaned descendants during the object's lifetime, so that they can be
 // found and reaped.

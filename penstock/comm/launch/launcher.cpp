@@ -18,6 +18,9 @@
 #include "penstock/comm/launch/compute_environment.h"
 #include "penstock/comm/launch/launch_attempt.h"
 #include "penstock/comm/launch/launch_cores.h"
+#include "penstock/comm/launch/launch_notices.h"
+#include "penstock/comm/launch/node_session.h"
+#include "penstock/comm/secure/secret.h"
 #include "penstock/errors.h"
 
 extern char** environ;
@@ -30,14 +33,41 @@ using namespace std::chrono_literals;
 
 constexpr const char* kExample = "for example: penstock launch -n 4 -- ./train --steps 100";
 
+void check_nodes(const NodeOptions& nodes) {
+  const auto need = [](bool holds, const char* what, const std::string& actual, const std::string& expected,
+                       const char* remedy) {
+    if (!holds) throw ConfigError(describe(std::string("launch: ") + what, actual, expected, remedy));
+  };
+  const std::string count = fmt::format("{}:{}", nodes.least_nodes, nodes.most_nodes);
+  need(nodes.least_nodes >= 1 && nodes.least_nodes <= nodes.most_nodes && nodes.most_nodes <= kMaxNodes,
+       "number of hosts", count, fmt::format("1 <= smallest <= largest <= {}", kMaxNodes),
+       "set it with --nnodes N or --nnodes MIN:MAX");
+  need(nodes.world == 0 || nodes.world >= nodes.most_nodes, "number of hosts", count,
+       fmt::format("at most {}, one for each rank", nodes.world), "set fewer with --nnodes, or more ranks");
+  need(!nodes.node_rank || (*nodes.node_rank >= 0 && *nodes.node_rank < nodes.most_nodes), "node rank",
+       nodes.node_rank ? fmt::format("{}", *nodes.node_rank) : "",
+       fmt::format("0 to {}", nodes.most_nodes - 1), "set it with --node-rank");
+  need(!nodes.rdzv_host.empty() && nodes.rdzv_port >= 1 && nodes.rdzv_port <= 65535, "place where hosts meet",
+       fmt::format("\"{}\", port {}", nodes.rdzv_host, nodes.rdzv_port), "host:port of node 0's host",
+       "set it with --rdzv");
+  need(nodes.join_timeout > 0ms && nodes.last_call >= 0ms && nodes.silence >= 1s, "time limits",
+       fmt::format("{}, {} and {} ms", nodes.join_timeout.count(), nodes.last_call.count(),
+                   nodes.silence.count()),
+       "join timeout above 0, last call from 0, silence from 1 s", "");
+  need(nodes.hosts.empty() ||
+           (nodes.command_of_node && static_cast<int>(nodes.hosts.size()) == nodes.most_nodes),
+       "hosts", fmt::format("{} names", nodes.hosts.size()), count, "list as many hosts as --nnodes says");
+}
+
 void check(const LaunchOptions& options) {
   const auto need = [](bool holds, const char* what, const std::string& actual, const std::string& expected,
                        const char* remedy) {
     if (!holds) throw ConfigError(describe(std::string("launch: ") + what, actual, expected, remedy));
   };
-  need(options.ranks >= 1 && options.ranks <= kMaxLocalRanks, "number of ranks",
-       fmt::format("{}", options.ranks), fmt::format("1 to {} on one host", kMaxLocalRanks),
-       "set it with -n");
+  need((options.nodes && options.nodes->world > 0) || (options.ranks >= 1 && options.ranks <= kMaxLocalRanks),
+       "number of ranks", fmt::format("{}", options.ranks),
+       fmt::format("1 to {} on one host", kMaxLocalRanks), "set it with -n");
+  if (options.nodes) check_nodes(*options.nodes);
   need(!options.command.empty() && !options.command.front().empty(), "program to run", "none",
        "a program after --", kExample);
   need(options.restarts >= 0 && options.restarts <= 1'000'000, "number of restarts",
@@ -132,7 +162,8 @@ std::string signal_name(int signal) {
   return name != nullptr ? std::string("SIG") + name : fmt::format("signal {}", signal);
 }
 
-std::vector<std::string> rank_environment(const LaunchContext& context, int attempt, int rank, int port) {
+std::vector<std::string> rank_environment(const LaunchContext& context, const AttemptPlan& plan,
+                                          int local_rank, const std::string& notices) {
   const LaunchOptions& options = context.options;
   std::vector<std::string> entries;
   const auto is = [](const std::string& entry, const std::string& name) {
@@ -154,14 +185,19 @@ std::vector<std::string> rank_environment(const LaunchContext& context, int atte
     return entry == entries.end() ? std::string() : entry->substr(name.size() + 1);
   };
   for (const auto& [name, value] : compute_environment(context.threads, value_of)) set(name, value);
-  set("RANK", fmt::format("{}", rank));
-  set("LOCAL_RANK", fmt::format("{}", rank));
-  set("WORLD_SIZE", fmt::format("{}", options.ranks));
-  set("LOCAL_WORLD_SIZE", fmt::format("{}", options.ranks));
-  set("MASTER_ADDR", "127.0.0.1");
-  set("MASTER_PORT", fmt::format("{}", port));
-  set("PENSTOCK_RESTART_COUNT", fmt::format("{}", attempt));
+  set("RANK", fmt::format("{}", plan.first_rank + local_rank));
+  set("LOCAL_RANK", fmt::format("{}", local_rank));
+  set("WORLD_SIZE", fmt::format("{}", plan.world_size));
+  set("LOCAL_WORLD_SIZE", fmt::format("{}", plan.ranks));
+  set("GROUP_RANK", fmt::format("{}", plan.node));
+  set("GROUP_WORLD_SIZE", fmt::format("{}", plan.nodes));
+  set("MASTER_ADDR", plan.master);
+  set("MASTER_PORT", fmt::format("{}", plan.port));
+  set("PENSTOCK_RESTART_COUNT", fmt::format("{}", plan.attempt));
   set("PENSTOCK_LAUNCH_ID", context.launch_id);
+  if (value_of(kSecretVariable).empty() && !context.secret.empty()) set(kSecretVariable, context.secret);
+  remove(kNoticesVariable);
+  if (!notices.empty()) set(kNoticesVariable, notices);
   // With the variables of an outer torchrun, the ranks would look for a store that its agent hosts for its
   // own workers.
   remove("TORCHELASTIC_USE_AGENT_STORE");
@@ -207,16 +243,46 @@ LaunchResult launch(const LaunchOptions& options) {
 
   const Subreaper subreaper;
   OrphanGuard guard;
+  std::optional<NodeSession> nodes;
+  AttemptPlan plan;
+  plan.ranks = plan.world_size = options.ranks;
+  if (options.nodes) {
+    std::optional<AttemptPlan> first;
+    try {
+      nodes.emplace(options, signals, terminal, guard);
+      first = nodes->join();
+    } catch (...) {
+      nodes.reset();
+      drain(terminal, signals);  // what ssh printed is often the reason
+      throw;
+    }
+    if (!first) {
+      result.stopped_by = nodes->stopped_by();
+      result.exit_code = 128 + result.stopped_by;
+      nodes.reset();
+      drain(terminal, signals);
+      return result;
+    }
+    plan = *first;
+  }
   const LaunchContext context = {
       options,
       program.path,
       fmt::format("{}.{}", getpid(), std::chrono::steady_clock::now().time_since_epoch().count()),
-      threads_per_rank(available_cores(), options.ranks),
+      nodes ? std::string() : make_secret(),
+      threads_per_rank(available_cores(), plan.ranks),
       signals,
       guard,
-      terminal};
+      terminal,
+      nodes ? &*nodes : nullptr};
   for (int attempt = 0;; ++attempt) {
-    AttemptResult ended = run_attempt(context, attempt);
+    plan.attempt = attempt;
+    if (!nodes) plan.port = options.port != 0 ? options.port : free_port();
+    AttemptResult ended = run_attempt(context, plan);
+    std::optional<AttemptPlan> next;
+    if (nodes && ended.start_code != 0)
+      nodes->report_failure(plan.first_rank, ended.start_code, true, ended.error);
+    if (nodes) next = nodes->finish(plan, ended);
     result.attempts = attempt + 1;
     result.ranks = std::move(ended.ranks);
     result.first_failed_rank = ended.first_failed_rank;
@@ -224,6 +290,12 @@ LaunchResult launch(const LaunchOptions& options) {
     result.error = ended.error;
     result.exit_code = ended.start_code;
     if (!result.error.empty()) print_launcher_line(terminal, result.error);
+    if (nodes) {
+      result.exit_code = nodes->exit_code();
+      if (!next) break;
+      plan = *next;
+      continue;
+    }
     if (!result.first_failed_rank) break;
 
     const RankOutcome& first = result.ranks[static_cast<std::size_t>(*result.first_failed_rank)];
@@ -246,6 +318,7 @@ LaunchResult launch(const LaunchOptions& options) {
                                               attempt + 1, options.restarts + 1, why, attempt + 2));
   }
   if (result.stopped_by == SIGPIPE) result.exit_code = 128 + SIGPIPE;
+  nodes.reset();  // shows what the other launchers still print
   drain(terminal, signals);
   return result;
 }

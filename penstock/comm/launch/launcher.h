@@ -1,4 +1,5 @@
-// Starts the ranks of one job on this host, shows their output, and ends all of them when one fails.
+// Starts the ranks of one job on this host, shows their output, and ends all of them when one fails. With
+// LaunchOptions::nodes it is one of several launchers, one on each host, which do the same together.
 //
 //   LaunchOptions options;
 //   options.ranks = 4;
@@ -9,8 +10,12 @@
 // Environment of a rank:
 //   RANK, LOCAL_RANK              0 .. ranks-1
 //   WORLD_SIZE, LOCAL_WORLD_SIZE  ranks
-//   MASTER_ADDR, MASTER_PORT      127.0.0.1 and a port that was free when the attempt began
+//   GROUP_RANK, GROUP_WORLD_SIZE  number of this host, and of hosts
+//   MASTER_ADDR, MASTER_PORT      127.0.0.1, or the host of node 0, and a port that was free when the
+//                                 attempt began
 //   PENSTOCK_RESTART_COUNT        0 in the first attempt
+//   PENSTOCK_SECRET               a random text of this launch, unless set (docs/security.md)
+//   PENSTOCK_LAUNCH_NOTICES       where ranks that have not met yet read which of them have ended
 //   PENSTOCK_LAUNCH_ID            one value per launch; identifies processes that left their group
 //   OMP_NUM_THREADS and others    threads (cores / ranks) and memory, unless set: compute_environment.h
 // Its standard input is /dev/null, it leads a process group of its own, and no signal is blocked or caught.
@@ -40,8 +45,29 @@ namespace penstock::comm {
 inline constexpr int kMaxLocalRanks = 1024;
 inline constexpr std::size_t kMaxShownLine = 64 * 1024;  // bytes; a longer line is shown as several
 
+// How launchers on several hosts (nodes) find each other: each is started with the same values, except for
+// `node_rank` and `hosts`. Node 0 is where rank 0 runs and where the launchers meet.
+struct NodeOptions {
+  int least_nodes = 1, most_nodes = 1;  // as many start as have joined in time, at least the smaller number
+  std::optional<int> node_rank;  // std::nullopt: assigned; the launcher on the host of `rdzv_host` is node 0
+  std::string rdzv_host;         // an address or a name of node 0's host
+  int rdzv_port = 29400;
+  std::chrono::milliseconds join_timeout{300'000};  // how long to wait for the smaller number of hosts
+  std::chrono::milliseconds last_call{30'000};      // and then for more, up to the larger
+  std::chrono::milliseconds silence{300'000};       // a host from which nothing is heard for so long is lost
+  // Ranks on all hosts together, divided evenly among those that joined; 0: LaunchOptions::ranks on each
+  // host.
+  int world = 0;
+
+  // On node 0 only: the names of all hosts, this one first. The launchers of the others are started by
+  // `ssh HOST sh -s`, which gets a script on its standard input that executes `command_of_node`.
+  std::vector<std::string> hosts;
+  std::string ssh = "ssh -o BatchMode=yes";
+  std::function<std::vector<std::string>(int node)> command_of_node;
+};
+
 struct LaunchOptions {
-  int ranks = 0;                     // 1 .. kMaxLocalRanks
+  int ranks = 0;  // on this host: 1 .. kMaxLocalRanks; ignored if NodeOptions::world is set
   std::vector<std::string> command;  // program and arguments; a program without '/' is looked up in PATH
 
   // Set in every rank in addition to the caller's environment. Variables that identify a rank cannot be
@@ -51,6 +77,8 @@ struct LaunchOptions {
   int restarts = 0;                   // further attempts after a failed one; none follows a stop by a signal
   std::vector<int> final_exit_codes;  // no further attempt follows a rank that fails with one of these codes
   int port = 0;                       // MASTER_PORT; 0: a free one, chosen for each attempt
+
+  std::optional<NodeOptions> nodes;  // std::nullopt: this host alone
 
   // After the first failure the other ranks have `grace` to end on their own (they notice the loss themselves
   // and print what they were doing); then SIGTERM, and SIGKILL after `kill_after`. A stop signal is passed on
@@ -102,7 +130,8 @@ struct LaunchResult {
   std::string error;   // why the program could not be started (exit code 126 or 127); else empty
 };
 
-// Runs the job to its end. The exit code is that of the rank that failed first, in the last attempt; 127 if
+// Runs the job to its end. The exit code is that of the rank that failed first, on whatever host, in the last
+// attempt; 1 if a host was lost; 127 if
 // the program does not exist and 126 if it cannot be executed, with the reason on `err_fd`; 141 if the reader
 // of `out_fd` or `err_fd` closed it. Throws ConfigError for invalid options or an unusable log folder or
 // port, StateError if this process is already launching or the system refuses more processes or files.

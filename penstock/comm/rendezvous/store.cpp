@@ -1,6 +1,8 @@
 #include "penstock/comm/rendezvous/store.h"
 
+#include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/stat.h>
 #include <unistd.h>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -17,6 +19,8 @@
 
 #include "penstock/base/exception_text.h"
 #include "penstock/comm/launch/launch_env.h"
+#include "penstock/comm/launch/launch_notices.h"
+#include "penstock/comm/rendezvous/authenticated_store.h"
 #include "penstock/comm/transport/call_with_timeout.h"
 #include "penstock/comm/transport/tcp_listen.h"
 #include "penstock/errors.h"
@@ -36,10 +40,39 @@ double seconds_since(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
 }
 
+// The store that torchrun's agent hosts, which is a TCP store of c10d.
+c10::intrusive_ptr<c10d::Store> connect_to_agent(const LaunchEnv& env, Clock::time_point deadline,
+                                                 std::chrono::milliseconds left) {
+  const auto begin = Clock::now();
+  const Rendezvous& place = env.rendezvous;
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<std::uint16_t>(place.port);
+  options.isServer = false;
+  options.waitWorkers = false;
+  options.timeout = left;
+#if PENSTOCK_TORCH_AT_LEAST(2, 4)
+  options.useLibUV = false;  // not every LibTorch is built with libuv
+#endif
+  CommContext context;
+  context.rank = env.rank;
+  context.operation = "rendezvous";
+  await_listening(place.host, place.port, deadline, context);
+  try {
+    return c10::make_intrusive<c10d::TCPStore>(place.host, options);
+  } catch (const std::exception& error) {
+    context.elapsed_s = seconds_since(begin);
+    throw CommError(fmt::format("rendezvous at {} failed: {}; check MASTER_ADDR and MASTER_PORT",
+                                place.describe(), without_backtrace(error.what())),
+                    context);
+  }
+}
+
 }  // namespace
 
 // A c10d store whose waits poll, so that they can end early. c10d's own TCPStore cannot wait with a short
 // timeout: its connection is out of sync afterwards.
+//
+// While the ranks meet, a wait also ends when the launcher says that a rank has ended.
 class Store::Interruptible final : public c10d::Store {
  public:
   // `caller`: for a store in another process, which may be stopped. Calls own what they use, because they may
@@ -91,6 +124,8 @@ class Store::Interruptible final : public c10d::Store {
                                                    caller_ ? std::make_shared<CallWithTimeout>() : nullptr);
     copy->liveness_ = liveness_;
     copy->own_rank_ = own_rank_;
+    copy->notices_ = notices_;
+    copy->place_ = place_;
     return copy;
   }
   bool hasExtendedApi() const override { return false; }
@@ -108,6 +143,10 @@ class Store::Interruptible final : public c10d::Store {
       if (liveness_)
         if (const auto failure = liveness_->first_failure())
           failure->raise(context, fmt::format(", while waiting for {}", waiting_for));
+      // A rank that ended after it had set the key was not needed any more.
+      if (const auto ended = notices_ ? notices_->first() : std::nullopt; ended && !check(keys))
+        RankEvent{ended->rank, RankState::Lost, ended->how + " before all ranks had met"}.raise(
+            context, fmt::format(", while waiting for {}", waiting_for));
       if (Clock::now() >= deadline)
         throw TimeoutError(fmt::format("timed out waiting for {}", waiting_for), context);
       std::this_thread::sleep_for(pause);
@@ -148,6 +187,8 @@ class Store::Interruptible final : public c10d::Store {
       return answered(std::move(call));
     } catch (const TimeoutError&) {
       throw;
+    } catch (const ValueError&) {
+      throw;  // the store refused the request and still answers
     } catch (const std::exception& error) {
       const std::string words = error.what();
       CommContext context;
@@ -157,10 +198,11 @@ class Store::Interruptible final : public c10d::Store {
           liveness_ ? liveness_->await_failure(Clock::now() + std::chrono::seconds(1)) : std::nullopt;
       if (failure) failure->raise(context);
       context.lost_rank = 0;
-      throw PeerLostError(fmt::format("the rendezvous store does not answer ({}); the process that hosts it, "
-                                      "usually rank 0, has ended",
-                                      words.substr(0, words.find('\n'))),
-                          context);
+      throw PeerLostError(
+          fmt::format("the rendezvous store{} does not answer ({}); the process that hosts it, "
+                      "usually rank 0, has ended: look at its output",
+                      place_.empty() ? "" : " at " + place_, words.substr(0, words.find('\n'))),
+          context);
     }
   }
 
@@ -168,6 +210,8 @@ class Store::Interruptible final : public c10d::Store {
   std::string prefix_;
   std::shared_ptr<CallWithTimeout> caller_;
   std::shared_ptr<const Liveness> liveness_;
+  std::shared_ptr<LaunchNotices> notices_;
+  std::string place_;  // of a store in another process
   int own_rank_ = -1;
 };
 
@@ -178,12 +222,20 @@ c10::intrusive_ptr<Store::Interruptible> Store::typed() const {
 }
 
 Store Store::connect(const LaunchEnv& env, Clock::time_point deadline) {
-  const auto begin = Clock::now();
   const Rendezvous& place = env.rendezvous;
   const auto left = std::max(std::chrono::milliseconds(1),
                              std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()));
-  const std::string prefix = "penstock/" + place.prefix + "/";
   if (place.kind == Rendezvous::Kind::None) return in_process();
+  const auto notices = std::make_shared<LaunchNotices>(env.notices, env.rank);
+  const auto handle = [&](c10::intrusive_ptr<c10d::Store> inner, std::shared_ptr<CallWithTimeout> caller) {
+    inner->setTimeout(left);
+    auto store = c10::make_intrusive<Interruptible>(std::move(inner), "penstock/" + place.prefix + "/",
+                                                    std::move(caller));
+    store->notices_ = notices;
+    store->own_rank_ = env.rank;
+    store->place_ = place.describe();
+    return Store(std::move(store));
+  };
   if (place.kind == Rendezvous::Kind::File) {
     // c10d would wait until the deadline for a file that cannot be created.
     if (const std::string folder = std::filesystem::path(place.path).parent_path().string();
@@ -192,51 +244,23 @@ Store Store::connect(const LaunchEnv& env, Clock::time_point deadline) {
           "rendezvous at {}: {}: {}; set PENSTOCK_RENDEZVOUS to a file in a folder that all ranks can write",
           place.describe(), folder, std::strerror(errno)));
     auto file = c10::make_intrusive<c10d::FileStore>(place.path, env.world_size);
-    file->setTimeout(left);
-    return Store(c10::make_intrusive<Interruptible>(std::move(file), prefix));
+    // What the ranks tell each other is for their user alone. c10d creates the file when it is first used.
+    const int fd = ::open(place.path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, S_IRUSR | S_IWUSR);
+    if (fd >= 0) {
+      ::fchmod(fd, S_IRUSR | S_IWUSR);  // fails for the file of another user, which may be meant so
+      ::close(fd);
+    }
+    return handle(std::move(file), nullptr);
   }
-  // c10d would look up the name repeatedly until the deadline, with a warning each time.
+  // Otherwise the name would be looked up repeatedly until the deadline.
   require_known_host(place.host, deadline,
                      "set MASTER_ADDR (or PENSTOCK_RENDEZVOUS) to the name or address of rank 0's host");
-  c10d::TCPStoreOptions options;
-  options.port = static_cast<std::uint16_t>(place.port);
-  options.isServer = place.hosted_by_rank0 && env.rank == 0;
-  options.waitWorkers = false;
-  options.timeout = left;
-#if PENSTOCK_TORCH_AT_LEAST(2, 4)
-  options.useLibUV = false;  // not every LibTorch is built with libuv
-#endif
-  CommContext context;
-  context.rank = env.rank;
-  context.operation = "rendezvous";
-  ListeningSocket listener;
-  if (options.isServer) {
-    // Bound here first: a port in use is then distinguished from other failures, and the socket listens only
-    // where the other ranks can be.
-    listener =
-        ListeningSocket::bind(place.loopback_only() ? ListenOn::Loopback : ListenOn::AllInterfaces,
-                              place.port, "set MASTER_PORT to a free port, or end the process that uses it");
-#if PENSTOCK_TORCH_AT_LEAST(2, 2)
-    options.masterListenFd = listener.release();
-#else
-    listener.close();  // this LibTorch opens its own socket
-#endif
-  } else {
-    await_listening(place.host, place.port, deadline, context);
-  }
-  try {
-    auto store = c10::make_intrusive<c10d::TCPStore>(place.host, options);
-#if !PENSTOCK_TORCH_AT_LEAST(2, 2)
-    if (options.isServer && place.loopback_only()) restrict_to_loopback(place.port);
-#endif
-    return Store(c10::make_intrusive<Interruptible>(
-        std::move(store), prefix, options.isServer ? nullptr : std::make_shared<CallWithTimeout>()));
-  } catch (const std::exception& error) {
-    context.elapsed_s = seconds_since(begin);
-    throw CommError(fmt::format("rendezvous at {} failed: {}; check MASTER_ADDR and MASTER_PORT",
-                                place.describe(), without_backtrace(error.what())),
-                    context);
-  }
+  if (!place.hosted_by_rank0)
+    return handle(connect_to_agent(env, deadline, left), std::make_shared<CallWithTimeout>());
+  if (env.rank != 0) return handle(AuthenticatedStore::connect(env, deadline, *notices), nullptr);
+  auto listener = ListeningSocket::bind(listen_address(env), place.port,
+                                        "set MASTER_PORT to a free port, or end the process that uses it");
+  return handle(AuthenticatedStore::host(std::move(listener), env), nullptr);
 }
 
 Store Store::in_process() {
@@ -248,11 +272,19 @@ Store Store::with_prefix(const std::string& prefix) const {
   auto sub = c10::make_intrusive<Interruptible>(mine->inner_, mine->prefix_ + prefix + "/", mine->caller_);
   sub->liveness_ = mine->liveness_;
   sub->own_rank_ = mine->own_rank_;
+  sub->notices_ = mine->notices_;
+  sub->place_ = mine->place_;
   sub->setTimeout(mine->getTimeout());
   return Store(std::move(sub));
 }
 
+void Store::rendezvous_done() const {
+  if (const auto& notices = typed()->notices_) notices->stop();
+}
+
 void Store::watch(std::shared_ptr<const Liveness> liveness, int own_rank) {
+  if (auto* authenticated = dynamic_cast<AuthenticatedStore*>(typed()->inner_.get()))
+    authenticated->watch(liveness);
   typed()->liveness_ = std::move(liveness);
   typed()->own_rank_ = own_rank;
 }

@@ -1,4 +1,5 @@
-// The key-value store that ranks use for rendezvous, over c10d's TCPStore, FileStore and HashStore.
+// The key-value store that ranks use for rendezvous: Penstock's own authenticated one, or c10d's TCPStore
+// (under torchrun, whose agent hosts it), FileStore and HashStore.
 //
 // Every wait has a deadline and ends early when a rank of the world is known to be lost or failed. Used for
 // rendezvous, group agreement and diagnosis; never on a hot path. Thread safe.
@@ -18,9 +19,12 @@ namespace penstock::comm {
 
 class Store {
  public:
-  // Takes part in the rendezvous: hosts the TCP store if this rank is its host, else connects. Throws
-  // ConfigError if the port is in use or the host unknown, TimeoutError if the host does not answer within
-  // the deadline.
+  // Takes part in the rendezvous: hosts the store if this rank is its host, else connects. Throws ConfigError
+  // if the port is in use, the host unknown or the secret another one, TimeoutError if the host does not
+  // answer within the deadline, PeerLostError if the launcher says that a rank has ended.
+  //
+  // The host's store lives until the last handle is destroyed, and then waits, for a limited time, until the
+  // other ranks have closed their connections.
   static Store connect(const LaunchEnv& env, Clock::time_point deadline);
 
   // A store inside this process, for thread worlds and worlds of one rank.
@@ -28,6 +32,10 @@ class Store {
 
   // The same store under `prefix`.
   Store with_prefix(const std::string& prefix) const;
+
+  // Says that all ranks have met: from now on they learn from each other, not from the launcher, who has
+  // ended.
+  void rendezvous_done() const;
 
   // Makes waits of this handle and its copies end with PeerLostError once `liveness` knows of a failure.
   void watch(std::shared_ptr<const Liveness> liveness, int own_rank);

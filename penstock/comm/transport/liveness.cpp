@@ -3,9 +3,19 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <utility>
 
+#include "penstock/base/text.h"
+
 namespace penstock::comm {
+
+std::string silence_text(const std::string& it, Clock::duration silent) {
+  return fmt::format(
+      "nothing was heard from {} for {:.0f} s: its process is stopped, or its host or the network to it is "
+      "down",
+      it, std::chrono::duration<double>(silent).count());
+}
 
 std::string RankEvent::describe() const {
   switch (state) {
@@ -63,6 +73,34 @@ std::optional<RankEvent> Liveness::await_failure(Clock::time_point deadline) con
   std::unique_lock lock(mutex_);
   changed_.wait_until(lock, deadline, [&] { return first_failure_.has_value(); });
   return first_failure_;
+}
+
+void Liveness::note_silence(int rank, std::optional<Clock::time_point> since) {
+  std::lock_guard lock(mutex_);
+  if (since) {
+    silent_[rank] = *since;
+  } else {
+    silent_.erase(rank);
+  }
+}
+
+std::optional<Clock::time_point> Liveness::silent_since(int rank) const {
+  std::lock_guard lock(mutex_);
+  const auto found = silent_.find(rank);
+  return found == silent_.end() ? std::nullopt : std::optional(found->second);
+}
+
+std::string Liveness::describe_silence() const {
+  std::lock_guard lock(mutex_);
+  if (silent_.empty()) return {};
+  std::vector<int> ranks;
+  Clock::time_point since = silent_.begin()->second;
+  for (const auto& [rank, silent] : silent_) {
+    ranks.push_back(rank);
+    since = std::min(since, silent);
+  }
+  return silence_text(fmt::format("rank{} {}", ranks.size() > 1 ? "s" : "", format_list(ranks)),
+                      Clock::now() - since);
 }
 
 std::shared_ptr<void> Liveness::listen(Listener listener) {

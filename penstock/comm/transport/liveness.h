@@ -7,6 +7,7 @@
 
 #include <condition_variable>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -44,6 +45,10 @@ class PeerFailedError final : public PeerLostError {
   using PeerLostError::PeerLostError;
 };
 
+// "nothing was heard from it for 8 s: its process is stopped, or its host or the network to it is down"; `it`
+// may be "rank 1".
+std::string silence_text(const std::string& it, Clock::duration silent);
+
 class Liveness {
  public:
   explicit Liveness(int world_size);
@@ -59,6 +64,14 @@ class Liveness {
   // before the monitor can say which rank it belonged to.
   std::optional<RankEvent> await_failure(Clock::time_point deadline) const;
 
+  // Notes that nothing has been heard of a rank since then, or (std::nullopt) that it is heard again. A
+  // silent rank still counts as running: its process may be stopped for a moment, or its network cut. The
+  // rank is reported as lost when that lasts.
+  void note_silence(int rank, std::optional<Clock::time_point> since);
+  std::optional<Clock::time_point> silent_since(int rank) const;
+  // For errors: "nothing was heard from rank 1 for 8 s: ...". Empty if no rank is silent.
+  std::string describe_silence() const;
+
   // Calls `listener` on the reporting thread for each Failed or Lost event, until the token is destroyed. The
   // listener must be quick and must not call back into this object. It must own nothing whose destruction
   // waits for the reporting thread, such as a group: its last owner destroys the world and the monitor.
@@ -69,6 +82,7 @@ class Liveness {
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
   std::vector<RankEvent> ranks_;
+  std::map<int, Clock::time_point> silent_;
   std::optional<RankEvent> first_failure_;
   std::vector<std::weak_ptr<Listener>> listeners_;
 };

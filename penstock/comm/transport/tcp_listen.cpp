@@ -19,21 +19,14 @@
 #include <utility>
 
 #include "penstock/base/warnings.h"
+#include "penstock/comm/network/host_address.h"
+#include "penstock/comm/network/sockets.h"
 
 namespace penstock::comm {
 
 namespace {
 
 std::string errno_text() { return std::strerror(errno); }
-
-int port_of(int fd) {
-  sockaddr_storage address{};
-  socklen_t length = sizeof address;
-  if (getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) != 0) return -1;
-  if (address.ss_family == AF_INET) return ntohs(reinterpret_cast<sockaddr_in&>(address).sin_port);
-  if (address.ss_family == AF_INET6) return ntohs(reinterpret_cast<sockaddr_in6&>(address).sin6_port);
-  return -1;
-}
 
 bool is_listening(int fd) {
   int listening = 0;
@@ -51,23 +44,18 @@ ListeningSocket& ListeningSocket::operator=(ListeningSocket&& other) noexcept {
   return *this;
 }
 
-ListeningSocket ListeningSocket::bind(ListenOn where, int port, const std::string& remedy) {
+ListeningSocket ListeningSocket::bind(const std::string& address, int port, const std::string& remedy) {
   ListeningSocket result;
-  result.fd_ = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  if (result.fd_ < 0) throw StateError(fmt::format("cannot open a TCP socket: {}", errno_text()));
-  const int on = 1;
-  setsockopt(result.fd_, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_port = htons(static_cast<std::uint16_t>(port));
-  address.sin_addr.s_addr = htonl(where == ListenOn::Loopback ? INADDR_LOOPBACK : INADDR_ANY);
-  if (::bind(result.fd_, reinterpret_cast<sockaddr*>(&address), sizeof address) != 0 ||
-      listen(result.fd_, 1024) != 0)
-    throw ConfigError(fmt::format("cannot listen on TCP port {}: {}; {}", port, errno_text(), remedy));
+  result.fd_ = open_listener(address, port);
+  if (result.fd_ < 0)
+    throw ConfigError(fmt::format(
+        "cannot listen on TCP port {}: {}; {}",
+        address.empty() || is_loopback(address) ? fmt::format("{}", port) : address_and_port(address, port),
+        errno_text(), remedy));
   return result;
 }
 
-int ListeningSocket::port() const { return port_of(fd_); }
+int ListeningSocket::port() const { return port_of_socket(fd_); }
 
 int ListeningSocket::release() noexcept { return std::exchange(fd_, -1); }
 
@@ -102,7 +90,7 @@ void restrict_to_loopback(int port) {
   if (DIR* folder = opendir("/proc/self/fd")) {
     while (const dirent* entry = readdir(folder)) {
       const int fd = std::atoi(entry->d_name);
-      if (!is_listening(fd) || port_of(fd) != port) continue;
+      if (!is_listening(fd) || port_of_socket(fd) != port) continue;
       if (setsockopt(fd, SOL_SOCKET, SO_ATTACH_FILTER, &filter, sizeof filter) == 0) found = true;
     }
     closedir(folder);
@@ -120,7 +108,7 @@ std::string own_host_name() {
   return name;
 }
 
-int connect_to(const std::string& host, int port) {
+int connect_to(const std::string& host, int port, std::chrono::milliseconds limit) {
   addrinfo hints{};
   hints.ai_family = AF_UNSPEC;
   hints.ai_socktype = SOCK_STREAM;
@@ -133,10 +121,11 @@ int connect_to(const std::string& host, int port) {
   for (const addrinfo* at = found; at != nullptr && fd < 0; at = at->ai_next) {
     fd = socket(at->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (fd < 0) continue;
-    const timeval limit{2, 0};  // bounds the connect; the caller retries until its own deadline
-    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
+    // Bounds the connect; the caller retries until its own deadline.
+    const timeval bound{limit.count() / 1000, (limit.count() % 1000) * 1000};
+    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &bound, sizeof bound);
     if (connect(fd, at->ai_addr, at->ai_addrlen) != 0) {
-      const int error = errno;
+      const int error = errno == EINPROGRESS ? ETIMEDOUT : errno;
       close(fd);
       fd = -1;
       errno = error;
@@ -175,7 +164,9 @@ void require_known_host(const std::string& host, Clock::time_point deadline, con
 void await_listening(const std::string& host, int port, Clock::time_point deadline, CommContext context) {
   const auto begin = Clock::now();
   for (;;) {
-    const int fd = connect_to(host, port);
+    constexpr std::chrono::milliseconds kOneTry{2000};
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
+    const int fd = connect_to(host, port, std::clamp(left, std::chrono::milliseconds(1), kOneTry));
     if (fd >= 0) {
       close(fd);
       return;

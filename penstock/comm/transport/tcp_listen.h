@@ -1,14 +1,13 @@
-// TCP sockets that listen on loopback unless ranks of other hosts have to reach them.
+// TCP sockets that listen where the other ranks are, and nowhere else.
 #pragma once
 
+#include <chrono>
 #include <string>
 
 #include "penstock/comm/transport/transfer.h"
 #include "penstock/errors.h"
 
 namespace penstock::comm {
-
-enum class ListenOn { Loopback, AllInterfaces };
 
 // Owns a listening socket.
 class ListeningSocket {
@@ -18,8 +17,9 @@ class ListeningSocket {
   ListeningSocket(ListeningSocket&& other) noexcept : fd_(other.release()) {}
   ListeningSocket& operator=(ListeningSocket&& other) noexcept;
 
-  // Port 0: any free port. Throws ConfigError ending in `remedy` if the port is in use.
-  static ListeningSocket bind(ListenOn where, int port, const std::string& remedy);
+  // `address`: numeric, or "" for all interfaces. Port 0: any free port. Throws ConfigError ending in
+  // `remedy` if the port is in use or the address is not one of this host.
+  static ListeningSocket bind(const std::string& address, int port, const std::string& remedy);
 
   int port() const;
   int fd() const { return fd_; }
@@ -46,7 +46,8 @@ void await_listening(const std::string& host, int port, Clock::time_point deadli
 // Returns the name by which other hosts know this one.
 std::string own_host_name();
 
-// Connects, or returns -1 with errno set if refused or unreachable.
-int connect_to(const std::string& host, int port);
+// Connects, or returns -1 with errno set if refused, unreachable, or without an answer within `limit` for
+// each address of the host.
+int connect_to(const std::string& host, int port, std::chrono::milliseconds limit = std::chrono::seconds(2));
 
 }  // namespace penstock::comm

@@ -372,7 +372,8 @@ void run(const Decision& decision, const c10::OperatorHandle& op, const Operator
     }
     const at::Tensor* viewed = nullptr;
     const DTensorPayload* source = nullptr;
-    if (alias.kind == ReturnAlias::Kind::View) {
+    // An undeclared view is a tensor of its own for whoever called the operator: a copy may be written.
+    if (alias.kind == ReturnAlias::Kind::View && alias.declared) {
       const c10::IValue& argument = arguments[static_cast<std::size_t>(alias.argument)];
       if (argument.isTensor()) source = dtensor_payload(argument.toTensor());
       if (source) viewed = &argument.toTensor();

@@ -67,7 +67,7 @@ class Planner {
     for (const ConstantTensor& constant : graph.constants) may_overwrite_[index_of(constant.value)] = 0;
     for (const std::size_t input : options.donated_inputs)
       may_overwrite_[index_of(graph.inputs.at(input).value)] = 1;
-    keep_memory_of_other_operators();
+    keep_memory();
   }
 
   std::unique_ptr<ExecutionPlan> run() {
@@ -85,26 +85,21 @@ class Planner {
     return *known_[index];
   }
 
-  // A collective may still read or write its tensors on another stream when its call returns, and the
-  // operator of a user may return memory that it keeps.
-  void keep_memory_of_other_operators() {
-    if (std::all_of(graph_.nodes.begin(), graph_.nodes.end(),
-                    [&](const Node& node) { return facts_of(node.op).is_known; }))
-      return;
+  // What is in the memory of an input or constant that stays, stays as well. A collective may still read or
+  // write its tensors on another stream when its call returns, and the operator of a user may return memory
+  // that it keeps.
+  void keep_memory() {
     std::vector<char> kept(static_cast<std::size_t>(graph_.storages), 0);
     const auto keep = [&](ValueId value) { kept[index_of(graph_[value].storage)] = 1; };
+    const auto keep_whole = [&](ValueId value) {
+      if (!may_overwrite_[index_of(value)]) keep(value);
+    };
+    for (const Placeholder& input : graph_.inputs) keep_whole(input.value);
+    for (const ConstantTensor& constant : graph_.constants) keep_whole(constant.value);
     for (const Node& node : graph_.nodes) {
       if (facts_of(node.op).is_known) continue;
       for_each_value(node.arguments, keep);
       for_each_value(node.results, keep);
-    }
-    // `_unsafe_view` returns the memory of its argument, but its result has a storage of its own.
-    for (std::size_t i = graph_.nodes.size(); i-- > 0;) {
-      const Node& node = graph_.nodes[i];
-      bool is_kept = false;
-      for_each_value(node.results,
-                     [&](ValueId value) { is_kept |= kept[index_of(graph_[value].storage)] != 0; });
-      if (is_kept && facts_of(node.op).is_view) for_each_value(node.arguments, keep);
     }
     for (std::size_t i = 0; i < may_overwrite_.size(); ++i)
       if (const std::int32_t storage = static_cast<std::int32_t>(graph_.values[i].storage);

@@ -55,6 +55,16 @@ bool same_layout(const Geometry& a, const Geometry& b) {
   return a.sizes == b.sizes && a.strides == b.strides;
 }
 
+// Dense, from the beginning of its memory, the last dim innermost.
+bool is_row_major(const Geometry& geometry) {
+  std::int64_t stride = 1;
+  for (std::size_t i = geometry.sizes.size(); i-- > 0;) {
+    if (geometry.strides[i] != stride) return false;
+    stride *= std::max<std::int64_t>(geometry.sizes[i], 1);
+  }
+  return geometry.storage_offset == 0 && !geometry.conjugated && !geometry.negated;
+}
+
 class Functionalizer {
  public:
   Functionalizer(const Graph& from, std::size_t forward_outputs)
@@ -480,6 +490,14 @@ class Functionalizer {
     } else if (same_layout(wanted, root) && same_layout(to_[value].geometry, root) &&
                !to_[value].geometry.conjugated && !to_[value].geometry.negated) {
       memory.current = value;
+    } else if (wanted.numel() == root.numel() && is_row_major(wanted) && is_row_major(root) &&
+               is_row_major(to_[value].geometry)) {
+      // All of the memory in its order, through a view of other sizes (`matmul(x, w).add_(bias)`): nothing of
+      // what was there remains, and the target is the value itself.
+      memory.current = emit_view(value, root.sizes);
+      ++memory.version;
+      values_[index_of(target)] = {value, memory.version};
+      return;
     } else {
       Geometry place = wanted;
       value = emit_first_at_each_place(value, place);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <string_view>
@@ -43,15 +44,22 @@ bool is_true(const Operand& operand) {
   return operand.kind == Operand::Kind::Constant && operand.constant.isBool() && operand.constant.toBool();
 }
 
+// The collectives of this library, and the wait for one.
+constexpr std::string_view kCollectives[] = {"penstock::all_reduce",
+                                             "penstock::all_gather_into_tensor",
+                                             "penstock::reduce_scatter_tensor",
+                                             "penstock::all_to_all_single",
+                                             "penstock::broadcast",
+                                             "penstock::all_gather_flat",
+                                             "penstock::reduce_scatter_flat",
+                                             "penstock::wait_tensor"};
+
 // Operators with side effects by name, without overloads, and their effects. Includes the collectives of this
 // library from the start, and the wait for a collective whose result is unused, because it releases what the
 // collective holds.
 struct SideEffects {
   SideEffects() {
-    for (const char* name :
-         {"all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast",
-          "all_gather_flat", "reduce_scatter_flat", "wait_tensor"})
-      effects.emplace(fmt::format("penstock::{}", name), kOrdered);
+    for (const std::string_view name : kCollectives) effects.emplace(name, kOrdered);
   }
 
   static constexpr const char* kOrdered = "ordered";
@@ -292,6 +300,12 @@ bool is_random(const Node& node) {
   if (index >= known.size()) known.resize(index + 64, Known::No);
   if (known[index] == Known::No) known[index] = draws_random_numbers(node.op) ? Known::Random : Known::Other;
   return known[index] == Known::Random;
+}
+
+bool is_collective(const Node& node) {
+  const std::string& name = node.op.operator_name().name;
+  return name.starts_with("penstock::") &&
+         std::find(std::begin(kCollectives), std::end(kCollectives), name) != std::end(kCollectives);
 }
 
 std::size_t count_writes(const Graph& graph) {

@@ -18,6 +18,8 @@ bool has_geometry(const at::Tensor& tensor, const Geometry& geometry);
 bool overlaps_itself(const Geometry& geometry);
 
 std::size_t count_writes(const Graph& graph);
+// Whether the node starts a collective of this library or waits for one.
+bool is_collective(const Node& node);
 
 // "float32[3, 4]", with strides, offset and device if they are not the defaults; with a table "float32[B,
 // 4]".

@@ -32,7 +32,7 @@ std::vector<char> multi_output_views(const Graph& graph) {
     const OperatorTraits& traits = traits_of(node.op);
     for (std::size_t i = 0; i < node.results.size(); ++i) {
       const ReturnAlias& alias = traits.returns[i];
-      if (alias.kind == ReturnAlias::Kind::Fresh) continue;
+      if (alias.kind == ReturnAlias::Kind::Fresh || !alias.declared) continue;
       const Operand& viewed = node.arguments[static_cast<std::size_t>(alias.argument)];
       const bool several =
           alias.kind == ReturnAlias::Kind::View && node.results[i].kind == Operand::Kind::TensorList;

@@ -1,6 +1,7 @@
 #include "penstock/deferred_linear.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/nn/init.h>
 
@@ -137,6 +138,11 @@ class NoteWeights final : public Node {
       throw StateError(describe("backward of a DeferredLinear", "its WeightQueue was destroyed",
                                 "the queue of the forward, still alive", "keep the queue until its run()"));
     if (!grads[0].defined()) return variable_list(1);
+    if (c10::GradMode::is_enabled())
+      throw NotImplemented(describe(
+          "backward of a DeferredLinear", "recorded (create_graph)", "a backward without create_graph",
+          "the gradients of its weights are computed later, without a history; leave "
+          "the WeightQueue out where second derivatives are needed"));
     const at::Tensor grad = grads[0].detach(), input = input_.unpack();
     queue->note(
         make_node<WeightGradients>(sequence_nr(), edge_list(weights_), input.detach(), grad, flat_bias_),

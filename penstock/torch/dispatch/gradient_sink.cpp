@@ -30,6 +30,13 @@ struct SinkHook final : torch::autograd::FunctionPreHook {
     gradient = torch::autograd::AccumulateGrad::callHooks(
         static_cast<torch::autograd::AccumulateGrad*>(node)->variable, gradient);
 #endif
+    if (gradient.defined() && gradient.requires_grad())
+      throw NotImplemented(
+          describe("backward: the gradient of a parameter that its owner keeps elsewhere (sharded, or "
+                   "reduced over ranks)",
+                   "recorded (create_graph), which would be lost", "a backward without create_graph",
+                   "differentiate with torch::autograd::grad with respect to other tensors, or do not shard "
+                   "the module"));
     if (gradient.defined()) sink->take(slot, std::move(gradient));
     return {at::Tensor()};
   }

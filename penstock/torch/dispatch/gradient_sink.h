@@ -21,6 +21,8 @@ class GradientSink {
  public:
   virtual ~GradientSink() = default;
   // Called once per backward for each leaf that gets a gradient, on the thread that runs it, below autograd.
+  // A recorded backward (create_graph) throws NotImplemented instead: the sink takes numbers, not their
+  // history.
   virtual void take(std::size_t slot, at::Tensor gradient) = 0;
 };
 

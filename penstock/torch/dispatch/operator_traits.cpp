@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <iterator>
 #include <mutex>
 #include <string_view>
 #include <unordered_map>
@@ -57,6 +58,10 @@ bool is_text_of(std::string_view text, const c10::OperatorName& name) {
   if (of_overload == 0) return text.size() == length;
   return text.size() == length + 1 + of_overload && text[length] == '.' && text.ends_with(name.overload_name);
 }
+
+// Operators whose result is in the memory of their first argument although their schema declares none. All
+// others that may return their argument (contiguous, reshape, to, expand_as ...) declare it or are composite.
+constexpr std::string_view kUndeclaredViews[] = {"aten::_unsafe_view", "aten::lift"};
 
 struct Known {
   std::size_t index;
@@ -120,9 +125,15 @@ OperatorTraits::OperatorTraits(const c10::OperatorHandle& op)
     }
     returns.push_back(alias);
   }
+  if (std::find(std::begin(kUndeclaredViews), std::end(kUndeclaredViews), name) !=
+      std::end(kUndeclaredViews)) {
+    returns.at(0) = {ReturnAlias::Kind::View, 0, /*declared=*/false};
+    any_alias = true;
+  }
   pure_view = !mutates && !returns.empty() &&
-              std::all_of(returns.begin(), returns.end(),
-                          [](const ReturnAlias& alias) { return alias.kind == ReturnAlias::Kind::View; });
+              std::all_of(returns.begin(), returns.end(), [](const ReturnAlias& alias) {
+                return alias.kind == ReturnAlias::Kind::View && alias.declared;
+              });
 }
 
 const OperatorTraits& traits_of(const c10::OperatorHandle& op) { return known(op).traits; }

@@ -170,6 +170,11 @@ bool can_use_expert_feed(const at::Tensor& tokens, const at::Tensor& gate, const
 
 at::Tensor expert_feed(const at::Tensor& tokens, const at::Tensor& gate, const at::Tensor& up,
                        const at::Tensor& down, const at::Tensor& weights, const ExpertOrder& order) {
+  for (const at::Tensor& tensor : {tokens, gate, up, down, weights})
+    if (c10::GradMode::is_enabled() && tensor.requires_grad())
+      throw StateError(describe("expert_feed: an argument", feed_text(tensor) + " that requires a gradient",
+                                "arguments without one, because it has no derivative",
+                                "ask can_use_expert_feed() first, or call it under NoGradGuard"));
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("penstock::expert_feed", "")
                              .typed<decltype(expert_feed_cpu)>();

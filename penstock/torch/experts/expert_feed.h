@@ -24,7 +24,8 @@ bool can_use_expert_feed(const at::Tensor& tokens, const at::Tensor& gate, const
                          const at::Tensor& down, const at::Tensor& weights);
 
 // tokens: [T, D]; gate and up: [experts, D, F]; down: [experts, F, D], all of the same dtype, which that of
-// `weights`, [T, k], must be, too. Throws ValueError for other shapes and dtypes.
+// `weights`, [T, k], must be, too. Throws ValueError for other shapes and dtypes, and StateError
+// if a gradient would be recorded, since it has no derivative.
 at::Tensor expert_feed(const at::Tensor& tokens, const at::Tensor& gate, const at::Tensor& up,
                        const at::Tensor& down, const at::Tensor& weights, const ExpertOrder& order);
 

@@ -14,6 +14,7 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
+#include "penstock/torch/dispatch/once_differentiable.h"
 #include "penstock/torch/experts/expert_kernels.h"
 #include "penstock/torch/experts/expert_rows_cpu.h"
 #include "penstock/torch/experts/gate_tiles.h"
@@ -194,6 +195,8 @@ struct WeightedSiluProduct : torch::autograd::Function<WeightedSiluProduct> {
                             const at::Tensor& given_up, const at::Tensor& weights, const at::Tensor& order,
                             const at::Tensor& slot) {
     static const auto op = gate_operator<decltype(weighted_gate_cpu)>("penstock::weighted_silu_product");
+    note_history(context, {given_gate, given_up, weights});
+    context->set_materialize_grads(false);
     const at::Tensor gate = given_gate.contiguous(), up = given_up.contiguous();
     context->save_for_backward({gate, up, weights, order, slot});
     return op.call(gate, up, weights, order);
@@ -201,9 +204,13 @@ struct WeightedSiluProduct : torch::autograd::Function<WeightedSiluProduct> {
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     static const auto op =
         gate_operator<decltype(weighted_gate_backward)>("penstock::weighted_silu_product_backward");
+    if (!gradients[0].defined()) return variable_list(5);
     const variable_list saved = context->get_saved_variables();
-    const auto [gate, up, weights] = op.call(saved[0], saved[1], saved[2], saved[3], saved[4], gradients[0]);
-    return {gate, up, weights, at::Tensor(), at::Tensor()};
+    return once_differentiable(context, "penstock::weighted_silu_product", gradients, [&] {
+      const auto [gate, up, weights] =
+          op.call(saved[0], saved[1], saved[2], saved[3], saved[4], gradients[0]);
+      return variable_list{gate, up, weights, at::Tensor(), at::Tensor()};
+    });
   }
 };
 
@@ -211,6 +218,8 @@ struct WeightedSiluHalves : torch::autograd::Function<WeightedSiluHalves> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& given, const at::Tensor& weights,
                             const at::Tensor& order, const at::Tensor& slot) {
     static const auto op = gate_operator<decltype(weighted_halves_cpu)>("penstock::weighted_silu_halves");
+    note_history(context, {given, weights});
+    context->set_materialize_grads(false);
     const at::Tensor joint = given.contiguous();
     context->save_for_backward({joint, weights, order, slot});
     return op.call(joint, weights, order);
@@ -218,9 +227,12 @@ struct WeightedSiluHalves : torch::autograd::Function<WeightedSiluHalves> {
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     static const auto op =
         gate_operator<decltype(weighted_halves_backward)>("penstock::weighted_silu_halves_backward");
+    if (!gradients[0].defined()) return variable_list(4);
     const variable_list saved = context->get_saved_variables();
-    const auto [joint, weights] = op.call(saved[0], saved[1], saved[2], saved[3], gradients[0]);
-    return {joint, weights, at::Tensor(), at::Tensor()};
+    return once_differentiable(context, "penstock::weighted_silu_halves", gradients, [&] {
+      const auto [joint, weights] = op.call(saved[0], saved[1], saved[2], saved[3], gradients[0]);
+      return variable_list{joint, weights, at::Tensor(), at::Tensor()};
+    });
   }
 };
 

@@ -12,7 +12,8 @@
 // One pass over memory in each direction, a registered operator with its own derivative, computed in float32
 // (float64 for float64) and rounded once. backward reads gate and up again. Results do not depend on the
 // number of threads. Slots without a choice are zero, as are their gradients, whatever the rows hold.
-// Differentiable once. Nothing waits for the device. Thread safety: as for tensors.
+// A second derivative is an error (once_differentiable.h). Nothing waits for the device. Thread safety: as
+// for tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
+#include <c10/core/GradMode.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -13,6 +14,7 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
+#include "penstock/torch/dispatch/once_differentiable.h"
 #include "penstock/torch/experts/expert_kernels.h"
 #include "penstock/torch/experts/expert_rows_cpu.h"
 
@@ -204,15 +206,20 @@ at::Tensor call_combine(const at::Tensor& rows, const at::Tensor& slot, const Ma
   return op.call(rows, slot, weights);
 }
 
+// A gather and a sum are each other's derivative, as often as they are differentiated.
+at::Tensor differentiable_sum(const at::Tensor& rows, const at::Tensor& order, const at::Tensor& slot);
+
 struct GatherRows : torch::autograd::Function<GatherRows> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& tokens, const at::Tensor& order,
                             const at::Tensor& slot) {
-    context->save_for_backward({slot});
+    context->save_for_backward({order, slot});
     return call_gather(tokens, order);
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    return {call_combine(gradients[0], context->get_saved_variables()[0], c10::nullopt), at::Tensor(),
-            at::Tensor()};
+    const variable_list saved = context->get_saved_variables();
+    return {c10::GradMode::is_enabled() ? differentiable_sum(gradients[0], saved[0], saved[1])
+                                        : call_combine(gradients[0], saved[1], c10::nullopt),
+            at::Tensor(), at::Tensor()};
   }
 };
 
@@ -220,6 +227,7 @@ struct CombineRows : torch::autograd::Function<CombineRows> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& given,
                             const at::Tensor& given_weights, const at::Tensor& order,
                             const at::Tensor& slot) {
+    note_history(context, {given, given_weights});
     const at::Tensor rows = given.contiguous(), weights = given_weights.contiguous();
     context->save_for_backward({rows, weights, order, slot});
     return call_combine(rows, slot, weights);
@@ -228,8 +236,10 @@ struct CombineRows : torch::autograd::Function<CombineRows> {
     static const auto op =
         row_operator<decltype(combine_rows_backward_cpu)>("penstock::combine_rows_backward");
     const variable_list saved = context->get_saved_variables();
-    auto [rows, weights] = op.call(saved[0], saved[1], saved[2], saved[3], gradients[0]);
-    return {rows, weights, at::Tensor(), at::Tensor()};
+    return once_differentiable(context, "penstock::combine_rows", gradients, [&] {
+      const auto [rows, weights] = op.call(saved[0], saved[1], saved[2], saved[3], gradients[0]);
+      return variable_list{rows, weights, at::Tensor(), at::Tensor()};
+    });
   }
 };
 
@@ -238,12 +248,21 @@ struct SumRows : torch::autograd::Function<SumRows> {
                             const at::Tensor& slot) {
     // Not save_for_backward(): the second run of a recomputed part would compute the rows to get here.
     context->saved_data["order"] = order;
+    context->saved_data["slot"] = slot;
     return call_combine(rows, slot, c10::nullopt);
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    return {call_gather(gradients[0], context->saved_data["order"].toTensor()), at::Tensor(), at::Tensor()};
+    const at::Tensor order = context->saved_data["order"].toTensor();
+    return {c10::GradMode::is_enabled()
+                ? GatherRows::apply(gradients[0], order, context->saved_data["slot"].toTensor())
+                : call_gather(gradients[0], order),
+            at::Tensor(), at::Tensor()};
   }
 };
+
+at::Tensor differentiable_sum(const at::Tensor& rows, const at::Tensor& order, const at::Tensor& slot) {
+  return SumRows::apply(rows, order, slot);
+}
 
 }  // namespace
 

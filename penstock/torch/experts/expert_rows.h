@@ -7,8 +7,9 @@
 //
 // Each direction is one pass over memory, a registered operator with its own derivative, and deterministic:
 // sums over the choices of a token are computed in the order of the choices, in float32 (float64 for
-// float64), and rounded once. The derivative of one operator is a pass of the other. Differentiable once.
-// Nothing waits for the device. Thread safety: as for tensors.
+// float64), and rounded once. The derivative of one operator is a pass of the other. gather_rows() and
+// sum_rows() are linear and can be differentiated any number of times; a second derivative of combine_rows()
+// is an error (once_differentiable.h). Nothing waits for the device. Thread safety: as for tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -18,6 +18,7 @@
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/torch/compat/autograd_node.h"
+#include "penstock/torch/dispatch/once_differentiable.h"
 #include "penstock/torch/experts/expert_kernels.h"
 
 namespace penstock {
@@ -233,10 +234,15 @@ class GroupedProductNode final : public torch::autograd::Node {
   variable_list apply(variable_list&& gradients) override {
     const std::lock_guard lock(mutex_);
     if (!gradients[0].defined()) return variable_list(2);
+    const bool recorded = c10::GradMode::is_enabled();
+    const c10::AutoGradMode unrecorded(false);
     const at::Tensor rows = rows_.unpack(), weight = weight_.unpack(), ends = ends_.unpack(),
                      gradient = gradients[0].contiguous();
-    return {task_should_compute_output(0) ? call_product(gradient, weight, ends, true) : at::Tensor(),
-            task_should_compute_output(1) ? call_outer(rows, gradient, ends) : at::Tensor()};
+    variable_list results{
+        task_should_compute_output(0) ? call_product(gradient, weight, ends, true) : at::Tensor(),
+        task_should_compute_output(1) ? call_outer(rows, gradient, ends) : at::Tensor()};
+    if (recorded) refuse_second_derivative("penstock::grouped_product", gradients, next_edges(), results);
+    return results;
   }
 
   torch::autograd::SavedVariable rows_, weight_, ends_;
@@ -253,13 +259,22 @@ struct JoinColumns : torch::autograd::Function<JoinColumns> {
     context->saved_data["dtype"] = first.scalar_type();
     return op.call(first, second, dtype);
   }
+  // Linear. LibTorch's views and casts can be differentiated again; the operator copies, but in one pass.
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     static const auto op = c10::Dispatcher::singleton()
                                .findSchemaOrThrow("penstock::split_columns", "")
                                .typed<decltype(split_columns_cpu)>();
-    auto [first, second] = op.call(gradients[0], context->saved_data["first"].toInt(),
-                                   context->saved_data["dtype"].toScalarType());
-    return {first, context->saved_data["second"].toBool() ? second : at::Tensor(), at::Tensor()};
+    const std::int64_t width = context->saved_data["first"].toInt();
+    const at::ScalarType dtype = context->saved_data["dtype"].toScalarType();
+    const bool has_second = context->saved_data["second"].toBool();
+    if (c10::GradMode::is_enabled()) {
+      const at::Tensor& joint = gradients[0];
+      return {joint.narrow(2, 0, width).to(dtype),
+              has_second ? joint.narrow(2, width, joint.size(2) - width).to(dtype) : at::Tensor(),
+              at::Tensor()};
+    }
+    auto [first, second] = op.call(gradients[0], width, dtype);
+    return {first, has_second ? second : at::Tensor(), at::Tensor()};
   }
 };
 

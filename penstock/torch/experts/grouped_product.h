@@ -6,7 +6,8 @@
 // Row s of expert e is multiplied by weight[e]; rows behind the last end give zero and get a zero gradient.
 // An expert without rows costs nothing, and its weight has a zero gradient. Rows and weight have the same
 // dtype. A registered operator (penstock::grouped_product) with its own derivative; the result's shape does
-// not depend on `ends`, and nothing waits for the device. Differentiable once.
+// not depend on `ends`, and nothing waits for the device. A second derivative is an error
+// (once_differentiable.h).
 //
 // On the CPU it is one product of LibTorch's per expert, in float32 for 16-bit dtypes. On a GPU with compute
 // capability 9.0 it is LibTorch's grouped product (2.8 and newer, bfloat16, widths that are multiples of 16

@@ -1,6 +1,7 @@
 #include "penstock/torch/experts/router.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -103,7 +104,10 @@ struct RouterLogits : torch::autograd::Function<RouterLogits> {
     static const auto op =
         router_operator<decltype(router_logits_backward_plain)>("penstock::router_logits_backward");
     const variable_list saved = context->get_saved_variables();
-    const auto [tokens, weight] = op.call(gradients[0], saved[0], saved[1]);
+    // By LibTorch's operators if it is recorded, so that it can be differentiated again.
+    const auto [tokens, weight] = c10::GradMode::is_enabled()
+                                      ? router_logits_backward_plain(gradients[0], saved[0], saved[1])
+                                      : op.call(gradients[0], saved[0], saved[1]);
     return {tokens, weight};
   }
 };
@@ -213,9 +217,9 @@ struct RouteTokens : torch::autograd::Function<RouteTokens> {
   static variable_list forward(AutogradContext* context, const at::Tensor& given, const MaybeTensor& bias,
                                std::int64_t count, bool sigmoid, bool normalize, const std::string& layer) {
     static const auto op = router_operator<decltype(route_tokens_cpu)>("penstock::route_tokens");
-    const at::Tensor logits = given.contiguous();
-    auto [choices, weights, means] = op.call(logits, bias, count, sigmoid, normalize, layer);
-    context->save_for_backward({logits, choices});
+    auto [choices, weights, means] = op.call(given.contiguous(), bias, count, sigmoid, normalize, layer);
+    // As given: a copy has no history that a second derivative could follow.
+    context->save_for_backward({given, choices});
     context->mark_non_differentiable({choices});
     context->saved_data["sigmoid"] = sigmoid;
     context->saved_data["normalize"] = normalize;
@@ -229,9 +233,13 @@ struct RouteTokens : torch::autograd::Function<RouteTokens> {
     const auto given_or_zeros = [&](const at::Tensor& gradient, at::IntArrayRef sizes) {
       return gradient.defined() ? gradient : at::zeros(sizes, logits.options());
     };
-    return {op.call(logits, choices, given_or_zeros(gradients[1], choices.sizes()),
-                    given_or_zeros(gradients[2], {logits.size(1) + 1}),
-                    context->saved_data["sigmoid"].toBool(), context->saved_data["normalize"].toBool()),
+    const at::Tensor by_weights = given_or_zeros(gradients[1], choices.sizes()),
+                     by_means = given_or_zeros(gradients[2], {logits.size(1) + 1});
+    const bool sigmoid = context->saved_data["sigmoid"].toBool(),
+               normalize = context->saved_data["normalize"].toBool();
+    return {c10::GradMode::is_enabled()
+                ? route_tokens_backward_plain(logits, choices, by_weights, by_means, sigmoid, normalize)
+                : op.call(logits.contiguous(), choices, by_weights, by_means, sigmoid, normalize),
             at::Tensor(),
             at::Tensor(),
             at::Tensor(),

@@ -10,8 +10,9 @@
 //
 // Each is a registered operator with its own derivative (penstock::router_logits, penstock::route_tokens),
 // one pass over the tokens on a GPU, where LibTorch's operators would be twenty. Sums are computed in a fixed
-// order. Shapes do not depend on the routing, and nothing waits for the device. Differentiable once. Thread
-// safety: as for tensors.
+// order. Shapes do not depend on the routing, and nothing waits for the device. A backward that is recorded
+// (create_graph) runs by LibTorch's operators, so that it can be differentiated again. Thread safety: as for
+// tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -3,14 +3,20 @@
 #include <ATen/ATen.h>
 #include <ATen/core/Reduction.h>
 #include <c10/core/GradMode.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <string>
 #include <tuple>
 #include <vector>
 
+#include "penstock/base/describe.h"
+#include "penstock/errors.h"
 #include "penstock/fake.h"
 #include "penstock/tensor_subclass.h"
+#include "penstock/torch/dispatch/once_differentiable.h"
 #include "penstock/torch/kernels/fused_math_kernels.h"
 
 namespace penstock {
@@ -88,6 +94,7 @@ struct CrossEntropySum : torch::autograd::Function<CrossEntropySum> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& logits, const at::Tensor& targets,
                             std::int64_t ignored) {
     static const auto op = operator_named<decltype(cross_entropy_rows)>("penstock::cross_entropy_rows");
+    note_history(context, {logits});
     const at::Tensor rows = logits.contiguous(), wanted = targets.contiguous();
     const auto [losses, log_sums] = op.call(rows, wanted, ignored);
     context->save_for_backward({rows, wanted, log_sums});
@@ -98,9 +105,11 @@ struct CrossEntropySum : torch::autograd::Function<CrossEntropySum> {
     static const auto op =
         operator_named<decltype(cross_entropy_rows_backward)>("penstock::cross_entropy_rows_backward");
     const variable_list saved = context->get_saved_variables();
-    return {op.call(saved[0], saved[1], context->saved_data["ignored"].toInt(), saved[2],
-                    gradients[0].to(at::kFloat).contiguous()),
-            at::Tensor(), at::Tensor()};
+    return once_differentiable(context, "penstock::cross_entropy_rows", gradients, [&] {
+      return variable_list{op.call(saved[0], saved[1], context->saved_data["ignored"].toInt(), saved[2],
+                                   gradients[0].to(at::kFloat).contiguous()),
+                           at::Tensor(), at::Tensor()};
+    });
   }
 };
 
@@ -109,13 +118,20 @@ struct RotatePairs : torch::autograd::Function<RotatePairs> {
     static const auto op = operator_named<decltype(rotate_pairs_by)>("penstock::rotate_pairs");
     return op.call(x.contiguous(), numbers, back);
   }
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& turns) {
-    const at::Tensor numbers = at::view_as_real(turns).contiguous();
+  // `numbers`: the turns as pairs of real numbers, without a gradient.
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& numbers,
+                            bool back) {
     context->save_for_backward({numbers});
-    return rotated(x, numbers, false);
+    context->saved_data["back"] = back;
+    return rotated(x, numbers, back);
   }
+  // Linear: a rotation back, which can be differentiated like this one.
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    return {rotated(gradients[0], context->get_saved_variables()[0], true), at::Tensor()};
+    const at::Tensor numbers = context->get_saved_variables()[0];
+    const bool back = !context->saved_data["back"].toBool();
+    return {c10::GradMode::is_enabled() ? RotatePairs::apply(gradients[0], numbers, back)
+                                        : rotated(gradients[0], numbers, back),
+            at::Tensor(), at::Tensor()};
   }
 };
 
@@ -128,6 +144,8 @@ at::Tensor rows_of(const at::Tensor& x) {
 struct SiluProduct : torch::autograd::Function<SiluProduct> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& gate, const at::Tensor& up) {
     static const auto op = operator_named<decltype(silu_product_forward)>("penstock::silu_product");
+    note_history(context, {gate, up});
+    context->set_materialize_grads(false);
     const at::Tensor a = rows_of(gate), b = rows_of(up);
     context->save_for_backward({a, b});
     context->saved_data["sizes"] = gate.sizes().vec();
@@ -136,33 +154,44 @@ struct SiluProduct : torch::autograd::Function<SiluProduct> {
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     static const auto op = operator_named<decltype(silu_product_backward)>("penstock::silu_product_backward");
+    if (!gradients[0].defined()) return variable_list(2);
     const variable_list saved = context->get_saved_variables();
-    const auto [gate, up] = op.call(saved[0], saved[1], gradients[0].reshape(saved[0].sizes()).contiguous());
-    const std::vector<std::int64_t> sizes = context->saved_data["sizes"].toIntVector();
-    return {gate.view(sizes), up.view(sizes)};
+    return once_differentiable(context, "penstock::silu_product", gradients, [&] {
+      const auto [gate, up] =
+          op.call(saved[0], saved[1], gradients[0].reshape(saved[0].sizes()).contiguous());
+      const std::vector<std::int64_t> sizes = context->saved_data["sizes"].toIntVector();
+      return variable_list{gate.view(sizes), up.view(sizes)};
+    });
   }
 };
 
 struct SiluHalves : torch::autograd::Function<SiluHalves> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& given) {
     static const auto op = operator_named<decltype(silu_halves_forward)>("penstock::silu_halves");
+    note_history(context, {given});
+    context->set_materialize_grads(false);
     const at::Tensor joint = given.contiguous();
     context->save_for_backward({joint});
     return op.call(joint);
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     static const auto op = operator_named<decltype(silu_halves_backward)>("penstock::silu_halves_backward");
-    return {op.call(context->get_saved_variables()[0], gradients[0].contiguous())};
+    if (!gradients[0].defined()) return variable_list(1);
+    const variable_list saved = context->get_saved_variables();
+    return once_differentiable(context, "penstock::silu_halves", gradients,
+                               [&] { return variable_list{op.call(saved[0], gradients[0].contiguous())}; });
   }
 };
 
 // By LibTorch's operators. Keeps its inputs alone, where they would keep silu(gate) as well.
 struct LeanSiluProduct : torch::autograd::Function<LeanSiluProduct> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& gate, const at::Tensor& up) {
+    context->set_materialize_grads(false);
     context->save_for_backward({gate, up});
     return at::mul(at::silu(gate), up);
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    if (!gradients[0].defined()) return variable_list(2);
     const variable_list saved = context->get_saved_variables();
     const at::Tensor &gate = saved[0], &up = saved[1], &gradient = gradients[0];
     return {silu_gradient(at::mul(gradient, up), gate), at::mul(gradient, at::silu(gate))};
@@ -183,6 +212,11 @@ void add_operators(torch::Library& library) {
   library.impl("silu_product_backward", &silu_product_backward);
   library.impl("silu_halves", &silu_halves_forward);
   library.impl("silu_halves_backward", &silu_halves_backward);
+}
+
+std::string gate_text(const at::Tensor& tensor) {
+  if (!tensor.defined()) return "undefined";
+  return fmt::format("[{}] of {}", fmt::join(tensor.sizes(), ", "), c10::toString(tensor.scalar_type()));
 }
 
 at::Tensor silu_product_by_operators(const at::Tensor& gate, const at::Tensor& up) {
@@ -207,8 +241,9 @@ at::Tensor rotate_pairs(const at::Tensor& x, const at::Tensor& turns) {
   const bool of_rows =
       turns.dim() == 4 && turns.size(0) == x.size(0) && turns.size(1) == x.size(1) && turns.size(2) == 1;
   if (fits(x) && x.dim() == 4 && (of_row || of_rows) && 2 * turns.size(-1) == x.size(3) &&
-      turns.scalar_type() == at::kComplexFloat && turns.device() == x.device())
-    return RotatePairs::apply(x, turns);
+      turns.scalar_type() == at::kComplexFloat && turns.device() == x.device() &&
+      !(c10::GradMode::is_enabled() && turns.requires_grad()))
+    return RotatePairs::apply(x, at::view_as_real(turns).contiguous(), false);
   const at::ScalarType dtype = turns.scalar_type() == at::kComplexDouble ? at::kDouble : at::kFloat;
   const at::Tensor wide = x.to(dtype);
   // A shard that starts in the middle of a pair in memory cannot be viewed as complex numbers.
@@ -219,13 +254,20 @@ at::Tensor rotate_pairs(const at::Tensor& x, const at::Tensor& turns) {
 }
 
 at::Tensor silu_product(const at::Tensor& gate, const at::Tensor& up) {
-  if (fits(gate) && fits(up) && gate.sizes() == up.sizes() && gate.scalar_type() == up.scalar_type() &&
-      gate.device() == up.device())
+  if (!gate.defined() || !up.defined())
+    throw ValueError(describe("silu_product: gate and up",
+                              fmt::format("{} and {}", gate_text(gate), gate_text(up)), "two tensors"));
+  if (fits(gate) && fits(up) && gate.dim() > 0 && gate.sizes() == up.sizes() &&
+      gate.scalar_type() == up.scalar_type() && gate.device() == up.device())
     return SiluProduct::apply(gate, up);
   return silu_product_by_operators(gate, up);
 }
 
 at::Tensor silu_halves(const at::Tensor& joint) {
+  // The last element of an odd row would belong to neither half.
+  if (!joint.defined() || joint.dim() == 0 || joint.size(-1) % 2 != 0)
+    throw ValueError(
+        describe("silu_halves: rows", gate_text(joint), "a tensor whose last dim has an even size"));
   if (fits(joint) && joint.dim() == 2) return SiluHalves::apply(joint);
   const std::int64_t width = joint.size(-1) / 2;
   return silu_product_by_operators(joint.narrow(-1, 0, width), joint.narrow(-1, width, width));

@@ -9,8 +9,8 @@
 //   y = silu_product(gate, up);                           // silu(gate) * up
 //
 // All compute in float32 (float64 for float64) and round once to the dtype of their input. The float32 values
-// that LibTorch would save for backward are not saved: backward reads the inputs again. Differentiable once
-// on a GPU.
+// that LibTorch would save for backward are not saved: backward reads the inputs again. On a GPU a second
+// derivative is an error (once_differentiable.h), but for rotate_pairs.
 // Thread safety: as for tensors. Nothing waits for the device.
 #pragma once
 
@@ -34,6 +34,7 @@ at::Tensor rotate_pairs(const at::Tensor& x, const at::Tensor& turns);
 // else.
 at::Tensor silu_product(const at::Tensor& gate, const at::Tensor& up);
 // The same of the two halves of each row: [n, 2 * width] -> [n, width]. The gradient is one tensor, too.
+// Throws ValueError for rows of an odd width.
 at::Tensor silu_halves(const at::Tensor& joint);
 
 }  // namespace penstock

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -198,7 +199,8 @@ struct RecomputedAttention : torch::autograd::Function<RecomputedAttention> {
     const bool added_wanted = piece.added.defined() && piece.added.requires_grad();
     PieceGradients result;
 #if PENSTOCK_TORCH_AT_LEAST(2, 5)
-    if (saved.size() > 4)
+    // The kernel's gradients have no derivative; those of products do.
+    if (saved.size() > 4 && !c10::GradMode::is_enabled())
       result =
           backward_by_kernel(piece, gradient, variable_list(saved.begin() + 4, saved.end()), added_wanted);
 #endif

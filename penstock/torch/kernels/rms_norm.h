@@ -5,13 +5,16 @@
 // are not fake and for rows of more than 16,384 elements it is plain operators. 16-bit dtypes are computed in
 // float32. The result has the dtype of x; for a float32 x on a GPU within an autocast scope it has the dtype
 // of that scope, as the products that follow need it, rounded once. Keeps nothing for backward but x, the
-// weight and, on a GPU, one number for each row. Nothing waits for the device. Differentiable once on a GPU.
+// weight and, on a GPU, one number for each row. Nothing waits for the device. On a GPU a second derivative
+// is an error (once_differentiable.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 namespace penstock {
 
+// `weight`: of any floating dtype and of any shape that can be multiplied with x; undefined for none. Throws
+// ValueError if x has no floating dtype, or the weight does not fit.
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double epsilon);
 
 }  // namespace penstock

@@ -6,6 +6,7 @@
 #include "penstock/fake.h"
 #include "penstock/tensor_subclass.h"
 #include "penstock/torch/compat/version.h"
+#include "penstock/torch/dispatch/once_differentiable.h"
 
 #if PENSTOCK_TORCH_AT_LEAST(2, 5)
 #include <torch/csrc/autograd/custom_function.h>
@@ -63,6 +64,7 @@ struct WindowAttention : torch::autograd::Function<WindowAttention> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& q, const at::Tensor& k,
                             const at::Tensor& v, std::int64_t window) {
     static const auto op = window_operator<decltype(window_attention)>("penstock::window_attention");
+    note_history(context, {q, k, v});
     const auto [out, sums, state, unused] = op.call(q, k, v, window);
     context->save_for_backward({q, k, v, out, sums, state, unused});
     context->saved_data["window"] = window;
@@ -72,9 +74,11 @@ struct WindowAttention : torch::autograd::Function<WindowAttention> {
     static const auto op =
         window_operator<decltype(window_attention_backward)>("penstock::window_attention_backward");
     const variable_list saved = context->get_saved_variables();
-    const auto [q, k, v] = op.call(gradients[0].contiguous(), saved[0], saved[1], saved[2], saved[3],
-                                   saved[4], saved[5], saved[6], context->saved_data["window"].toInt());
-    return {q, k, v, at::Tensor()};
+    return once_differentiable(context, "penstock::window_attention", gradients, [&] {
+      const auto [q, k, v] = op.call(gradients[0].contiguous(), saved[0], saved[1], saved[2], saved[3],
+                                     saved[4], saved[5], saved[6], context->saved_data["window"].toInt());
+      return variable_list{q, k, v, at::Tensor()};
+    });
   }
 };
 

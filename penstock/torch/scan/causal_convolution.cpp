@@ -9,6 +9,7 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
+#include "penstock/torch/dispatch/once_differentiable.h"
 #include "penstock/torch/scan/causal_convolution_kernels.h"
 #include "penstock/torch/scan/document_starts.h"
 #include "penstock/torch/scan/scan_types.h"
@@ -76,6 +77,7 @@ struct Convolution : torch::autograd::Function<Convolution> {
                             const OptionalTensor& bias, const OptionalTensor& documents, bool silu) {
     static const auto op =
         detail::operator_named<decltype(convolution_forward)>("penstock::causal_convolution");
+    note_history(context, {x, weight, or_undefined(bias)});
     context->save_for_backward({x, weight, or_undefined(bias), or_undefined(documents)});
     context->saved_data["silu"] = silu;
     return op.call(x, weight, bias, documents, silu);
@@ -84,9 +86,11 @@ struct Convolution : torch::autograd::Function<Convolution> {
     static const auto op =
         detail::operator_named<decltype(convolution_backward)>("penstock::causal_convolution_backward");
     const variable_list saved = context->get_saved_variables();
-    const auto [x, weight, bias] = op.call(gradients[0], saved[0], saved[1], maybe(saved[2]), maybe(saved[3]),
-                                           context->saved_data["silu"].toBool());
-    return {x, weight, saved[2].defined() ? bias : at::Tensor(), at::Tensor(), at::Tensor()};
+    return once_differentiable(context, "penstock::causal_convolution", gradients, [&] {
+      const auto [x, weight, bias] = op.call(gradients[0], saved[0], saved[1], maybe(saved[2]),
+                                             maybe(saved[3]), context->saved_data["silu"].toBool());
+      return variable_list{x, weight, saved[2].defined() ? bias : at::Tensor(), at::Tensor(), at::Tensor()};
+    });
   }
 };
 

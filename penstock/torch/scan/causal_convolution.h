@@ -12,9 +12,9 @@
 //
 // Dispatcher operators penstock::causal_convolution and penstock::causal_convolution_backward with kernels
 // for the CPU, CUDA and shapes only, so that modes see them and captured graphs contain them. 16-bit inputs
-// are computed in float32 and rounded once; weights are used in float32 (float64 for float64). Differentiable
-// once. The gradients do not depend on the number of threads. Thread safety: as for tensors. Nothing waits
-// for the device.
+// are computed in float32 and rounded once; weights are used in float32 (float64 for float64). A second
+// derivative is an error (once_differentiable.h). The gradients do not depend on the number of threads.
+// Thread safety: as for tensors. Nothing waits for the device.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -11,6 +11,7 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
+#include "penstock/torch/dispatch/once_differentiable.h"
 #include "penstock/torch/scan/document_starts.h"
 #include "penstock/torch/scan/scan_kernels.h"
 #include "penstock/torch/scan/scan_types.h"
@@ -171,6 +172,7 @@ struct Scan : torch::autograd::Function<Scan> {
                                const at::Tensor& skip, const OptionalTensor& documents,
                                const OptionalTensor& initial, std::int64_t chunk) {
     static const auto op = detail::operator_named<decltype(scan_forward)>("penstock::selective_scan");
+    note_history(context, {values, steps, decay, keys, queries, skip, or_undefined(initial)});
     const auto [result, state, states] =
         op.call(values, steps, decay, keys, queries, skip, documents, initial, chunk);
     context->set_materialize_grads(false);
@@ -185,13 +187,15 @@ struct Scan : torch::autograd::Function<Scan> {
     const variable_list saved = context->get_saved_variables();
     variable_list result(9);
     if (!gradients[0].defined() && !gradients[1].defined()) return result;
-    const at::Tensor gradient = gradients[0].defined() ? gradients[0] : at::zeros_like(saved[0]);
-    at::Tensor initial;
-    std::tie(result[0], result[1], result[2], result[3], result[4], result[5], initial) =
-        op.call(gradient, maybe(gradients[1]), saved[0], saved[1], saved[2], saved[3], saved[4], saved[5],
-                maybe(saved[6]), maybe(saved[7]), saved[8], context->saved_data["chunk"].toInt());
-    if (saved[7].defined()) result[7] = initial;
-    return result;
+    return once_differentiable(context, "penstock::selective_scan", gradients, [&] {
+      const at::Tensor gradient = gradients[0].defined() ? gradients[0] : at::zeros_like(saved[0]);
+      at::Tensor initial;
+      std::tie(result[0], result[1], result[2], result[3], result[4], result[5], initial) =
+          op.call(gradient, maybe(gradients[1]), saved[0], saved[1], saved[2], saved[3], saved[4], saved[5],
+                  maybe(saved[6]), maybe(saved[7]), saved[8], context->saved_data["chunk"].toInt());
+      if (saved[7].defined()) result[7] = initial;
+      return result;
+    });
   }
 };
 

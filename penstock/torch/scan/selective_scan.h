@@ -21,7 +21,8 @@
 // Dispatcher operators penstock::selective_scan and penstock::selective_scan_backward, with kernels for the
 // CPU, CUDA and shapes only. 16-bit inputs: on the CPU everything is float32; on CUDA products have 16-bit
 // operands and float32 sums; decays, states that are passed on, and gradients of steps are float32.
-// Differentiable once, with respect to all floating-point inputs.
+// Differentiable once, with respect to all floating-point inputs; a second derivative is an error
+// (once_differentiable.h).
 // Thread safety: as for tensors. Nothing waits for the device.
 #pragma once
 

@@ -157,6 +157,40 @@ void set_amount(Plan& plan, Random& random) {
   }
 }
 
+// What is hit.
+std::string subject_text(const Plan& plan) {
+  switch (plan.fault) {
+    case Fault::KillRank:
+    case Fault::StopRank:
+    case Fault::PauseRank:
+    case Fault::ClockJump:
+      return fmt::format("rank {}", plan.victim);
+    case Fault::KillHost:
+    case Fault::StopHost:
+      return fmt::format("host {}", plan.victim);
+    case Fault::KillLauncher:
+    case Fault::PauseLauncher:
+      return "the launcher";
+    case Fault::Delay:
+    case Fault::Loss:
+    case Fault::Reorder:
+    case Fault::Rate:
+    case Fault::CablePulled:
+    case Fault::CableCut:
+      return "the cable";
+    case Fault::DiskFull:
+    case Fault::DiskReadOnly:
+    case Fault::DiskSlow:
+    case Fault::CheckpointDamaged:
+      return "the disk";
+    case Fault::Garbage:
+    case Fault::Flood:
+    case Fault::HalfOpen:
+      return "every port";
+  }
+  return "";
+}
+
 std::string amount_text(const Plan& plan) {
   switch (plan.fault) {
     case Fault::Delay:
@@ -327,9 +361,8 @@ std::string to_text(const Plan& plan) {
                                ? fmt::format("{} ms after the start", plan.strike_after->count())
                                : fmt::format("after step {}", plan.strike_step);
   constexpr std::array<const char*, 3> kStarts = {"penstock train", "penstock launch", "two hosts"};
-  std::string text =
-      fmt::format("{} of seed {}: {} {}, {}{}", name_of(plan.fault), plan.seed,
-                  plan.start == Start::Hosts ? "host" : "rank", plan.victim, when, amount_text(plan));
+  std::string text = fmt::format("{} of seed {}: {}, {}{}", name_of(plan.fault), plan.seed,
+                                 subject_text(plan), when, amount_text(plan));
   if (plan.seconds > 0) text += fmt::format(", for {:.1f} s", plan.seconds);
   text += fmt::format("; {}, {}", kStarts.at(static_cast<std::size_t>(plan.start)),
                       plan.layout == Layout::Pipeline ? "pp 2" : "dp 2");

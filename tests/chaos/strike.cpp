@@ -128,25 +128,29 @@ void Strike::fill_disk() {
   close(fd);
 }
 
+// On two hosts they come from the other one, and attack both: a rank may listen on no port, but not every
+// rank.
 void Strike::let_strangers_in() {
-  const bool two_hosts = job_.hosts().size() == 2;
-  StrangerOptions options;
-  options.fault = plan_.fault;
-  options.seed = plan_.seed;
-  options.seconds = plan_.seconds;
-  options.connections = static_cast<int>(plan_.amount);
-  options.reached = &(*injected_).strangers;
-  options.reach = two_hosts ? Cable::address_of(plan_.victim) : "127.0.0.1";
-  // The sockets of the host that is attacked; those of both would be in two networks.
-  options.processes = [this, two_hosts]() -> std::vector<pid_t> {
-    if (!two_hosts) return job_.process_ids();
-    std::vector<pid_t> ids;
-    for (const test::Process& process : job_.processes())
-      if (process.has(fmt::format("RANK={}", plan_.victim))) ids.push_back(process.pid);
-    return ids;
-  };
-  Host& from = two_hosts ? job_.host(other_than(plan_.victim)) : job_.host(0);
-  strangers_.push_back(from.helper(Host::Enter::Network, [options] { return be_stranger(options); }));
+  const auto hosts = static_cast<int>(job_.hosts().size());
+  for (int attacked = 0; attacked < hosts; ++attacked) {
+    StrangerOptions options;
+    options.fault = plan_.fault;
+    options.seed = plan_.seed + static_cast<std::uint64_t>(attacked);
+    options.seconds = plan_.seconds;
+    options.connections = static_cast<int>(plan_.amount);
+    options.reached = &(*injected_).strangers;
+    options.reach = hosts == 2 ? Cable::address_of(attacked) : "127.0.0.1";
+    // The sockets of the host that is attacked; those of the other are in another network.
+    options.processes = [this, hosts, attacked]() -> std::vector<pid_t> {
+      if (hosts == 1) return job_.process_ids();
+      std::vector<pid_t> ids;
+      for (const test::Process& process : job_.processes())
+        if (process.has(fmt::format("RANK={}", attacked))) ids.push_back(process.pid);
+      return ids;
+    };
+    Host& from = hosts == 2 ? job_.host(other_than(attacked)) : job_.host(0);
+    strangers_.push_back(from.helper(Host::Enter::Network, [options] { return be_stranger(options); }));
+  }
 }
 
 void Strike::begin() {

@@ -126,9 +126,9 @@ class World {
   Group group_of(const std::vector<int>& ranks, const MemberGroupOptions& options) const;
 
   // Returns the transport to use where transfers of CPU tensors are frequent and waited for, as between the
-  // stages of a pipeline: Auto if PENSTOCK_P2P is set, or if UCX is not built in or no two ranks are processes
-  // of one host; Gloo if /dev/shm of a host with several ranks is smaller than 256 MB, which UCX could exhaust;
-  // else Ucx. The same on every rank.
+  // stages of a pipeline: Auto if PENSTOCK_P2P is set, or if UCX is not built in or no two ranks are
+  // processes of one host; Gloo if /dev/shm of a host with several ranks is smaller than 256 MB, which UCX
+  // could exhaust; else Ucx. The same on every rank.
   P2PTransport low_latency_transport() const;
 
   // Publishes a text that other ranks can read by status_of, for diagnosis. Replaces the previous one with

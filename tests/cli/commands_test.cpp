@@ -76,13 +76,14 @@ class AllCommands {
 // Options that take text. Every other option with a value is a number; an option in neither category fails
 // here.
 const std::set<std::string> kTexts = {
-    "--kind",      "--cost",         "--memory",     "--communication", "--max-activations",
-    "--max-bytes", "--format",       "--output",     "--placement",     "--sends",
-    "--log-dir",   "--out",          "--source",     "--extensions",    "--prompt",
-    "--device",    "--keep",         "--svg",        "--dot",           "--html",
-    "--save",      "--worker",       "--handed",     "--side",          "--probe",
-    "--report",    "--help",         "--by",         "--cuts",          "--minimize",
-    "--costs",     "--memory-limit", "--activations"};
+    "--kind",      "--cost",         "--memory",      "--communication", "--max-activations",
+    "--max-bytes", "--format",       "--output",      "--placement",     "--sends",
+    "--log-dir",   "--out",          "--source",      "--extensions",    "--prompt",
+    "--device",    "--keep",         "--svg",         "--dot",           "--html",
+    "--save",      "--worker",       "--handed",      "--side",          "--probe",
+    "--report",    "--help",         "--by",          "--cuts",          "--minimize",
+    "--costs",     "--memory-limit", "--activations", "--rdzv_endpoint", "--hosts",
+    "--ssh",       "--job-name",     "--sbatch"};
 
 TEST(Commands, EveryNumberRefusesMalformedAndNonFiniteValues) {
   AllCommands all;

@@ -27,7 +27,7 @@ const JobKey& right_key() {
 }
 
 // Everything that both ends say, with what a stranger did to it on the way.
-struct Run {
+struct Exchange {
   std::string hello, challenge, proof, answer;
   bool joined = false, trusted = false;
   SessionKeys client, server;
@@ -35,9 +35,9 @@ struct Run {
 
 using Change = std::function<void(int message, std::string& bytes)>;
 
-Run shake(std::mt19937& random, const JobKey& client_key, const JobKey& server_key, Purpose client_purpose,
-          Purpose server_purpose, const Change& change = {}) {
-  Run run;
+Exchange shake(std::mt19937& random, const JobKey& client_key, const JobKey& server_key,
+               Purpose client_purpose, Purpose server_purpose, const Change& change = {}) {
+  Exchange run;
   ClientHandshake client(client_key, client_purpose, 3, random_text(random, kNonceBytes));
   ServerHandshake server(server_key, server_purpose, random_text(random, kNonceBytes));
   const auto on_the_way = [&](int message, std::string bytes) {
@@ -64,7 +64,7 @@ Run shake(std::mt19937& random, const JobKey& client_key, const JobKey& server_k
 
 TEST(Handshake, EndsWithTheSameSecretTrustEachOther) {
   std::mt19937 random(1);
-  const Run run = shake(random, right_key(), right_key(), Purpose::Store, Purpose::Store);
+  const Exchange run = shake(random, right_key(), right_key(), Purpose::Store, Purpose::Store);
   EXPECT_TRUE(run.joined);
   EXPECT_TRUE(run.trusted);
   EXPECT_EQ(run.hello.size(), kHelloBytes);
@@ -92,11 +92,11 @@ TEST(Handshake, AChangeOfAnyBitIsNoticed) {
   const std::size_t sizes[] = {kHelloBytes, kChallengeBytes, kProofBytes, kProofBytes};
   for (int message = 0; message < 4; ++message)
     for (std::size_t bit = 0; bit < 8 * sizes[message]; ++bit) {
-      const Run run = shake(random, right_key(), right_key(), Purpose::Store, Purpose::Store,
-                            [&](int which, std::string& bytes) {
-                              if (which == message)
-                                bytes[bit / 8] = static_cast<char>(bytes[bit / 8] ^ 1 << bit % 8);
-                            });
+      const Exchange run = shake(random, right_key(), right_key(), Purpose::Store, Purpose::Store,
+                                 [&](int which, std::string& bytes) {
+                                   if (which == message)
+                                     bytes[bit / 8] = static_cast<char>(bytes[bit / 8] ^ 1 << bit % 8);
+                                 });
       EXPECT_FALSE(run.trusted) << "message " << message << ", bit " << bit;
       if (message < 3) {
         EXPECT_FALSE(run.joined) << "message " << message << ", bit " << bit;
@@ -106,7 +106,7 @@ TEST(Handshake, AChangeOfAnyBitIsNoticed) {
 
 TEST(Handshake, RecordedProofsAreUseless) {
   std::mt19937 random(4);
-  const Run recorded = shake(random, right_key(), right_key(), Purpose::Store, Purpose::Store);
+  const Exchange recorded = shake(random, right_key(), right_key(), Purpose::Store, Purpose::Store);
   for (int trial = 0; trial < 100; ++trial) {
     ServerHandshake server(right_key(), Purpose::Store, random_text(random, kNonceBytes));
     ASSERT_TRUE(server.challenge(recorded.hello));

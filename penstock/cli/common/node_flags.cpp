@@ -42,10 +42,12 @@ bool names_this_host(const std::string& name) {
 void add_node_flags(CLI::App& command, NodeFlags& flags) {
   flags.join_timeout_s = std::chrono::duration<double>(default_timeout()).count();
   flags.ssh = env_text("PENSTOCK_SSH").value_or("ssh -o BatchMode=yes");
-  command
-      .add_option(kNodesOption, flags.nodes,
-                  "Number of hosts, or MIN:MAX: as many as join in time (default 1)")
-      ->type_name("N|MIN:MAX");
+  add_read_option(command, kNodesOption, "N|MIN:MAX",
+                  "Number of hosts, or MIN:MAX: as many as join in time (default 1)",
+                  [&flags](const std::string&, const std::string& text) {
+                    parse_node_range(text);
+                    flags.nodes = text;
+                  });
   add_whole(command, kNodeRankOption, flags.node_rank, 0, comm::kMaxNodes - 1,
             "Number of this host; without it the host of --rdzv is 0 and the others follow as they join");
   command

@@ -11,6 +11,7 @@
 
 #include "penstock/base/env.h"
 #include "penstock/base/quote.h"
+#include "penstock/comm/launch/launch_notices.h"
 #include "penstock/comm/launch/launch_process.h"
 #include "penstock/comm/network/host_address.h"
 #include "penstock/comm/secure/secret.h"
@@ -37,8 +38,9 @@ std::string name_of_this_host() {
 // Variables that a launcher on another host needs as well: what configures Penstock and the libraries below
 // it.
 bool goes_along(std::string_view name) {
-  for (const char* known : {"PENSTOCK_SECRET", "PENSTOCK_LAUNCH_ID", "PENSTOCK_RESTART_COUNT"})
-    if (name == known) return false;
+  // The secret is added by itself; the others belong to ranks of this host.
+  for (const char* own : {kSecretVariable, kNoticesVariable, "PENSTOCK_LAUNCH_ID", "PENSTOCK_RESTART_COUNT"})
+    if (name == own) return false;
   for (const char* prefix : {"PENSTOCK_", "GLOO_", "NCCL_", "UCX_", "OMP_", "MKL_", "OPENBLAS_"})
     if (name.starts_with(prefix)) return true;
   return name == "CUDA_VISIBLE_DEVICES" || name == "LD_LIBRARY_PATH";

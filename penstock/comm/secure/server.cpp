@@ -251,8 +251,12 @@ class SecureServer::Loop {
     for (int i = 0; i < kAcceptsPerRound; ++i) {
       Socket socket(accept4(listener_.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
       if (!socket) {
-        if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) out_of_descriptors();
+        const bool exhausted = errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
         // Everything else concerns one connection that is already gone.
+        if (!exhausted) return;
+        // Strangers keep descriptors: the oldest of them gives way to whoever comes next.
+        if (drop_oldest_stranger()) continue;
+        refuse_one();
         return;
       }
       make_room();
@@ -272,9 +276,9 @@ class SecureServer::Loop {
     }
   }
 
-  // The waiting connection is dropped by means of a descriptor kept for that: otherwise poll would report it
-  // again and again. A rank that was dropped tries again.
-  void out_of_descriptors() {
+  // The process itself has used up its descriptors. The waiting connection is dropped by means of one kept
+  // for that: otherwise poll would report it again and again. A rank that was dropped tries again.
+  void refuse_one() {
     if (!warned_) {
       warned_ = true;
       log().warn("comm: no descriptors are left for connections to this process; raise `ulimit -n`");
@@ -283,8 +287,6 @@ class SecureServer::Loop {
     Socket dropped(accept4(listener_.fd(), nullptr, nullptr, SOCK_CLOEXEC));
     dropped.reset();
     reserve_ = Socket(::open("/dev/null", O_RDONLY | O_CLOEXEC));
-    // Strangers keep descriptors: the oldest of them gives way to whoever comes next.
-    drop_oldest_stranger();
     accept_from_ = ServerClock::now() + kAcceptPause;
   }
 
@@ -296,14 +298,16 @@ class SecureServer::Loop {
   }
 
   // One that has sent no hello, if there is one: whoever sends the right bytes is likelier to be a rank.
-  void drop_oldest_stranger() {
+  // Returns false if there is no stranger.
+  bool drop_oldest_stranger() {
     for (const Stage stage : {Stage::Hello, Stage::Proof}) {
       const auto oldest = std::find_if(connections_.begin(), connections_.end(),
                                        [&](const auto& entry) { return entry.second.stage == stage; });
       if (oldest == connections_.end()) continue;
       connections_.erase(oldest);  // ids grow, so the first one is the oldest
-      return;
+      return true;
     }
+    return false;
   }
 
   void serve(Id id, short ready) {

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "penstock/base/files.h"
+#include "tests/processes.h"
 
 namespace penstock::comm::launcher_test {
 
@@ -75,19 +76,11 @@ class TempFolder {
   fs::path path_;
 };
 
-// Live processes whose environment holds `entry`, with their command lines. Zombies have no environment.
+// Live processes whose environment holds `entry`, with their command lines.
 inline std::vector<std::string> processes_with(const std::string& entry) {
   std::vector<std::string> found;
-  for (const auto& process : fs::directory_iterator("/proc")) {
-    const std::string pid = process.path().filename();
-    if (pid.find_first_not_of("0123456789") != std::string::npos) continue;
-    if (('\0' + read_file(process.path() / "environ")).find('\0' + entry + '\0') == std::string::npos)
-      continue;
-    std::string command = read_file(process.path() / "cmdline");
-    for (char& c : command)
-      if (c == '\0') c = ' ';
-    found.push_back(pid + ": " + command);
-  }
+  for (const test::Process& process : test::processes_of(entry))
+    found.push_back(std::to_string(process.pid) + ": " + process.command);
   return found;
 }
 

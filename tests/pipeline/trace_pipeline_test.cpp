@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <sstream>
@@ -205,6 +206,27 @@ TEST(TracedStage, CompiledStagesAreStagesToo) {
   for (int stage = 0; stage < 2; ++stage)
     value = compiled_stage(stage_module(pipe, stage, at::kCPU)).forward(value, {});
   EXPECT_TRUE(value.tensor().equal(expected));
+}
+
+struct CubedImpl : torch::nn::Module {
+  CubedImpl()
+      : first(register_module("first", torch::nn::Linear(kWidth, kWidth))),
+        second(register_module("second", torch::nn::Linear(kWidth, kWidth))) {}
+  at::Tensor forward(const at::Tensor& x) {
+    return test::CubeFunction::apply(second->forward(first->forward(x)), torch::ones({}));
+  }
+  torch::nn::Linear first, second;
+};
+
+TEST(TracedStage, AFunctionOfTheUserIsDifferentiatedOnce) {
+  const Pipe pipe = trace_pipeline(StageModule(std::make_shared<CubedImpl>()),
+                                   Tree::tuple({values({2, kWidth}, 1)}), {}, PipeSplit::at({{"second"}}));
+  const StageModule stage = stage_module(pipe, 1, at::kCPU);
+  const at::Tensor y = stage.forward(Tree::tuple({values({2, kWidth}, 2)}), {}).tensor();
+  const auto gradients = torch::autograd::grad({y.sum()}, stage.parameters(), {}, true, true);
+  const std::string said = message_of<NotImplemented>([&] { gradients[0].square().sum().backward(); });
+  EXPECT_TRUE(has_text(said, "CubeFunction")) << said;
+  EXPECT_TRUE(has_text(said, "can be differentiated once")) << said;
 }
 
 // -------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@
 #include "penstock/operator_traits.h"
 #include "penstock/torch/compat/autograd_node.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
+#include "penstock/torch/dispatch/once_differentiable.h"
 
 namespace penstock::graph {
 
@@ -96,9 +97,15 @@ class TracedFunction final : public torch::autograd::Node {
       for (const torch::autograd::SavedVariable& variable : saved_)
         inputs.push_back(variable.unpack(held(*this)));
     }
+    const bool recorded = c10::GradMode::is_enabled();
     variable_list results;
-    for (const c10::IValue& gradient : function_->backward->run(std::move(inputs)))
-      results.push_back(gradient.isTensor() ? gradient.toTensor() : at::Tensor());
+    {
+      const c10::AutoGradMode unrecorded(false);
+      for (const c10::IValue& gradient : function_->backward->run(std::move(inputs)))
+        results.push_back(gradient.isTensor() ? gradient.toTensor() : at::Tensor());
+    }
+    // The backward was traced below autograd, where what it saved has no history.
+    if (recorded) refuse_second_derivative(function_->name.c_str(), gradients, next_edges(), results);
     return results;
   }
 

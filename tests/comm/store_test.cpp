@@ -9,8 +9,11 @@
 #include <atomic>
 #include <chrono>
 #include <csignal>
+#include <filesystem>
+#include <fstream>
 #include <functional>
 #include <future>
+#include <iterator>
 #include <random>
 #include <string>
 #include <thread>
@@ -317,6 +320,18 @@ TEST(AuthenticatedStore, AHostThatDiesIsNamed) {
   EXPECT_EQ(ended[1], 0);
 }
 
+// Whether all threads of a process are stopped.
+bool is_stopped(pid_t process) {
+  for (const auto& thread :
+       std::filesystem::directory_iterator("/proc/" + std::to_string(process) + "/task")) {
+    std::ifstream file(thread.path() / "stat");
+    const std::string stat((std::istreambuf_iterator<char>(file)), {});
+    const std::size_t name_end = stat.rfind(')');
+    if (name_end == std::string::npos || stat.substr(name_end, 3) != ") T") return false;
+  }
+  return true;
+}
+
 TEST(AuthenticatedStore, AHostThatIsStoppedIsATimeOut) {
   const int port = unused_port();
   const auto ended = test::run_ranks(2, 60s, [&](int rank, const test::FileStore& files) {
@@ -329,6 +344,9 @@ TEST(AuthenticatedStore, AHostThatIsStoppedIsATimeOut) {
     store.set("a", "b");
     const pid_t host = std::stoi(files.get("host"));
     kill(host, SIGSTOP);
+    // Until its last thread has stopped, one of them may still answer.
+    for (int i = 0; i < 1000 && !is_stopped(host); ++i) std::this_thread::sleep_for(10ms);
+    RANK_CHECK(is_stopped(host));
     const auto begin = Clock::now();
     const std::string error = message_of<TimeoutError>([&] { store.set("c", "d"); });
     RANK_CHECK(error.find("stopped or unreachable") != std::string::npos);

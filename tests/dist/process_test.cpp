@@ -9,7 +9,10 @@
 
 #include <chrono>
 #include <csignal>
+#include <cstdlib>
 #include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <map>
 #include <sstream>
 #include <string>
@@ -41,12 +44,19 @@ Ended launch(int ranks, const std::string& scenario, const std::string& variable
              limit);
 }
 
+// Processes that this program has started pass the variable on to theirs; other tests run workers, too.
+constexpr const char* kMark = "PENSTOCK_TEST_STARTED_BY";
+
 int workers_alive() {
+  const std::string mine = fmt::format("{}={}", kMark, getpid()) + '\0';
   int count = 0;
   for (const auto& entry : std::filesystem::directory_iterator("/proc")) {
     std::error_code gone;
     const auto target = std::filesystem::read_symlink(entry.path() / "exe", gone);
-    if (!gone && target == worker()) ++count;
+    if (gone || target != worker()) continue;
+    std::ifstream file(entry.path() / "environ");
+    std::string variables((std::istreambuf_iterator<char>(file)), {});
+    if (variables.find(mine) != std::string::npos) ++count;
   }
   return count;
 }
@@ -74,6 +84,7 @@ int free_port() {
 
 class Processes : public ::testing::Test {
  protected:
+  void SetUp() override { setenv(kMark, std::to_string(getpid()).c_str(), 1); }
   void TearDown() override { EXPECT_EQ(workers_alive(), 0) << "processes were left behind"; }
 };
 

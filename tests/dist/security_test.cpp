@@ -83,7 +83,7 @@ class Security : public ::testing::Test {
 
   std::string train(const std::string& name, int steps) const {
     return fmt::format(
-        "{} train --data '{}' --run_folder '{}' --dp 2 --preset tiny --width 32 --layers 2 --heads 2 "
+        "{} train --data '{}' --run_folder '{}' --dp 2 --pp 1 --preset tiny --width 32 --layers 2 --heads 2 "
         "--key_value_heads 2 --feed_width 64 --context 32 --microbatches 2 --microbatch_size 2 --steps {} "
         "--warmup_steps 2 --validate_every 0 --validation_fraction 0.2 --checkpoint.every 50 --sample_tokens "
         "0 "

@@ -221,8 +221,8 @@ struct CubedImpl : torch::nn::Module {
 TEST(TracedStage, AFunctionOfTheUserIsDifferentiatedOnce) {
   const Pipe pipe = trace_pipeline(StageModule(std::make_shared<CubedImpl>()),
                                    Tree::tuple({values({2, kWidth}, 1)}), {}, PipeSplit::at({{"second"}}));
-  const StageModule stage = stage_module(pipe, 1, at::kCPU);
-  const at::Tensor y = stage.forward(Tree::tuple({values({2, kWidth}, 2)}), {}).tensor();
+  const StageModule before = stage_module(pipe, 0, at::kCPU), stage = stage_module(pipe, 1, at::kCPU);
+  const at::Tensor y = stage.forward(before.forward(Tree::tuple({values({2, kWidth}, 2)}), {}), {}).tensor();
   const auto gradients = torch::autograd::grad({y.sum()}, stage.parameters(), {}, true, true);
   const std::string said = message_of<NotImplemented>([&] { gradients[0].square().sum().backward(); });
   EXPECT_TRUE(has_text(said, "CubeFunction")) << said;

@@ -153,7 +153,7 @@ TEST(CompiledJobs, RulesForModulesChangeNoBit) {
   expect_same(
       train(layout,
             with(kTransformer, with(kGraph, {"--activation_policy",
-                                             "blocks.*.attention: save,blocks: recompute,head: save"})),
+                                             "blocks.*.attention: save,blocks: recompute,norm: save"})),
             2),
       plain);
 }

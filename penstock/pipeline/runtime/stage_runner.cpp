@@ -535,9 +535,9 @@ void StageRunner::finish_backward(Chunk& chunk, int microbatch, const std::vecto
       if (varies && whole != nullptr && placements_of(inputs[i]) != whole->placements())
         refuse("nothing, because the input was not used", to_string(metas[i]),
                "use every distributed input whose shape depends on values");
-      const at::IntArrayRef shape = varies || whole == nullptr
-                                        ? local_if_distributed(inputs[i], kDetach).sizes()
-                                        : at::IntArrayRef(agreed.shape());
+      const std::vector<std::int64_t> shape = varies || whole == nullptr
+                                                  ? local_if_distributed(inputs[i], kDetach).sizes().vec()
+                                                  : agreed.shape();
       chunk.input_grads.push_back(at::zeros(shape, at::device(stage_.device()).dtype(agreed.dtype())));
     } else {
       if ((whole != nullptr) != is_distributed_tensor(gradient) ||

@@ -1,4 +1,5 @@
-// One model, cut into a stage per rank without changing it: ./run launch -n 4 -- build/release/bin/traced_pipeline
+// One model, cut into a stage per rank without changing it:
+//   ./run launch -n 4 -- build/release/bin/traced_pipeline
 #include <torch/torch.h>
 
 #include <cstdio>

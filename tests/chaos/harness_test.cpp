@@ -205,11 +205,13 @@ TEST_F(ChaosCable, IsPulledAndPluggedInAgain) {
   EXPECT_EQ(answered(0ms, 300ms), 0);
   cable->set_quality({});
   EXPECT_EQ(answered(0ms, 2s), 50);
+  // The interface takes a moment, either way.
   cable->set_carrier(false);
-  EXPECT_EQ(answered(0ms, 300ms), 0);
+  int count = 50;
+  for (int i = 0; i < 20 && count > 0; ++i) count = answered(0ms, 300ms);
+  EXPECT_EQ(count, 0);
   cable->set_carrier(true);
-  int count = 0;
-  for (int i = 0; i < 20 && count < 50; ++i) count = answered(0ms, 500ms);  // the interface takes a moment
+  for (int i = 0; i < 20 && count < 50; ++i) count = answered(0ms, 500ms);
   EXPECT_EQ(count, 50);
 }
 

@@ -204,7 +204,7 @@ TEST(Namespaces, EachFolderHasOne) {
 TEST(Names, NoTypeNameExistsTwice) {
   static const std::regex declared(
       "(?:^|\\n)(?:template <[^\\n]*>\\n?)?(?:struct|class|enum class)(?: \\[\\[nodiscard\\]\\])? "
-      "(\\w+)[^;{(]*\\{");
+      "(\\w+)\\b(?!::)[^;{(]*\\{");
   std::map<std::string, std::set<std::string>> places;
   for (const char* folder : {"penstock", "include/penstock"})
     for (const std::string& file : sources_under(folder)) {

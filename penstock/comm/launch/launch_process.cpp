@@ -189,7 +189,7 @@ void Fd::reset() {
   if (fd_ >= 0) close(release());
 }
 
-Pipe make_pipe() {
+PipeEnds make_pipe() {
   int ends[2];
   if (pipe2(ends, O_CLOEXEC) != 0)
     throw StateError(fmt::format("launch: cannot create a pipe: {}; raise `ulimit -n` or start fewer ranks",
@@ -241,7 +241,7 @@ LaunchedProgram find_program(const std::string& name, const std::string& search_
 }
 
 OrphanGuard::OrphanGuard() {
-  Pipe pipe = make_pipe();
+  PipeEnds pipe = make_pipe();
   const AllSignalsBlocked blocked;
   pid_ = fork_without_handlers();
   if (pid_ == 0) guard_main(pipe.read.get());
@@ -287,7 +287,7 @@ int file_in_memory(const std::string& text) {
 SpawnedRank spawn_rank(const std::string& path, const std::vector<std::string>& command,
                        const std::vector<std::string>& environment, OrphanGuard& guard,
                        const std::string* input) {
-  Pipe out = make_pipe(), err = make_pipe(), failure = make_pipe();
+  PipeEnds out = make_pipe(), err = make_pipe(), failure = make_pipe();
   fcntl(out.read.get(), F_SETFL, O_NONBLOCK);
   fcntl(err.read.get(), F_SETFL, O_NONBLOCK);
   Fd null_device(input != nullptr ? file_in_memory(*input) : open("/dev/null", O_RDONLY | O_CLOEXEC));

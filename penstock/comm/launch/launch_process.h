@@ -30,10 +30,10 @@ class Fd {
 
 // A close-on-exec pipe, both ends above the standard streams so that a child can rearrange those freely.
 // Throws StateError if the process has no descriptors left.
-struct Pipe {
+struct PipeEnds {
   Fd read, write;
 };
-Pipe make_pipe();
+PipeEnds make_pipe();
 
 // The file to execute, or why there is none.
 struct LaunchedProgram {

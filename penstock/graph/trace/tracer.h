@@ -66,8 +66,8 @@ class Tracer final : public Mode {
   // The first `found` inputs are parameters and buffers, for messages.
   std::size_t found = 0;
   std::shared_ptr<const DecompositionTable> decompositions;  // null: none
-  // Called with a tensor each time an operator takes or makes it, when it has its value. May be empty. A result
-  // has no history yet when it is made.
+  // Called with a tensor each time an operator takes or makes it, when it has its value. May be empty. A
+  // result has no history yet when it is made.
   std::function<void(const at::Tensor& tensor, ValueId value)> seen;
 
   Graph graph;

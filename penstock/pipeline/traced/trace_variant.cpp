@@ -120,9 +120,10 @@ PipeVariant trace_variant(const StageModule& module, const PipeState& pipe, cons
     variant.trace = graph::trace_forward(function, inputs, settings);
   }
   for (const at::Tensor& kept : watch.survivors())
-    mark_leftover(kept,
-                  "a module kept it from the trace of its pipeline, which computes nothing; make it before the "
-                  "trace, or return it");
+    mark_leftover(
+        kept,
+        "a module kept it from the trace of its pipeline, which computes nothing; make it before the "
+        "trace, or return it");
   if (variant.trace.graph.nodes.empty())
     throw ValueError("trace_pipeline: the forward has no operators, so there is nothing to cut into stages");
   for (std::size_t i = 0; i < variant.trace.graph.inputs.size(); ++i)

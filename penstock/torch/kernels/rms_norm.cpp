@@ -153,8 +153,8 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double epsilo
     return rms_norm(x.to(at::kFloat), weight.defined() ? weight.to(at::kFloat) : weight, epsilon).to(dtype);
   if (!weight.defined()) return LeanRmsNorm::apply(x, MaybeTensor(), epsilon);
   // The dtype of a wider weight would become that of the result; so would any beside an x without dims.
-  const bool wider = x.dim() == 0 ? weight.scalar_type() != dtype
-                                  : c10::promoteTypes(dtype, weight.scalar_type()) != dtype;
+  const bool wider =
+      x.dim() == 0 ? weight.scalar_type() != dtype : c10::promoteTypes(dtype, weight.scalar_type()) != dtype;
   return LeanRmsNorm::apply(x, MaybeTensor(wider ? weight.to(dtype) : weight), epsilon);
 }
 

@@ -141,9 +141,11 @@ struct PipeGraph {
   std::string to_dot() const;
 };
 
-// What travels from one stage to the next one, in one microbatch.
+// What travels from one stage to the next one, in one microbatch. A value that skips stages crosses several
+// borders, and is sent once.
 struct PipeBorder {
-  int from = 0, to = 0;      // stages; a value that skips stages crosses several borders, and is sent once
+  int from = 0;              // the stage before
+  int to = 0;                // the stage after
   std::int64_t tensors = 0;  // how many
   std::int64_t bytes = 0;    // their elements
 };

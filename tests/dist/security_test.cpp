@@ -81,14 +81,14 @@ class Security : public ::testing::Test {
     }
   }
 
-  std::string train(const std::string& name, int steps) const {
+  std::string train(const std::string& name, int steps, int timeout_s = 20) const {
     return fmt::format(
         "{} train --data '{}' --run_folder '{}' --dp 2 --pp 1 --preset tiny --width 32 --layers 2 --heads 2 "
         "--key_value_heads 2 --feed_width 64 --context 32 --microbatches 2 --microbatch_size 2 --steps {} "
         "--warmup_steps 2 --validate_every 0 --validation_fraction 0.2 --checkpoint.every 50 --sample_tokens "
         "0 "
-        "--trace_steps 0 --progress lines --device cpu --timeout_s 20",
-        penstock(), (folder / "text").string(), (folder / name).string(), steps);
+        "--trace_steps 0 --progress lines --device cpu --timeout_s {}",
+        penstock(), (folder / "text").string(), (folder / name).string(), steps, timeout_s);
   }
 
   // The losses by step, as text: the same digits are the same bits.
@@ -231,10 +231,9 @@ TEST_F(Security, SigtermEndsARankThatStillConnects) {
   const auto [fd, port] = listen_on_loopback();
   close(fd);
   const Ended ended = run_command(
-      fmt::format(
-          "RANK=1 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={} {} --timeout_s 100 & "
-          "run=$!; sleep 4; kill -TERM $run; wait $run",
-          port, train("lonely", 4)),
+      fmt::format("RANK=1 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={} {} & "
+                  "run=$!; sleep 4; kill -TERM $run; wait $run",
+                  port, train("lonely", 4, 100)),
       60s);
   EXPECT_EQ(ended.exit_code, 128 + SIGTERM) << ended.output;
   EXPECT_LT(ended.seconds, 30);

@@ -1,9 +1,7 @@
 #include "penstock/comm/transport/tcp_listen.h"
 
 #include <arpa/inet.h>
-#include <dirent.h>
 #include <fmt/format.h>
-#include <linux/filter.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -12,13 +10,10 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdlib>
 #include <cstring>
-#include <iterator>
 #include <thread>
 #include <utility>
 
-#include "penstock/base/warnings.h"
 #include "penstock/comm/network/host_address.h"
 #include "penstock/comm/network/sockets.h"
 
@@ -27,12 +22,6 @@ namespace penstock::comm {
 namespace {
 
 std::string errno_text() { return std::strerror(errno); }
-
-bool is_listening(int fd) {
-  int listening = 0;
-  socklen_t length = sizeof listening;
-  return getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listening, &length) == 0 && listening == 1;
-}
 
 }  // namespace
 
@@ -61,45 +50,6 @@ int ListeningSocket::release() noexcept { return std::exchange(fd_, -1); }
 
 void ListeningSocket::close() noexcept {
   if (fd_ >= 0) ::close(std::exchange(fd_, -1));
-}
-
-void restrict_to_loopback(int port) {
-  // The filter sees a packet before the connection exists: the IP header is at a negative offset from
-  // SKF_NET_OFF. IPv4:
-  // source address 127.x. IPv6: ::1.
-  constexpr std::uint32_t kNet = static_cast<std::uint32_t>(SKF_NET_OFF);
-  sock_filter program[] = {
-      BPF_STMT(BPF_LD | BPF_B | BPF_ABS, kNet + 0),  // version and header length
-      BPF_STMT(BPF_ALU | BPF_RSH | BPF_K, 4),
-      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, 4, 0, 2),    // IPv6: skip to the word compares
-      BPF_STMT(BPF_LD | BPF_B | BPF_ABS, kNet + 12),   // first byte of the source address
-      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, 127, 8, 9),  // accept or drop
-      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, kNet + 8),
-      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, 0, 0, 7),
-      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, kNet + 12),
-      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, 0, 0, 5),
-      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, kNet + 16),
-      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, 0, 0, 3),
-      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, kNet + 20),
-      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, 1, 0, 1),
-      BPF_STMT(BPF_RET | BPF_K, 0xffffffff),  // accept
-      BPF_STMT(BPF_RET | BPF_K, 0),           // drop
-  };
-  sock_fprog filter{static_cast<unsigned short>(std::size(program)), program};
-  bool found = false;
-  if (DIR* folder = opendir("/proc/self/fd")) {
-    while (const dirent* entry = readdir(folder)) {
-      const int fd = std::atoi(entry->d_name);
-      if (!is_listening(fd) || port_of_socket(fd) != port) continue;
-      if (setsockopt(fd, SOL_SOCKET, SO_ATTACH_FILTER, &filter, sizeof filter) == 0) found = true;
-    }
-    closedir(folder);
-  }
-  if (!found)
-    warn_once("comm", fmt::format("the rendezvous store on port {} listens on all interfaces, and this "
-                                  "kernel refused to restrict it to "
-                                  "loopback; close the port in the firewall",
-                                  port));
 }
 
 std::string own_host_name() {

@@ -30,11 +30,6 @@ class ListeningSocket {
   int fd_ = -1;
 };
 
-// Makes the socket of this process that already listens on `port` drop connections from other hosts. For
-// LibTorch versions whose store always opens its own socket on all interfaces. Logs a warning if the kernel
-// refuses socket filters.
-void restrict_to_loopback(int port);
-
 // Throws ConfigError ending in `remedy` unless the host name can be resolved. The answer "no such host" is
 // final; a name server that does not answer is queried again for a short time, at most until the deadline.
 void require_known_host(const std::string& host, Clock::time_point deadline, const std::string& remedy);

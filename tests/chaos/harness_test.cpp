@@ -65,6 +65,16 @@ class Harness : public ::testing::Test {
     return std::nullopt;
   }
 
+  // The processes of this test. One that was just forked shows its parent's environment until it has executed its program.
+  std::vector<Process> marked(std::size_t expected) const {
+    const std::string entry = "PENSTOCK_CHAOS_TEST=" + mark;
+    for (const auto until = Clock::now() + 20s; Clock::now() < until;) {
+      if (auto found = processes_of(entry); found.size() == expected) return found;
+      std::this_thread::sleep_for(2ms);
+    }
+    return processes_of(entry);
+  }
+
   TemporaryFolder folder;
   const std::string mark = fmt::format("{}.{}", getpid(), fmt::ptr(this));
 };
@@ -74,7 +84,7 @@ TEST_F(Harness, ACommandRunsAndItsEndIsKnown) {
   EXPECT_EQ(ends(*here.start(shell("exit 7"))), 7);
   EXPECT_EQ(ends(*here.start(shell("kill -9 $$"))), 128 + SIGKILL);
   auto running = here.start(shell("exec sleep 100"));
-  const auto found = processes_of("PENSTOCK_CHAOS_TEST=" + mark);
+  const auto found = marked(1);
   ASSERT_EQ(found.size(), 1u);
   EXPECT_EQ(found[0].pid, running->pid());
   EXPECT_FALSE(running->exit_code().has_value());
@@ -87,12 +97,10 @@ TEST_F(Harness, EndingAHostEndsEveryProcessOfIt) {
   Host host(true);
   // One of them has left its group and its parent.
   auto running = host.start(shell("setsid sleep 100 & sleep 100 & exec sleep 100"));
-  const std::string entry = "PENSTOCK_CHAOS_TEST=" + mark;
-  for (int i = 0; i < 1000 && processes_of(entry).size() < 3; ++i) std::this_thread::sleep_for(5ms);
-  EXPECT_EQ(processes_of(entry).size(), 3u);
+  EXPECT_EQ(marked(3).size(), 3u);
   host.end();
   EXPECT_EQ(ends(*running), 128 + SIGKILL);
-  EXPECT_TRUE(processes_of(entry).empty());
+  EXPECT_TRUE(processes_of("PENSTOCK_CHAOS_TEST=" + mark).empty());
 }
 
 TEST_F(Harness, AHostHasItsOwnProcessesAndSharedMemory) {

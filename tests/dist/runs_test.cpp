@@ -318,17 +318,17 @@ TEST_F(Runs, AFullDiskIsSurvived) {
 TEST_F(Runs, AStoppedRankCostsTheDeadlineAndSeconds) {
   const Ended ended = run_command(
       fmt::format(
-          "{} train {} --timeout_s 3 --grace_s 2 >'{}' 2>&1 & run=$!; for i in $(seq 300); do grep -q "
+          "{} train {} --timeout_s 10 --grace_s 2 >'{}' 2>&1 & run=$!; for i in $(seq 900); do grep -q "
           "'\"step\":3,' '{}/metrics.jsonl' 2>/dev/null && break; sleep 0.1; done; "
           "pkill -STOP -n -f 'train --worker {}'; begin=$(date +%s); wait $run; echo \"ended after "
           "$(($(date +%s) - begin)) s with $?\"; cat '{}'",
           penstock(), flags("run", 100000), path("log"), path("run"), path("run"), path("log")),
-      100s);
+      200s);
   const std::string words = "ended after ";
   ASSERT_NE(ended.output.find(words), std::string::npos) << ended.output;
   const int seconds = std::stoi(ended.output.substr(ended.output.find(words) + words.size()));
-  EXPECT_GE(seconds, 2) << ended.output;
-  EXPECT_LE(seconds, 20) << ended.output;
+  EXPECT_GE(seconds, 8) << ended.output;
+  EXPECT_LE(seconds, 40) << ended.output;
 }
 
 TEST_F(Runs, AnUnknownRendezvousHostIsAnErrorAtOnce) {

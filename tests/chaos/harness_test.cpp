@@ -65,7 +65,8 @@ class Harness : public ::testing::Test {
     return std::nullopt;
   }
 
-  // The processes of this test. One that was just forked shows its parent's environment until it has executed its program.
+  // The processes of this test. One that was just forked shows its parent's environment until it has executed
+  // its program.
   std::vector<Process> marked(std::size_t expected) const {
     const std::string entry = "PENSTOCK_CHAOS_TEST=" + mark;
     for (const auto until = Clock::now() + 20s; Clock::now() < until;) {

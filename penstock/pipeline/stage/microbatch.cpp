@@ -13,6 +13,7 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
+#include "penstock/torch/tree/same_leaf.h"
 
 namespace penstock {
 namespace {
@@ -140,27 +141,6 @@ void check_count(int count) {
     throw ValueError(describe("the number of microbatches", std::to_string(count), "at least 1"));
 }
 
-bool same_value(const Tree& a, const Tree& b) {
-  if (a.kind() != b.kind()) return false;
-  switch (a.kind()) {
-    case Tree::Kind::Tensor:
-      return a.tensor().sizes() == b.tensor().sizes() &&
-             a.tensor().scalar_type() == b.tensor().scalar_type() && at::equal(a.tensor(), b.tensor());
-    case Tree::Kind::Object:
-      return a.ivalue() == b.ivalue();
-    case Tree::Kind::Bool:
-      return a.boolean() == b.boolean();
-    case Tree::Kind::Int:
-      return a.integer() == b.integer();
-    case Tree::Kind::Double:
-      return a.number() == b.number();
-    case Tree::Kind::String:
-      return a.text() == b.text();
-    default:
-      return true;
-  }
-}
-
 // Checks parts of one tensor: they may differ only in their length along `dim`.
 void check_fits(const at::Tensor& first, const at::Tensor& part, std::int64_t dim, const std::string& what) {
   const auto rest_of = [&](const at::Tensor& tensor) {
@@ -247,7 +227,7 @@ Tree merge_microbatches(const std::vector<Tree>& microbatches, const Tree& spec)
          const auto dim = scalar ? std::optional<std::int64_t>(0) : split_dim(first, rule, place);
          if (!dim) {
            for (std::size_t i = 1; i < leaves.size(); ++i)
-             if (!same_value(first, leaves[i][leaf]))
+             if (!same_leaf(first, leaves[i][leaf]))
                throw ValueError(describe(
                    fmt::format("merge_microbatches: {} of microbatch {}", place.to_string(), i),
                    leaves[i][leaf].to_string(), fmt::format("{}, as in the first", first.to_string()),

@@ -13,6 +13,7 @@
 #include "penstock/errors.h"
 #include "penstock/graph/run/leaf_values.h"
 #include "penstock/torch/tree/dense_layout.h"
+#include "penstock/torch/tree/same_leaf.h"
 
 namespace penstock {
 
@@ -22,24 +23,6 @@ namespace {
 
 // What a stage sends that has nothing for the next one. Integers have no gradient.
 at::Tensor nothing_to_send(at::Device device) { return at::empty({0}, at::device(device).dtype(at::kByte)); }
-
-bool same_plain_value(const Tree& a, const Tree& b) {
-  if (a.kind() != b.kind()) return false;
-  switch (a.kind()) {
-    case Tree::Kind::None:
-      return true;
-    case Tree::Kind::Bool:
-      return a.boolean() == b.boolean();
-    case Tree::Kind::Int:
-      return a.integer() == b.integer();
-    case Tree::Kind::Double:
-      return a.number() == b.number();
-    case Tree::Kind::String:
-      return a.text() == b.text();
-    default:
-      return a.to_string() == b.to_string();
-  }
-}
 
 // "" if the tensor can be in the place of the traced one.
 std::string misfit(const at::Tensor& tensor, const graph::Geometry& geometry) {
@@ -130,7 +113,7 @@ void TracedStage::take_arguments(const Variant& variant, const Tree& args, Given
   for (std::size_t i = 0; i < flat.leaves.size() && given.why_not.empty(); ++i) {
     if (traced_tensor[i] != 0 && flat.leaves[i].is_tensor())
       by_leaf[i] = flat.leaves[i].tensor();
-    else if (traced_tensor[i] != 0 || !same_plain_value(flat.leaves[i], traced.leaves[i]))
+    else if (traced_tensor[i] != 0 || !same_leaf(flat.leaves[i], traced.leaves[i]))
       given.why_not =
           fmt::format("{} is {}, in the example {}", paths[i], flat.leaves[i].to_string(),
                       traced_tensor[i] != 0 ? std::string("a tensor") : traced.leaves[i].to_string());
@@ -166,8 +149,7 @@ void TracedStage::take_keywords(const Variant& variant, const Tree& kwargs, Give
     const bool was_tensor = std::any_of(
         graph.inputs.begin() + static_cast<std::ptrdiff_t>(traced.trace.found), graph.inputs.end(),
         [&](const graph::Placeholder& input) { return input.name == paths[i]; });
-    if (was_tensor ? !found->second.is_tensor()
-                   : !same_plain_value(found->second, traced.leaves[first_leaf + i]))
+    if (was_tensor ? !found->second.is_tensor() : !same_leaf(found->second, traced.leaves[first_leaf + i]))
       given.why_not =
           fmt::format("{} is {}, in the example {}", paths[i], found->second.to_string(),
                       was_tensor ? std::string("a tensor") : traced.leaves[first_leaf + i].to_string());

@@ -101,7 +101,9 @@ TEST(HostAddress, WhereTheMasterListens) {
   EXPECT_EQ(at({"::1"}, "::1", false), "::1");
   // The own name in Debian's /etc/hosts.
   EXPECT_EQ(at({"127.0.1.1"}, "node2", false), "");
-  EXPECT_EQ(at({"127.0.1.1"}, "node2", true), "127.0.0.1");
+  EXPECT_EQ(at({"127.0.1.1"}, "node2", true), "127.0.1.1");
+  EXPECT_EQ(at({"127.0.1.1"}, "127.0.1.1", true), "127.0.1.1");
+  EXPECT_EQ(at({"::1", "127.0.0.1"}, "localhost", true), "127.0.0.1");
   // Loopback does not hide a real address of the name.
   EXPECT_EQ(at({"127.0.1.1", "10.0.0.2"}, "node2", false), "10.0.0.2");
   // A gateway forwards to this host.

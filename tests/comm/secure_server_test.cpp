@@ -166,7 +166,7 @@ TEST(SecureServer, AnUnfinishedHandshakeEnds) {
   Echo echo(limits);
   const int idle = stranger(echo.port()), slow = stranger(echo.port());
   bool idle_closed = false, slow_closed = false;
-  for (int i = 0; i < 40 && !slow_closed; ++i) {  // one byte at a time does not extend it
+  for (int i = 0; i < 500 && !slow_closed; ++i) {  // one byte at a time does not extend it
     say(slow, "P");
     hear(slow, 20, &slow_closed);
   }
@@ -315,6 +315,8 @@ TEST(StoreTable, RefusesWhatIsTooLarge) {
   EXPECT_NE(table.apply(request_of(StoreOperation::Set, {std::string(kMaxStoreKey + 1, 'k')}, "v")).refused,
             "");
   EXPECT_NE(table.apply(request_of(StoreOperation::Set, {"k"}, std::string(kMaxStoreValue + 1, 'v'))).refused,
+            "");
+  EXPECT_NE(table.apply(request_of(StoreOperation::Count, {}, std::string(kMaxStoreValue + 1, 'v'))).refused,
             "");
   EXPECT_NE(table.apply(request_of(StoreOperation::Set, {})).refused, "");
   EXPECT_NE(table.apply(request_of(StoreOperation::Get, {"a", "b"})).refused, "");

@@ -43,7 +43,7 @@ constexpr int kMaxWorld = 1 << 20;
 int port_of_job(const std::string& job) {
   std::uint32_t hash = 2166136261u;
   for (const unsigned char c : job) hash = (hash ^ c) * 16777619u;
-  return 20000 + static_cast<int>(hash % 20000u);
+  return 20000 + static_cast<int>(hash % 12000u);  // 32768 and above are for outgoing connections
 }
 
 // An IPv6 address before a port is written in brackets.

@@ -20,11 +20,15 @@ std::string ranks_text(int first, int count) {
   return count == 1 ? fmt::format("rank {}", first) : fmt::format("ranks {}-{}", first, first + count - 1);
 }
 
+// A tick comes once a second.
+constexpr std::chrono::seconds kOwnPause{3};
+
 double seconds_of(std::chrono::milliseconds time) { return std::chrono::duration<double>(time).count(); }
 
 }  // namespace
 
-NodeHub::NodeHub(HubOptions options, Time now) : options_(std::move(options)), begin_(now), last_beat_(now) {}
+NodeHub::NodeHub(HubOptions options, Time now)
+    : options_(std::move(options)), begin_(now), last_beat_(now), last_tick_(now) {}
 
 std::vector<NodeHub::Outgoing> NodeHub::received(Id from, const NodeMessage& message, Time now) {
   if (message.kind == NodeKind::Join) {
@@ -82,6 +86,10 @@ std::vector<NodeHub::Outgoing> NodeHub::left(Id who, const std::string& why, Tim
 }
 
 std::vector<NodeHub::Outgoing> NodeHub::tick(Time now) {
+  // This process was stopped itself: what the others said meanwhile has not been read.
+  if (now - last_tick_ > kOwnPause)
+    for (Node& node : nodes_) node.heard = now;
+  last_tick_ = now;
   if (phase_ == Phase::Joining) {
     start_if_ready(now);
     const bool enough = static_cast<int>(nodes_.size()) >= options_.least_nodes;

@@ -87,7 +87,7 @@ class NodeHub {
 
   HubOptions options_;
   Phase phase_ = Phase::Joining;
-  Time begin_, last_beat_;
+  Time begin_, last_beat_, last_tick_;
   std::optional<Time> enough_since_;
   std::vector<Node> nodes_;  // by node number once the first attempt has begun
   int attempt_ = 0;

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <deque>
 #include <mutex>
+#include <optional>
 #include <thread>
 
 #include "penstock/base/quote.h"
@@ -26,6 +27,9 @@ namespace {
 
 using std::chrono::steady_clock;
 
+// How long a launcher tries again after its secret was refused.
+constexpr std::chrono::seconds kRefusalIsBelieved{3};
+
 std::chrono::milliseconds beat_interval(std::chrono::milliseconds silence) {
   return std::clamp<std::chrono::milliseconds>(silence / 4, std::chrono::milliseconds(100),
                                                std::chrono::seconds(5));
@@ -41,9 +45,11 @@ std::string hub_address(const std::string& host) { return listen_at(host, false)
 
 class HubLink final : public NodeLink {
  public:
-  HubLink(Socket listener, const std::string& secret, HubOptions options)
+  HubLink(Socket listener, const std::string& secret, HubOptions options, int most_nodes)
       : state_(std::make_shared<State>(std::move(options))) {
     ServerLimits limits;
+    // All launchers of a job may come at once.
+    limits.half_open += 2 * static_cast<std::size_t>(most_nodes);
     limits.max_payload = kMaxNodeMessage;
     limits.peers = kMaxNodes;
     SecureServer::Events events;
@@ -63,7 +69,7 @@ class HubLink final : public NodeLink {
 
   ~HubLink() override {
     server_->await_alone(steady_clock::now() + std::chrono::seconds(2));
-    server_.reset();
+    server_->stop();  // its thread uses this object until then
   }
 
   bool is_hub() const override { return true; }
@@ -206,7 +212,8 @@ std::unique_ptr<NodeLink> open_hub(const std::string& host, int port, const std:
         "launch: cannot listen at {}: {}; {}", options.place, std::strerror(errno),
         errno == EADDRINUSE ? "choose another port in --rdzv, on every host, or end the program that uses it"
                             : "--rdzv must name an address of the host of node rank 0"));
-  return std::make_unique<HubLink>(std::move(listener), secret, std::move(options));
+  const int most_nodes = options.most_nodes;
+  return std::make_unique<HubLink>(std::move(listener), secret, std::move(options), most_nodes);
 }
 
 std::unique_ptr<NodeLink> connect_to_hub(const std::string& host, int port, const std::string& secret,
@@ -215,6 +222,7 @@ std::unique_ptr<NodeLink> connect_to_hub(const std::string& host, int port, cons
   const auto deadline = steady_clock::now() + options.connect_timeout;
   const JobKey key(secret);
   std::string why = "it has no address";
+  std::optional<steady_clock::time_point> first_refusal;
   for (;;) {
     for (const std::string& address : addresses_of_name(host)) {
       if (options.interrupted && options.interrupted()) return nullptr;
@@ -229,6 +237,11 @@ std::unique_ptr<NodeLink> connect_to_hub(const std::string& host, int port, cons
         case HandshakeEnd::Done:
           return std::make_unique<MemberLink>(std::move(connection), place, options.silence);
         case HandshakeEnd::Refused:
+          // A hub that ends, or to which too many connect at once, closes the connection as well.
+          why = "it has another secret";
+          if (!first_refusal) first_refusal = steady_clock::now();
+          if (steady_clock::now() - *first_refusal < kRefusalIsBelieved && steady_clock::now() < deadline)
+            break;
           throw ConfigError(
               fmt::format("launch: the launcher at {} has another secret; set PENSTOCK_SECRET to the same "
                           "text on every host",

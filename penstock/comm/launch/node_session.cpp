@@ -201,6 +201,13 @@ std::optional<AttemptPlan> NodeSession::finish(const AttemptPlan& plan, const At
     switch (news->kind) {
       case NodeMessage::Kind::Plan:
         attempt_ = news->attempt;
+        if (stops_ != stops_before) {
+          // The hub began this attempt before it heard of the signal: it ends with no rank of this host.
+          report_stop(stopped_by_);
+          link_->send(
+              {.kind = NodeMessage::Kind::Ended, .attempt = attempt_, .code = code, .signal = stopped_by_});
+          break;
+        }
         say(fmt::format("attempt {} of {} begins on {} hosts", news->attempt + 1, options_.restarts + 1,
                         news->nodes));
         return plan_of(*news);

@@ -223,9 +223,12 @@ ListenAt listen_at(const std::vector<std::string>& master_addresses, const std::
   const bool all_loopback =
       !master_addresses.empty() && std::all_of(master_addresses.begin(), master_addresses.end(), is_loopback);
   if (says_loopback || (one_host && all_loopback)) {
-    // Clients try the addresses of a name in order, and a literal address is the only one of its name.
-    const bool literal_ipv6 = is_ipv6(master_name);
-    return {ListenPlace::Loopback, literal_ipv6 ? master_name : ""};
+    // Clients try the addresses of a name in order, and a literal address is the only one of its name. A
+    // listener at 127.0.0.1 is not reached at 127.0.1.1, which Debian gives to the host's own name.
+    if (is_loopback(master_name)) return {ListenPlace::Loopback, master_name};
+    for (const std::string& address : master_addresses)
+      if (is_loopback(address) && !is_ipv6(address)) return {ListenPlace::Loopback, address};
+    return {ListenPlace::Loopback, master_addresses.empty() ? "" : master_addresses.front()};
   }
   for (const std::string& address : master_addresses)
     if (!is_loopback(address) && !interface_of(interfaces, address).empty())

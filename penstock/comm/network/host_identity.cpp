@@ -61,7 +61,8 @@ HostIdentity::HostIdentity(const std::string& run, const std::string& folder)
 }
 
 HostIdentity::~HostIdentity() {
-  if (created_) unlink(path_.c_str());
+  // By whoever is left: all ranks have read it or given up, and the one that created it may have been killed.
+  unlink(path_.c_str());
 }
 
 std::string HostIdentity::token(const std::string& folder) {
@@ -92,7 +93,6 @@ bool HostIdentity::create(const std::string& token) {
   const bool linked = written && link(draft.c_str(), path_.c_str()) == 0;
   const int error = written ? errno : ENOSPC;
   unlink(draft.c_str());
-  created_ = linked;
   errno = error;
   return linked;
 }

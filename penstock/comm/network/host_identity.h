@@ -19,7 +19,7 @@ class HostIdentity {
   // `run`: a text that only the ranks of this run know, the same on all of them; used as a part of a file
   // name. `folder`: where shared memory is; another one in tests.
   explicit HostIdentity(const std::string& run, const std::string& folder = "/dev/shm");
-  // Removes the file if this object created it. Call only when every rank has made its identity.
+  // Removes the file, whoever made it. Call only when every rank has made its identity, or will not make it.
   ~HostIdentity();
   HostIdentity(const HostIdentity&) = delete;
   HostIdentity& operator=(const HostIdentity&) = delete;
@@ -32,7 +32,6 @@ class HostIdentity {
   bool create(const std::string& token);
 
   std::string path_;
-  bool created_ = false;
   std::string text_;
 };
 

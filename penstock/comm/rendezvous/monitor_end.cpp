@@ -197,6 +197,7 @@ void MonitorHub::leave(bool failed) {
                  std::chrono::duration<double>(until - now).count(), count_of(server_->peers(), "rank"));
     }
   }
+  server_->stop();  // its thread uses `server_` until then
   server_.reset();
 }
 

@@ -107,7 +107,9 @@ class SecureServer::Loop {
     fcntl(listener_.fd(), F_SETFL, fcntl(listener_.fd(), F_GETFL) | O_NONBLOCK);
   }
 
-  ~Loop() {
+  ~Loop() { stop(); }
+
+  void stop() {
     {
       const std::lock_guard lock(mutex_);
       stop_ = true;
@@ -458,6 +460,7 @@ SecureServer::SecureServer(Socket listener, Purpose purpose, const JobKey& key, 
 SecureServer::~SecureServer() = default;
 
 void SecureServer::start() { loop_->start(); }
+void SecureServer::stop() { loop_->stop(); }
 
 void SecureServer::send(Id peer, std::string_view payload) { loop_->send(peer, payload); }
 void SecureServer::close(Id peer) { loop_->close(peer); }

@@ -8,8 +8,8 @@
 //   - a process without descriptors drops new connections instead of failing or spinning.
 // Peers that have shaken hands are bounded in what they may send at once and in what may wait for them.
 //
-// Thread safety: `post`, `await_alone` and the destructor may be called from any thread; `send` and `close`
-// from the event functions and from posted functions, which all run on the server's thread.
+// Thread safety: `post`, `await_alone`, `stop` and the destructor may be called from any thread; `send` and
+// `close` from the event functions and from posted functions, which all run on the server's thread.
 #pragma once
 
 #include <chrono>
@@ -64,6 +64,8 @@ class SecureServer {
   // Sends a payload, now or as soon as the peer reads. Does nothing for a peer that is gone.
   void send(Id peer, std::string_view payload);
   void close(Id peer);
+  // What the destructor does: the event functions may use this object until it returns.
+  void stop();
   std::size_t peers() const;
 
   // Runs a function on the server's thread. Functions posted between `start` and the destructor are run.

@@ -17,6 +17,10 @@ class StoreServer {
   // `ranks`: how many the job has.
   StoreServer(Socket listener, const JobKey& key, int ranks);
 
+  ~StoreServer() { server_->stop(); }
+  StoreServer(const StoreServer&) = delete;
+  StoreServer& operator=(const StoreServer&) = delete;
+
   StoreTable& table() { return *table_; }
 
   // The host leaves last: waits until all other ranks have closed their connections, or until the deadline.

@@ -40,7 +40,8 @@ std::string store_objection(const StoreRequest& request) {
       return describe(fmt::format("store: key {}", quote(key)), fmt::format("{} bytes", key.size()),
                       fmt::format("at most {} bytes", kMaxStoreKey), "use a shorter key");
   if (request.value.size() > kMaxStoreValue)
-    return describe(fmt::format("store: value of {}", quote(request.keys.front())),
+    return describe(fmt::format("store: value of {}", request.keys.empty() ? std::string("a request")
+                                                                           : quote(request.keys.front())),
                     fmt::format("{} bytes", request.value.size()),
                     fmt::format("at most {} bytes", kMaxStoreValue),
                     "exchange large data as tensors, not through the store");

@@ -93,6 +93,25 @@ TEST(SharedParameters, AUseWithoutAGradientCountsAsZeros) {
   }
 }
 
+// Autograd adds the gradients of a tensor that a stage has under two names; the tie must not do it again.
+TEST(SharedParameters, TwoNamesOfOneTensorAreOneUse) {
+  for (const std::int64_t elements : {std::int64_t{3}, std::int64_t{300'000}}) {
+    std::vector<at::Tensor> sums(2);
+    comm::run_ranks(2, 20s, [&](comm::World& world) {
+      const at::Tensor table = parameter({elements});
+      std::vector<ParameterUse> uses{{world.rank() == 0 ? "embed" : "head", world.rank(), table}};
+      if (world.rank() == 1) uses.push_back({"second head", 1, table});
+      SharedParameters shared({tie({"embed", "head", "second head"})}, uses, {world});
+      table.mutable_grad() = at::full({elements}, world.rank() == 0 ? 1.0 : 10.0);
+      shared.sum_gradients();
+      sums[static_cast<std::size_t>(world.rank())] = table.grad();
+      EXPECT_TRUE(shared.further_uses().empty());
+      EXPECT_EQ(shared.each_once({{"head", table}, {"second head", table}}).size(), 1u);
+    });
+    for (const at::Tensor& sum : sums) EXPECT_TRUE(sum.equal(at::full({elements}, 11.0))) << sum;
+  }
+}
+
 TEST(SharedParameters, LargeOnesAreTheSameOnAllRanks) {
   constexpr std::int64_t kElements = 300'000;
   std::vector<at::Tensor> sums(3);

@@ -356,6 +356,61 @@ TEST(TracedStage, TrainingAndEvaluation) {
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { through(); }), "a mode that was not traced"));
 }
 
+// Means over a length that the second stage does not see.
+struct MeanOverLength : torch::nn::Module {
+  explicit MeanOverLength(bool late) : late(late) {
+    a = register_module("a", torch::nn::Linear(4, 4));
+    b = register_module("b", torch::nn::Linear(4, 4));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const auto length = static_cast<double>(x.size(1));
+    const at::Tensor sum = a->forward(x).sum(1);
+    return late ? b->forward(sum) / length : b->forward(sum / length);
+  }
+  bool late;
+  torch::nn::Linear a{nullptr}, b{nullptr};
+};
+
+TEST(TracedStage, ExamplesThatAStageCannotTellApart) {
+  const at::Tensor x = values({2, 4, 4}, 1), longer = values({2, 8, 4}, 2);
+  TraceOptions options;
+  options.more = {{Tree::tuple({longer}), {}}};
+  const auto traced = [&](bool late) {
+    return trace_pipeline(StageModule(std::make_shared<MeanOverLength>(late)), Tree::tuple({x}), {},
+                          PipeSplit::at({{"b"}}), options);
+  };
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] { static_cast<void>(traced(true)); }),
+                       "stage 1 is given tensors of the same sizes in two examples"));
+  // The same computation, cut after the division.
+  const Pipe pipe = traced(false);
+  EXPECT_EQ(pipe.stages(), 2);
+}
+
+// Tensors that are no buffers, one for each mode.
+struct ModeConstant : torch::nn::Module {
+  ModeConstant() {
+    a = register_module("a", torch::nn::Linear(4, 4));
+    b = register_module("b", torch::nn::Linear(4, 4));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    return b->forward(a->forward(x)) * (is_training() ? in_training : in_evaluation);
+  }
+  torch::nn::Linear a{nullptr}, b{nullptr};
+  at::Tensor in_training = at::full({4}, 2.0), in_evaluation = at::full({4}, 3.0);
+};
+
+TEST(TracedStage, AnotherModeMayUseOtherConstants) {
+  const auto model = std::make_shared<ModeConstant>();
+  const at::Tensor x = values({2, 4}, 1);
+  const Pipe pipe = trace_pipeline(StageModule(model), Tree::tuple({x}), {}, PipeSplit::at({{"b"}}));
+  const StageModule first = stage_module(pipe, 0, at::kCPU), last = stage_module(pipe, 1, at::kCPU);
+  const auto through = [&] { return last.forward(first.forward(Tree::tuple({x}), {}), {}).tensor(); };
+  EXPECT_TRUE(through().equal(model->forward(x)));
+  for (const StageModule* stage : {&first, &last}) stage->modules()[0]->eval();
+  model->eval();
+  EXPECT_TRUE(through().equal(model->forward(x)));
+}
+
 TEST(TracedStage, PlainValuesAreThoseOfTheExample) {
   const StageModule model([](at::Tensor x, double factor,
                              const Tree& kwargs) { return x.sin() * factor * kwargs["by"].number(); },

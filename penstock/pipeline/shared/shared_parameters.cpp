@@ -8,6 +8,7 @@
 #include <cstring>
 #include <map>
 #include <optional>
+#include <set>
 #include <utility>
 
 #include "penstock/base/describe.h"
@@ -25,7 +26,7 @@ namespace penstock {
 namespace {
 
 constexpr comm::MessageKind kTiesMessage{"TIES"};
-constexpr int kTiesVersion = 1;
+constexpr int kTiesVersion = 2;
 // Gradients are gathered in one message for each tie, and added in the order of stages, up to this size in
 // all.
 constexpr std::int64_t kMostGatheredBytes = std::int64_t{1} << 20;
@@ -37,16 +38,17 @@ bool uses_share_memory(const at::Tensor& a, const at::Tensor& b) {
 }
 
 std::vector<std::uint8_t> encode_declaration(const DeclaredUses& declared) {
-  std::vector<std::int32_t> ties, stages;
+  std::vector<std::int32_t> ties, stages, again;
   std::vector<std::string> names, layouts;
   for (const PlacedUse& use : declared.uses) {
     ties.push_back(use.tie);
     stages.push_back(use.stage);
+    again.push_back(use.again ? 1 : 0);
     names.push_back(use.name);
     layouts.push_back(use.layout);
   }
   comm::MessageWriter writer(kTiesMessage, kTiesVersion);
-  writer.write(declared.ties).write(ties).write(stages).write(names).write(layouts);
+  writer.write(declared.ties).write(ties).write(stages).write(again).write(names).write(layouts);
   return writer.finish();
 }
 
@@ -57,12 +59,13 @@ DeclaredUses decode_declaration(const at::Tensor& bytes) {
   DeclaredUses declared;
   reader.read(declared.ties);
   const auto ties = reader.read<std::vector<std::int32_t>>(),
-             stages = reader.read<std::vector<std::int32_t>>();
+             stages = reader.read<std::vector<std::int32_t>>(),
+             again = reader.read<std::vector<std::int32_t>>();
   const auto names = reader.read<std::vector<std::string>>(),
              layouts = reader.read<std::vector<std::string>>();
   reader.expect_end();
   for (std::size_t i = 0; i < ties.size(); ++i)
-    declared.uses.push_back({ties[i], stages.at(i), names.at(i), layouts.at(i)});
+    declared.uses.push_back({ties[i], stages.at(i), names.at(i), layouts.at(i), again.at(i) != 0});
   return declared;
 }
 
@@ -194,8 +197,13 @@ SharedParameters::Impl::Impl(const std::vector<ParameterTie>& declared, std::vec
     const auto known = tie_of.find(use.name);
     if (known == tie_of.end()) continue;
     ensure_sharded(use.parameter);
-    here.uses.push_back({known->second, use.stage, use.name, layout_text("", use.parameter).substr(2)});
-    found[static_cast<std::size_t>(known->second)].push_back(use.parameter);
+    std::vector<at::Tensor>& tensors = found[static_cast<std::size_t>(known->second)];
+    // Autograd has added the gradients of all names of one tensor already.
+    const bool again = std::any_of(tensors.begin(), tensors.end(),
+                                   [&](const at::Tensor& each) { return each.is_same(use.parameter); });
+    here.uses.push_back(
+        {known->second, use.stage, use.name, layout_text("", use.parameter).substr(2), again});
+    if (!again) tensors.push_back(use.parameter);
   }
   const std::vector<DeclaredUses> all =
       ranks.size() == 1
@@ -404,7 +412,9 @@ std::vector<at::Tensor> SharedParameters::further_uses() const {
 std::vector<optim::NamedParameter> SharedParameters::each_once(
     const std::vector<optim::NamedParameter>& parameters) const {
   std::vector<optim::NamedParameter> once;
+  std::set<const at::TensorImpl*> known;
   for (const optim::NamedParameter& each : parameters) {
+    if (!known.insert(each.tensor.unsafeGetTensorImpl()).second) continue;
     const Impl::Tie* tie = impl_->find(each.tensor);
     if (tie == nullptr)
       once.push_back(each);

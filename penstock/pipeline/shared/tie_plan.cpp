@@ -66,15 +66,19 @@ std::vector<UseOnRank> uses_of_tie(const std::vector<DeclaredUses>& ranks, int t
     std::map<std::pair<int, std::string>, int> repeats;
     std::size_t index = 0;
     for (const PlacedUse& use : ranks[rank].uses)
-      if (use.tie == tie)
+      if (use.tie == tie && !use.again)
         all.push_back({&use, static_cast<int>(rank), index++, repeats[{use.stage, use.name}]++});
   }
   return all;
 }
 
-void check_uses(const std::vector<std::string>& names, const std::vector<UseOnRank>& uses) {
+void check_uses(const std::vector<DeclaredUses>& ranks, const std::vector<std::string>& names,
+                const std::vector<UseOnRank>& uses) {
+  std::set<std::string> known;
+  for (const DeclaredUses& rank : ranks)
+    for (const PlacedUse& use : rank.uses) known.insert(use.name);
   for (const std::string& name : names)
-    if (std::none_of(uses.begin(), uses.end(), [&](const UseOnRank& each) { return each.use->name == name; }))
+    if (!known.contains(name))
       throw ValueError(describe(fmt::format("tie of ({})", tie_text(names)),
                                 fmt::format("{}, which no stage has", name),
                                 "names of parameters as named_parameters() of the stages lists them"));
@@ -132,7 +136,7 @@ std::vector<TiePlan> plan_ties(const std::vector<DeclaredUses>& ranks) {
   for (std::size_t tie = 0; tie < ranks.front().ties.size(); ++tie) {
     const std::vector<std::string>& names = ranks.front().ties[tie];
     const std::vector<UseOnRank> uses = uses_of_tie(ranks, static_cast<int>(tie));
-    check_uses(names, uses);
+    check_uses(ranks, names, uses);
     TiePlan& plan = plans.emplace_back();
     plan.text = tie_text(names);
     plan.covers = covers_of(plan.text, uses);

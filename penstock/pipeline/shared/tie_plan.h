@@ -15,6 +15,7 @@ struct PlacedUse {
   std::int32_t stage = 0;  // position in the model
   std::string name;
   std::string layout;  // dtype, shape, placements, whether it is trainable
+  bool again = false;  // another name of a tensor that the rank has declared: no use of its own
 };
 
 // What one rank declares.

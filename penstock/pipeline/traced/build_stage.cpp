@@ -80,9 +80,15 @@ BuiltStage built(const Pipe& pipe, int index, at::Device device, const BuildStag
   std::vector<StageTensor> named;
   for (const OwnedTensor& owned : state.state[static_cast<std::size_t>(stage)]) {
     const at::Tensor& original = state.tensors[owned.index];
-    give_memory(original, state.names[owned.index], device, options);
     const bool shared = is_copy || state.first_user(owned.index) != stage;
-    tensors[owned.index] = shared ? own_leaf(original, is_copy) : original;
+    // The tensor is also that of the stage that uses it first, which may be on another device.
+    const bool elsewhere = shared && !original.is_meta() && !is_fake(original) && original.device() != device;
+    if (!elsewhere) give_memory(original, state.names[owned.index], device, options);
+    if (elsewhere)
+      tensors[owned.index] =
+          own_leaf(original.detach().to(device).set_requires_grad(original.requires_grad()), false);
+    else
+      tensors[owned.index] = shared ? own_leaf(original, is_copy) : original;
     for (const std::string& name : owned.names)
       named.push_back({name, tensors[owned.index], state.is_parameter(owned.index)});
   }

@@ -14,6 +14,7 @@
 #include "penstock/base/log.h"
 #include "penstock/errors.h"
 #include "penstock/pipeline/traced/pipe_state.h"
+#include "penstock/pipeline/traced/same_program.h"
 #include "penstock/pipeline/traced/trace_variant.h"
 
 namespace penstock {
@@ -125,7 +126,22 @@ struct PipeTracer {
     if (const std::string why = difference(pipe.main(), variant); !why.empty())
       throw ValueError(
           fmt::format("trace_pipeline: the forward of another example or mode is another one: {}", why));
+    refuse_a_twin(variant);
     return variant;
+  }
+
+  // A stage chooses the trace by what it is given. One that cannot tell two examples apart must compute the
+  // same in both.
+  void refuse_a_twin(const PipeVariant& variant) const {
+    for (const PipeVariant& known : pipe.variants) {
+      if (known.training != variant.training) continue;
+      for (std::size_t stage = 1; stage < known.cut.stages.size(); ++stage)
+        if (same_arguments(known, variant, stage) && !same_stage(known, variant, stage))
+          throw ValueError(fmt::format(
+              "trace_pipeline: stage {} is given tensors of the same sizes in two examples, but computes "
+              "something else with them; cut elsewhere, or pass on as a tensor what makes the difference",
+              stage));
+    }
   }
 
   void add(const PipeExample& example, const std::vector<std::size_t>& places) {

@@ -182,9 +182,4 @@ std::string difference(const PipeVariant& expected, const PipeVariant& actual) {
   return {};
 }
 
-bool same_operators(const PipeVariant& a, const PipeVariant& b) {
-  return a.trace.functions.size() == b.trace.functions.size() &&
-         graph::to_text(a.trace.graph) == graph::to_text(b.trace.graph);
-}
-
 }  // namespace penstock

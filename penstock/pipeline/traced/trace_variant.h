@@ -39,7 +39,4 @@ std::vector<std::size_t> matching_places(const graph::ForwardTrace& trace,
 // Why stages that exchange the values of one cut cannot exchange those of the other; empty if they can.
 std::string difference(const PipeVariant& expected, const PipeVariant& actual);
 
-// Whether both compute the same, operator by operator.
-bool same_operators(const PipeVariant& a, const PipeVariant& b);
-
 }  // namespace penstock

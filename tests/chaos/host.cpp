@@ -286,7 +286,7 @@ fs::path Host::memory_folder() const {
 
 std::vector<std::string> Host::shared_memory() const {
   std::vector<std::string> left;
-  if (isolated_ && init_ <= 0) return left;
+  if (!isolated_ || init_ <= 0) return left;  // the folder of the machine itself: others write there, too
   for (const std::string& name : names_in(memory_folder()))
     if (!std::binary_search(memory_before_.begin(), memory_before_.end(), name)) left.push_back(name);
   return left;

@@ -244,10 +244,10 @@ TEST(Group, ListsThatDifferOrAreBadAreAnErrorOnEveryRank) {
 TEST(Group, AMissingRankIsNamedOnEveryOther) {
   const auto messages = errors_of<TimeoutError>(3, [](World& world) {
     if (world.rank() == 1) {
-      std::this_thread::sleep_for(5s);
+      std::this_thread::sleep_for(9s);
       throw TimeoutError("stayed away", {});
     }
-    world.new_group({0, 1, 2}, {.timeout = 1s});
+    world.new_group({0, 1, 2}, {.timeout = 3s});
   });
   EXPECT_TRUE(has_text(messages[0], "rank 1 of 3 did not join"));
   EXPECT_TRUE(has_text(messages[2], "rank 1 of 3 did not join"));
@@ -403,8 +403,18 @@ int threads_under(int policy) {
   return count;
 }
 
+// Whether at most so many are left soon: a thread that was joined is listed until the kernel has removed it.
+bool comes_to(int policy, int most) {
+  for (int i = 0; i < 2000; ++i) {
+    if (threads_under(policy) <= most) return true;
+    std::this_thread::sleep_for(5ms);
+  }
+  return false;
+}
+
 TEST(Group, OneBatchThreadServesTheSocketsOfAllGroups) {
   ASSERT_EQ(sched_getscheduler(0), SCHED_OTHER);
+  ASSERT_TRUE(comes_to(SCHED_BATCH, 1));
   const int before = threads_under(SCHED_BATCH);  // failed groups and their thread live until exit
   std::atomic<int> most = 0;
   run_ranks(3, 60s, [&](World& world) {
@@ -416,7 +426,7 @@ TEST(Group, OneBatchThreadServesTheSocketsOfAllGroups) {
     all.barrier().wait();
   });
   EXPECT_EQ(most, 1);
-  EXPECT_EQ(threads_under(SCHED_BATCH), before);  // ended with the last group
+  EXPECT_TRUE(comes_to(SCHED_BATCH, before));  // ended with the last group
 }
 
 TEST(Group, TensorsWhoseMemoryIsNotTheirValuesAreRefused) {

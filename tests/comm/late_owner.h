@@ -32,7 +32,7 @@ class LateOwner final : public comm::Transfer {
     const auto deadline = comm::Clock::now() + 10s;
     while (group_.use_count() > 1 && comm::Clock::now() < deadline) std::this_thread::sleep_for(1ms);
     // Released by the others: whoever is left is this thread.
-    for (int i = 0; i < 50 && group_.use_count() > 0; ++i) std::this_thread::sleep_for(1ms);
+    for (int i = 0; i < 5000 && group_.use_count() > 0; ++i) std::this_thread::sleep_for(1ms);
     owned_here = group_.use_count() > 0;
     returned = true;
   }

@@ -58,7 +58,7 @@ TEST(LauncherEnvironment, SetsTheRankOfEachProcess) {
 }
 
 TEST(LauncherEnvironment, KeepsTheUsersThreadsAndPort) {
-  Launcher run({"-n", "1", "--port", "15999", "--", "env"},
+  Launcher run({"-n", "1", "--port", "14999", "--", "env"},
                {{"OMP_NUM_THREADS", "7"}, {"MKL_NUM_THREADS", ""}, {"MIMALLOC_PURGE_DELAY", "5"}});
   ASSERT_EQ(run.wait(), 0) << run.err();
   auto env = variables_of(run.out(), 0);
@@ -66,7 +66,7 @@ TEST(LauncherEnvironment, KeepsTheUsersThreadsAndPort) {
   EXPECT_EQ(env["OPENBLAS_NUM_THREADS"], "7") << "one count for all libraries";
   EXPECT_EQ(env["MKL_NUM_THREADS"], "7") << "an empty variable is not set, and LibTorch obeys this one first";
   EXPECT_EQ(env["MIMALLOC_PURGE_DELAY"], "5");
-  EXPECT_EQ(env["MASTER_PORT"], "15999");
+  EXPECT_EQ(env["MASTER_PORT"], "14999");
 }
 
 // Like ranks of mpirun: the variables must be set before the libraries that read them are loaded.
@@ -140,7 +140,7 @@ TEST(LauncherFailure, LastOutputOfARankPrecedesTheLaunchersLine) {
 
 TEST(LauncherFailure, KillsARankThatIgnoresSigterm) {
   Launcher run(script({"-n", "2", "--grace", "0.1"},
-                      "[ $RANK = 1 ] && { sleep 0.3; exit 4; }; trap '' TERM; while :; do sleep 0.1; done"));
+                      "[ $RANK = 1 ] && { sleep 1; exit 4; }; trap '' TERM; while :; do sleep 0.1; done"));
   EXPECT_EQ(run.wait(), 4);
   EXPECT_THAT(run.err(), HasSubstr("summary: rank 0: killed by SIGKILL (sent by the launcher)"));
   EXPECT_TRUE(run.nothing_left()) << ::testing::PrintToString(run.processes());
@@ -157,7 +157,7 @@ TEST(LauncherFailure, KillOfOneRankEndsAll) {
 
 TEST(LauncherOrphans, BackgroundProcessOfARankNeitherHoldsTheLauncherNorSurvives) {
   Launcher run(script({"-n", "2"}, "sleep 100 & echo done"));
-  EXPECT_EQ(run.wait(8s), 0) << run.err();
+  EXPECT_EQ(run.wait(20s), 0) << run.err();
   EXPECT_EQ(count_of(run.out(), "done"), 2);
   EXPECT_TRUE(run.nothing_left()) << ::testing::PrintToString(run.processes());
 }
@@ -165,7 +165,7 @@ TEST(LauncherOrphans, BackgroundProcessOfARankNeitherHoldsTheLauncherNorSurvives
 TEST(LauncherOrphans, BackgroundProcessOfAnEndedRankIsKilledWhileOthersRun) {
   Launcher run(script({"-n", "2"},
                       "[ $RANK = 0 ] && { sleep 99 >/dev/null 2>&1 & echo left=$!; exit 0; }; echo ready; "
-                      "sleep 3; echo end"));
+                      "sleep 9; echo end"));
   ASSERT_TRUE(run.shows("ready"));
   ASSERT_TRUE(run.shows("left="));
   const auto sleeps = [&] {
@@ -173,14 +173,14 @@ TEST(LauncherOrphans, BackgroundProcessOfAnEndedRankIsKilledWhileOthersRun) {
       if (process.ends_with(": sleep 99 ")) return true;
     return false;
   };
-  EXPECT_TRUE(eventually([&] { return !sleeps(); }, 2s));
+  EXPECT_TRUE(eventually([&] { return !sleeps(); }, 6s));
   EXPECT_THAT(run.out(), Not(HasSubstr("end")));
   EXPECT_EQ(run.wait(), 0);
 }
 
 TEST(LauncherOrphans, ProcessThatLeftTheGroupIsFoundAndKilled) {
-  Launcher run(script({"-n", "2"}, "setsid sh -c 'sleep 100 & echo away; sleep 100' & sleep 0.5; echo done"));
-  EXPECT_EQ(run.wait(8s), 0) << run.err();
+  Launcher run(script({"-n", "2"}, "setsid sh -c 'sleep 100 & echo away; sleep 100' & sleep 2; echo done"));
+  EXPECT_EQ(run.wait(20s), 0) << run.err();
   EXPECT_EQ(count_of(run.out(), "away"), 2);
   EXPECT_TRUE(run.nothing_left()) << ::testing::PrintToString(run.processes());
 }

@@ -145,11 +145,11 @@ TEST(MeshGroups, AMemberThatNeverAsksIsNamed) {
                              return;
                            }
                            if (world.rank() == 1) {
-                             world.group_of({1}, 1s);
+                             world.group_of({1}, 3s);
                              return;
                            }
                            const std::string message = message_of<TimeoutError>([&] {
-                             world.group_of({0, 2, 3}, 1s);
+                             world.group_of({0, 2, 3}, 3s);
                            });
                            messages[static_cast<std::size_t>(world.rank())] = message;
                            told = true;

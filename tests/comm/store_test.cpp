@@ -39,11 +39,7 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 Bytes bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
 std::string text_of(const Bytes& bytes) { return {bytes.begin(), bytes.end()}; }
 
-int unused_port() {
-  const auto [fd, port] = test::listen_on_loopback();
-  close(fd);
-  return port;
-}
+using test::port_for_later;
 
 LaunchEnv env_of(int rank, int size, int port, const std::string& secret = "the secret of this job") {
   LaunchEnv env;
@@ -62,7 +58,7 @@ Clock::time_point in(std::chrono::milliseconds time) { return Clock::now() + tim
 
 // A store and `clients` ranks that use it, all in this process.
 struct Ranks {
-  explicit Ranks(int clients, const std::string& secret = "the secret of this job") : port(unused_port()) {
+  explicit Ranks(int clients, const std::string& secret = "the secret of this job") : port(port_for_later()) {
     all.push_back(Store::connect(env_of(0, clients + 1, port, secret), in(20s)));
     for (int rank = 1; rank <= clients; ++rank)
       all.push_back(Store::connect(env_of(rank, clients + 1, port, secret), in(20s)));
@@ -201,7 +197,7 @@ TEST(AuthenticatedStore, WhatIsTooLargeIsRefusedAndTheStoreStaysUsable) {
 }
 
 TEST(AuthenticatedStore, AnotherSecretIsAClearErrorWithinTheDeadline) {
-  const int port = unused_port();
+  const int port = port_for_later();
   auto host = std::make_unique<Store>(Store::connect(env_of(0, 2, port), in(20s)));
   const auto begin = Clock::now();
   const std::string error = message_of<ConfigError>(
@@ -259,7 +255,7 @@ TEST(AuthenticatedStore, TheLauncherSaysThatARankHasEnded) {
   ASSERT_FALSE(board.path().empty());
   board.post(1, "exit code 0 after 0.1 s");  // the reader itself
   board.post(2, "killed by SIGKILL after 0.2 s");
-  LaunchEnv env = env_of(1, 3, unused_port());
+  LaunchEnv env = env_of(1, 3, port_for_later());
   env.notices = board.path();
   const auto begin = Clock::now();
   const std::string error = message_of<PeerLostError>([&] { Store::connect(env, in(60s)); });
@@ -281,7 +277,7 @@ TEST(AuthenticatedStore, TheLauncherSaysThatARankHasEnded) {
 // processes
 
 TEST(AuthenticatedStore, Processes) {
-  const int port = unused_port();
+  const int port = port_for_later();
   const auto ended = test::run_ranks(4, 120s, [&](int rank, const test::FileStore&) {
     const Store store = Store::connect(env_of(rank, 4, port), in(60s));
     for (int round = 0; round < 20; ++round) {
@@ -301,7 +297,7 @@ TEST(AuthenticatedStore, Processes) {
 }
 
 TEST(AuthenticatedStore, AHostThatDiesIsNamed) {
-  const int port = unused_port();
+  const int port = port_for_later();
   const auto ended = test::run_ranks(2, 60s, [&](int rank, const test::FileStore& files) {
     Store store = Store::connect(env_of(rank, 2, port), in(30s));
     if (rank == 0) {
@@ -314,7 +310,7 @@ TEST(AuthenticatedStore, AHostThatDiesIsNamed) {
     const std::string error = message_of<PeerLostError>([&] { store.get("never", in(30s), "nobody"); });
     RANK_CHECK(error.find("127.0.0.1:" + std::to_string(port)) != std::string::npos);
     RANK_CHECK(error.find("rank 0, has ended") != std::string::npos);
-    RANK_CHECK(Clock::now() - begin < 10s);
+    RANK_CHECK(Clock::now() - begin < 20s);
   });
   ASSERT_EQ(ended.size(), 2u);
   EXPECT_EQ(ended[1], 0);
@@ -333,9 +329,9 @@ bool is_stopped(pid_t process) {
 }
 
 TEST(AuthenticatedStore, AHostThatIsStoppedIsATimeOut) {
-  const int port = unused_port();
+  const int port = port_for_later();
   const auto ended = test::run_ranks(2, 60s, [&](int rank, const test::FileStore& files) {
-    Store store = Store::connect(env_of(rank, 2, port), in(2s));
+    Store store = Store::connect(env_of(rank, 2, port), in(5s));
     if (rank == 0) {
       files.set("host", std::to_string(getpid()));
       files.get("ended", 50s);
@@ -351,7 +347,7 @@ TEST(AuthenticatedStore, AHostThatIsStoppedIsATimeOut) {
     const std::string error = message_of<TimeoutError>([&] { store.set("c", "d"); });
     RANK_CHECK(error.find("stopped or unreachable") != std::string::npos);
     RANK_CHECK(error.find("127.0.0.1:" + std::to_string(port)) != std::string::npos);
-    RANK_CHECK(Clock::now() - begin < 10s);
+    RANK_CHECK(Clock::now() - begin < 20s);
     kill(host, SIGCONT);
     // The reply to the abandoned request is not taken for another one's.
     for (int i = 0; i < 200; ++i) {
@@ -449,7 +445,7 @@ TEST(Monitor, AStrangerCanNeitherReadNorSayAnything) {
 
 // A stopped process keeps its connections: only its silence tells.
 TEST(Monitor, SilenceIsNoticed) {
-  const int port = unused_port();
+  const int port = port_for_later();
   const auto ended = test::run_ranks(3, 90s, [&](int rank, const test::FileStore& files) {
     const LaunchEnv env = env_of(rank, 3, port);
     Store store = Store::connect(env, in(30s));

@@ -41,6 +41,22 @@ inline std::pair<int, int> listen_on_loopback() {
   return {fd, ntohs(address.sin_port)};
 }
 
+// A port for a listener of later: below those that the kernel gives to connections and the launcher to ranks,
+// so that no other test takes it meanwhile.
+inline int port_for_later() {
+  std::random_device random;
+  for (;;) {
+    const int port = 10'000 + static_cast<int>(random() % 5'000), on = 1;
+    const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+    const sockaddr_in address = loopback_address(port);
+    const bool free =
+        bind(fd, reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0 && listen(fd, 1) == 0;
+    close(fd);
+    if (free) return port;
+  }
+}
+
 // Connects to a port of this host; -1 if that is refused.
 inline int stranger(int port) {
   const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);

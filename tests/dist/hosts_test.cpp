@@ -68,21 +68,21 @@ TEST_F(Hosts, AChosenInterfaceStillWins) {
 TEST_F(Hosts, AWrongInterfaceIsNamedOnBothSides) {
   const int port = next_port();
   const auto [alpha, beta] =
-      hosts().run("PENSTOCK_TIMEOUT_S=20 " + rank(0, "10.77.0.1", port) + worker() + " everything",
-                  "PENSTOCK_TIMEOUT_S=20 GLOO_SOCKET_IFNAME=eth9 " + rank(1, "10.77.0.1", port) + worker() +
+      hosts().run("PENSTOCK_TIMEOUT_S=60 " + rank(0, "10.77.0.1", port) + worker() + " everything",
+                  "PENSTOCK_TIMEOUT_S=60 GLOO_SOCKET_IFNAME=eth9 " + rank(1, "10.77.0.1", port) + worker() +
                       " everything");
   EXPECT_NE(beta.exit_code, 0);
   EXPECT_TRUE(has_text(beta.output, "\"eth9\" does not exist on this host; choose one of vb (10.77.0.2)"));
   EXPECT_NE(alpha.exit_code, 0);
   EXPECT_TRUE(has_text(alpha.output, "rank 1"));
   EXPECT_TRUE(has_text(alpha.output, "eth9"));
-  EXPECT_LT(alpha.seconds, 18) << "it must not wait for the deadline";
+  EXPECT_LT(alpha.seconds, 45) << "it must not wait for the deadline";
 }
 
 // Loopback of one side is not that of the other: the check names both, before Gloo tries.
 TEST_F(Hosts, AnInterfaceThatTheOthersDoNotReach) {
   const int port = next_port();
-  const std::string limit = "PENSTOCK_TIMEOUT_S=20 ";
+  const std::string limit = "PENSTOCK_TIMEOUT_S=60 ";
   const auto [alpha, beta] =
       hosts().run(limit + "GLOO_SOCKET_IFNAME=lo " + rank(0, "10.77.0.1", port) + worker() + " everything",
                   limit + rank(1, "10.77.0.1", port) + worker() + " everything");
@@ -91,7 +91,7 @@ TEST_F(Hosts, AnInterfaceThatTheOthersDoNotReach) {
     EXPECT_TRUE(
         has_text(ended.output, "rank 1 on beta (10.77.0.2) cannot reach rank 0 on alpha (127.0.0.1)"));
     EXPECT_TRUE(has_text(ended.output, "refused"));
-    EXPECT_LT(ended.seconds, 18);
+    EXPECT_LT(ended.seconds, 45);
   }
 }
 
@@ -130,7 +130,7 @@ TEST_F(Hosts, NobodyListensAtTheMaster) {
       60s);
   EXPECT_NE(refused.exit_code, 0);
   EXPECT_TRUE(has_text(refused.output, "MASTER_ADDR"));
-  EXPECT_LT(refused.seconds, 12);
+  EXPECT_LT(refused.seconds, 40);
 }
 
 // Packets to the master vanish: each side ends at its deadline and says what is missing.
@@ -145,11 +145,11 @@ TEST_F(Hosts, TheMasterIsABlackHole) {
                     "PENSTOCK_TIMEOUT_S=4 " + rank(1, master, port) + worker() + " everything");
     EXPECT_NE(alpha.exit_code, 0);
     EXPECT_TRUE(has_text(alpha.output, "rank 1 of 2 did not join in time"));
-    EXPECT_LT(alpha.seconds, 14);
+    EXPECT_LT(alpha.seconds, 40);
     EXPECT_NE(beta.exit_code, 0);
     EXPECT_TRUE(has_text(beta.output, "MASTER_ADDR"));
     EXPECT_TRUE(has_text(beta.output, master));
-    EXPECT_LT(beta.seconds, 14);
+    EXPECT_LT(beta.seconds, 40);
   }
 }
 

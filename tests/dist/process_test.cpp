@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "penstock/base/files.h"
+#include "tests/comm/strangers.h"
 #include "tests/command.h"
 #include "tests/has_text.h"
 
@@ -68,18 +69,6 @@ std::string lines_of(const Ended& ended, int rank) {
   for (std::string line; std::getline(text, line);)
     if (line.find(fmt::format("[rank {}]", rank)) != std::string::npos) lines += line + "\n";
   return lines;
-}
-
-int free_port() {
-  const int fd = socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof address);
-  socklen_t length = sizeof address;
-  getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length);
-  close(fd);
-  return ntohs(address.sin_port);
 }
 
 class Processes : public ::testing::Test {
@@ -140,7 +129,7 @@ TEST_F(Processes, NoLauncherIsOneRank) {
 
 // Every socket of rank 0 that accepts connections does so from this host only.
 TEST_F(Processes, ListensOnLoopbackOnly) {
-  const int port = free_port();
+  const int port = port_for_later();
   std::thread job([&] {
     EXPECT_EQ(
         run(fmt::format("'{}' launch -n 2 --port {} -- '{}' lingers", command_line_tool(), port, worker()))
@@ -179,13 +168,15 @@ TEST_F(Processes, ListensOnLoopbackOnly) {
 
 // One of 4 ranks dies; the others must end by themselves, non-zero, within the deadline, naming it.
 void expect_death_is_told(const std::string& scenario, const std::string& variables, int victim = 2,
-                          double limit_s = 15) {
+                          double limit_s = 50) {
   const Ended ended = launch(
-      4, scenario, fmt::format("PENSTOCK_TIMEOUT_S=60 PENSTOCK_TEST_VICTIM={} {}", victim, variables), 40s);
+      4, scenario, fmt::format("PENSTOCK_TIMEOUT_S=60 PENSTOCK_TEST_VICTIM={} {}", victim, variables), 90s);
   EXPECT_EQ(ended.exit_code, 128 + SIGKILL) << ended.output;
-  EXPECT_LT(ended.seconds, limit_s + 3) << ended.output;  // 3 s to start 4 processes on a busy machine
+  EXPECT_LT(ended.seconds, limit_s)
+      << ended.output;  // the deadline is 60 s; a busy machine needs many to start 4 processes
   EXPECT_TRUE(has_text(ended.output, fmt::format("rank {} failed first", victim)));
-  EXPECT_FALSE(has_text(ended.output, "ended by SIGTERM after"));
+  EXPECT_FALSE(has_text(ended.output, "sending SIGTERM")) << "somebody hangs for the whole grace\n"
+                                                          << ended.output;
   for (int rank = 0; rank < 4; ++rank)
     if (rank != victim) {
       EXPECT_TRUE(has_text(lines_of(ended, rank), fmt::format("PeerLostError: rank {} was lost", victim)))
@@ -205,15 +196,15 @@ TEST_F(Processes, KillWhileOthersWaitForLivingRanks) {
 }
 
 TEST_F(Processes, KillInRendezvous) {
-  const Ended ended = launch(4, "killed_in_rendezvous", "PENSTOCK_TIMEOUT_S=5", 40s);
+  const Ended ended = launch(4, "killed_in_rendezvous", "PENSTOCK_TIMEOUT_S=10", 90s);
   EXPECT_EQ(ended.exit_code, 128 + SIGKILL) << ended.output;
-  EXPECT_LT(ended.seconds, 18);
+  EXPECT_LT(ended.seconds, 45);
   EXPECT_TRUE(has_text(ended.output, "rank 2 failed first"));
   for (const int rank : {0, 1, 3}) EXPECT_TRUE(has_text(lines_of(ended, rank), "rank 2")) << ended.output;
 }
 
 TEST_F(Processes, StoppedRankIsNamedByTheTimeOut) {
-  const Ended ended = launch(3, "stopped_rank", "PENSTOCK_TIMEOUT_S=3 PENSTOCK_TEST_VICTIM=1", 40s);
+  const Ended ended = launch(3, "stopped_rank", "PENSTOCK_TIMEOUT_S=10 PENSTOCK_TEST_VICTIM=1", 90s);
   EXPECT_EQ(ended.exit_code, 3) << ended.output;
   EXPECT_TRUE(has_text(ended.output, "no status from rank 1")) << ended.output;
   EXPECT_TRUE(has_text(ended.output, "after the stop"));
@@ -227,25 +218,25 @@ TEST_F(Processes, ARankThatIsToldOfAFailureWhileItLeavesLeavesInOrder) {
 }
 
 TEST_F(Processes, AnExceptionOnOneRankReachesAll) {
-  const Ended ended = launch(3, "throws", "PENSTOCK_TIMEOUT_S=60", 40s);
+  const Ended ended = launch(3, "throws", "PENSTOCK_TIMEOUT_S=60", 90s);
   EXPECT_EQ(ended.exit_code, 3);
-  EXPECT_LT(ended.seconds, 15);
+  EXPECT_LT(ended.seconds, 40);
   for (const int rank : {0, 1})
     EXPECT_TRUE(has_text(lines_of(ended, rank), "rank 2 failed: an exception ended the program"))
         << ended.output;
 }
 
 TEST_F(Processes, LeavingEarlyIsNamed) {
-  const Ended ended = launch(3, "leaves_early", "PENSTOCK_TIMEOUT_S=60", 50s);
+  const Ended ended = launch(3, "leaves_early", "PENSTOCK_TIMEOUT_S=60", 90s);
   EXPECT_EQ(ended.exit_code, 3) << ended.output;
-  EXPECT_LT(ended.seconds, 25);
+  EXPECT_LT(ended.seconds, 40);
   EXPECT_TRUE(has_text(ended.output, "rank 2 has left the world")) << ended.output;
 }
 
 TEST_F(Processes, MismatchIsAnErrorOnEveryRank) {
-  const Ended ended = launch(3, "mismatch", "PENSTOCK_TIMEOUT_S=60", 40s);
+  const Ended ended = launch(3, "mismatch", "PENSTOCK_TIMEOUT_S=60", 90s);
   EXPECT_EQ(ended.exit_code, 3);
-  EXPECT_LT(ended.seconds, 15);
+  EXPECT_LT(ended.seconds, 40);
   for (int rank = 0; rank < 3; ++rank)
     EXPECT_TRUE(has_text(lines_of(ended, rank),
                          "rank 0 sent Float[1048576] (4.0 MiB) with tag 3, rank 1 expected Int[8]"))
@@ -277,7 +268,7 @@ TEST_F(Processes, GroupsOfMeshAxesThroughAFile) {
 TEST_F(Processes, KillOfAMemberBeforeItAsks) { expect_death_is_told("killed_before_group_of", ""); }
 
 TEST_F(Processes, AMemberThatNeverAsksIsNamedOnEveryOther) {
-  const Ended ended = launch(4, "never_asks", "PENSTOCK_TIMEOUT_S=3 PENSTOCK_TEST_VICTIM=2", 60s);
+  const Ended ended = launch(4, "never_asks", "PENSTOCK_TIMEOUT_S=10 PENSTOCK_TEST_VICTIM=2", 90s);
   EXPECT_EQ(ended.exit_code, 3) << ended.output;
   for (const int rank : {0, 1, 3})
     EXPECT_TRUE(has_text(lines_of(ended, rank), "group of ranks[3,2,1,0]: rank 2 did not request it in time"))
@@ -319,10 +310,11 @@ TEST_F(Processes, AnErrorInAnOperatorOfOneRankReachesAll) {
 
 // Every surviving rank reports which rank was lost and in which operation it needed it.
 void expect_sharded_death_is_told(const std::string& scenario, const std::map<int, std::string>& operations) {
-  const Ended ended = launch(4, scenario, "PENSTOCK_TIMEOUT_S=60 PENSTOCK_TEST_VICTIM=2", 40s);
+  const Ended ended = launch(4, scenario, "PENSTOCK_TIMEOUT_S=60 PENSTOCK_TEST_VICTIM=2", 90s);
   EXPECT_EQ(ended.exit_code, 128 + SIGKILL) << ended.output;
-  EXPECT_LT(ended.seconds, 18) << ended.output;
-  EXPECT_FALSE(has_text(ended.output, "ended by SIGTERM after")) << "nobody hangs";
+  EXPECT_LT(ended.seconds, 40) << ended.output;
+  EXPECT_FALSE(has_text(ended.output, "sending SIGTERM")) << "somebody hangs for the whole grace\n"
+                                                          << ended.output;
   for (const auto& [rank, operation] : operations) {
     const std::string lines = lines_of(ended, rank);
     EXPECT_TRUE(has_text(lines, fmt::format("rank {}: one step", rank)));
@@ -358,10 +350,11 @@ TEST_F(Processes, KillInReductionOfReplicatedShards) {
 // The report of each surviving rank names the lost one, and its neighbours report what they needed from it.
 TEST_F(Processes, KillInPipeline) {
   const Ended ended =
-      launch(4, "killed_in_pipeline", "PENSTOCK_P2P=gloo PENSTOCK_TIMEOUT_S=60 PENSTOCK_TEST_VICTIM=2", 40s);
+      launch(4, "killed_in_pipeline", "PENSTOCK_P2P=gloo PENSTOCK_TIMEOUT_S=60 PENSTOCK_TEST_VICTIM=2", 90s);
   EXPECT_EQ(ended.exit_code, 128 + SIGKILL) << ended.output;
-  EXPECT_LT(ended.seconds, 15) << ended.output;
-  EXPECT_FALSE(has_text(ended.output, "ended by SIGTERM after"));
+  EXPECT_LT(ended.seconds, 40) << ended.output;
+  EXPECT_FALSE(has_text(ended.output, "sending SIGTERM")) << "somebody hangs for the whole grace\n"
+                                                          << ended.output;
   for (const int rank : {0, 1, 3}) {
     const std::string lines = lines_of(ended, rank);
     EXPECT_TRUE(has_text(lines, "PeerLostError: rank 2 was lost"));
@@ -375,10 +368,10 @@ TEST_F(Processes, KillInPipeline) {
 // Only the stopped rank is blamed, and all others end.
 void expect_stop_is_told(int ranks, int victim, const std::vector<std::string>& told) {
   const std::string folder = fmt::format("/tmp/penstock-stall-{}-{}", getpid(), victim);
-  const Ended ended = run(fmt::format("PENSTOCK_TIMEOUT_S=2 PENSTOCK_TEST_VICTIM={} PENSTOCK_STALL_DIR='{}' "
-                                      "'{}' launch -n {} --grace 2 -- '{}' stopped_in_pipeline",
+  const Ended ended = run(fmt::format("PENSTOCK_TIMEOUT_S=10 PENSTOCK_TEST_VICTIM={} PENSTOCK_STALL_DIR='{}' "
+                                      "'{}' launch -n {} --grace 6 -- '{}' stopped_in_pipeline",
                                       victim, folder, command_line_tool(), ranks, worker()),
-                          40s);
+                          90s);
   EXPECT_EQ(ended.exit_code, 3) << ended.output;
   EXPECT_TRUE(has_text(ended.output, "TimeoutError: timed out"));
   for (int rank = 0; rank < ranks; ++rank) {
@@ -439,14 +432,7 @@ TEST_F(Processes, TraceOfAPipeline) {
 // ------------------------------------------------------------------------------------------------ rendezvous
 
 TEST_F(Processes, PortInUse) {
-  const int port = free_port();
-  const int holder = socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  address.sin_port = htons(static_cast<std::uint16_t>(port));
-  ASSERT_EQ(bind(holder, reinterpret_cast<sockaddr*>(&address), sizeof address), 0);
-  ASSERT_EQ(listen(holder, 8), 0);
+  const auto [holder, port] = listen_on_loopback();
   const Ended ended = run(
       fmt::format("RANK=0 WORLD_SIZE=2 MASTER_PORT={} PENSTOCK_TIMEOUT_S=5 '{}' connects", port, worker()));
   close(holder);
@@ -457,15 +443,15 @@ TEST_F(Processes, PortInUse) {
 
 TEST_F(Processes, NobodyAtTheMaster) {
   const Ended ended = run(fmt::format("RANK=1 WORLD_SIZE=2 MASTER_PORT={} PENSTOCK_TIMEOUT_S=3 '{}' connects",
-                                      free_port(), worker()));
+                                      port_for_later(), worker()));
   EXPECT_EQ(ended.exit_code, 3);
-  EXPECT_LT(ended.seconds, 10);
+  EXPECT_LT(ended.seconds, 30);
   EXPECT_TRUE(has_text(ended.output, "TimeoutError: no answer from the rendezvous"));
   EXPECT_TRUE(has_text(ended.output, "MASTER_ADDR"));
 }
 
 TEST_F(Processes, AMissingRankIsNamedOnEveryOther) {
-  const Ended ended = launch(3, "stays_away", "PENSTOCK_TIMEOUT_S=3", 40s);
+  const Ended ended = launch(3, "stays_away", "PENSTOCK_TIMEOUT_S=10", 90s);
   EXPECT_NE(ended.exit_code, 0);
   for (const int rank : {0, 1})
     EXPECT_TRUE(has_text(lines_of(ended, rank), "rank 2 of 3 did not join in time")) << ended.output;

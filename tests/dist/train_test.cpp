@@ -84,8 +84,8 @@ class Train : public ::testing::Test {
   // A shell command that waits until the run has done `step` steps, for at most 60 s.
   std::string wait_for_step(const std::string& name, int step) const {
     return fmt::format(
-        "for i in $(seq 600); do grep -q '\"step\":{}[,}}]' '{}' 2>/dev/null && break; sleep 0.1; done", step,
-        (folder / name / "metrics.jsonl").string());
+        "for i in $(seq 3000); do grep -q '\"step\":{}[,}}]' '{}' 2>/dev/null && break; sleep 0.02; done",
+        step, (folder / name / "metrics.jsonl").string());
   }
 
   ScratchFolder folder;
@@ -113,7 +113,7 @@ TEST_F(Train, RunsToTheEndAndLeavesEverything) {
 // bit.
 TEST_F(Train, AKilledRankCostsNothing) {
   const Ended ended = run_command(
-      fmt::format("{} train {} --restarts 2 & run=$!; {}; pkill -KILL -n -f 'train --worker {}'; wait $run",
+      fmt::format("{} train {} --restarts 2 & run=$!; {}; pkill -KILL -n -f 'train --[w]orker {}'; wait $run",
                   penstock(), flags("killed", kMany), wait_for_step("killed", 5),
                   (folder / "killed").string()),
       150s);

@@ -104,7 +104,7 @@ class TwoHosts {
       _exit(99);
     }
     holders_[host] = pid;
-    for (int i = 0; i < 500 && !std::filesystem::exists(ready); ++i) {
+    for (int i = 0; i < 6000 && !std::filesystem::exists(ready); ++i) {
       int status = 0;
       if (waitpid(pid, &status, WNOHANG) == pid) {
         holders_[host] = -1;

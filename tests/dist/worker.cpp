@@ -228,7 +228,7 @@ int killed_before_group_of() {
 int never_asks() {
   World world = World::from_env();
   if (world.rank() == victim()) {
-    std::this_thread::sleep_for(5s);
+    std::this_thread::sleep_for(60s);  // the launcher ends it
   } else {
     world.group_of({3, 2, 1, 0});
   }
@@ -336,7 +336,7 @@ int pipeline_with_signal(int signal) {
       [layer = linear.ptr(), signal, is_victim = stage == victim()](at::Tensor x) {
         const auto step = StepContext::current();
         if (is_victim && !step->trial && step->step == 1 && step->microbatch == 1) {
-          std::this_thread::sleep_for(700ms);
+          std::this_thread::sleep_for(2s);
           kill(getpid(), signal);
         }
         return torch::tanh(layer->forward(x));

@@ -1,6 +1,8 @@
 // Common subexpressions, patterns, pictures, files and signatures of graphs.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -284,8 +286,8 @@ TEST(GraphFiles, FilesRoundTrip) {
       EXPECT_TRUE(torch::equal(x[i].toTensor(), y[i].toTensor())) << i;
     }
 
-  const std::filesystem::path path =
-      std::filesystem::temp_directory_path() / "penstock_graph_tools_test.psgraph";
+  const std::filesystem::path path = std::filesystem::temp_directory_path() /
+                                     fmt::format("penstock_graph_tools_test.{}.psgraph", ::getpid());
   save_graph(path, file);
   EXPECT_EQ(to_text(load_graph(path).joint.graph), to_text(file.joint.graph));
   std::filesystem::remove(path);

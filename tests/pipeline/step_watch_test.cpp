@@ -230,8 +230,8 @@ TEST(PipelineStall, AModuleThatHangsIsNamedOnTheWaitingRanks) {
   const std::string folder =
       (std::filesystem::temp_directory_path() / ("penstock-stall-" + std::to_string(::getpid()))).string();
   ::setenv("PENSTOCK_STALL_DIR", folder.c_str(), 1);
-  const auto errors = errors_of(3, 3s, {.surprised_stage = 1, .surprised_microbatch = 1, .surprise = [] {
-                                          std::this_thread::sleep_for(5s);
+  const auto errors = errors_of(3, 6s, {.surprised_stage = 1, .surprised_microbatch = 1, .surprise = [] {
+                                          std::this_thread::sleep_for(10s);
                                         }});
   ::unsetenv("PENSTOCK_STALL_DIR");
   ASSERT_TRUE(errors.contains(0));
@@ -260,10 +260,10 @@ TEST(PipelineStall, AModuleThatHangsIsNamedOnTheWaitingRanks) {
 TEST(PipelineStall, ARankThatDoesNotComeToAStep) {
   std::string text;
   try {
-    comm::run_ranks(2, 3s, [&](comm::World& world) {
+    comm::run_ranks(2, 6s, [&](comm::World& world) {
       PipelineRuntime pipeline = pipeline_of(world, {});
       run_step(pipeline, 4);
-      if (world.rank() == 1) std::this_thread::sleep_for(5s);
+      if (world.rank() == 1) std::this_thread::sleep_for(10s);
       try {
         run_step(pipeline, 4);
       } catch (const CommError& error) {
@@ -286,7 +286,7 @@ TEST(PipelineStall, AFailureIsQuotedAndDoesNotTakeLong) {
   const auto errors = errors_of(3, 60s, {.surprised_stage = 1, .surprised_microbatch = 1, .surprise = [] {
                                            throw std::runtime_error("no more memory");
                                          }});
-  EXPECT_LT(std::chrono::steady_clock::now() - begin, 10s);
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, 40s);
   ASSERT_EQ(errors.size(), 3u);
   EXPECT_FALSE(has_text(errors.at(1), "seen from rank"));
   for (const int rank : {0, 2}) {

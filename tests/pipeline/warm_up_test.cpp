@@ -182,9 +182,9 @@ TEST(WarmUp, ARankThatFailsBeforeIt) {
 
 TEST(WarmUp, ARankThatDoesNotCome) {
   const auto begin = std::chrono::steady_clock::now();
-  const auto ends = ends_of(3, 2s, [](comm::World& world) {
+  const auto ends = ends_of(3, 5s, [](comm::World& world) {
     PipelineRuntime pipeline = pipeline_of(world, ScheduleKind::OneFOneB, 1);
-    if (world.rank() == 2) std::this_thread::sleep_for(5s);
+    if (world.rank() == 2) std::this_thread::sleep_for(9s);
     pipeline.warm_up();
   });
   EXPECT_LT(std::chrono::steady_clock::now() - begin, 20s);

@@ -136,7 +136,6 @@ void Strike::let_strangers_in() {
     StrangerOptions options;
     options.fault = plan_.fault;
     options.seed = plan_.seed + static_cast<std::uint64_t>(attacked);
-    options.seconds = plan_.seconds;
     options.connections = static_cast<int>(plan_.amount);
     options.reached = &(*injected_).strangers;
     options.reach = hosts == 2 ? Cable::address_of(attacked) : "127.0.0.1";
@@ -233,9 +232,20 @@ void Strike::begin() {
     case Fault::CheckpointDamaged:
       break;  // between two starts
   }
-  if (plan_.seconds > 0)
-    ends_at_ = Clock::now() +
-               std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(plan_.seconds));
+  if (plan_.seconds > 0) ends_at_ = Clock::now() + length();
+}
+
+void Strike::end_if_over() {
+  if (!ends_at_) return;
+  // The time of strangers begins when a port is there for them.
+  if (has_strangers(plan_.fault) && (*injected_).strangers == 0)
+    ends_at_ = Clock::now() + length();
+  else if (Clock::now() >= *ends_at_)
+    end();
+}
+
+Clock::duration Strike::length() const {
+  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(plan_.seconds));
 }
 
 void Strike::end() {

@@ -40,8 +40,8 @@ class Strike {
   // Ends what can end by itself: a cable is plugged in again, a stopped process continues. Faults that lasted
   // to the end of the start as well, so that the job can be started again.
   void end();
-  // When the fault ends during the start; std::nullopt: not before the start is over.
-  std::optional<Clock::time_point> ends_at() const { return ends_at_; }
+  // To be called again and again: ends a fault that lasts for less than the start when its time is over.
+  void end_if_over();
 
  private:
   void hit(int rank_or_launcher);
@@ -49,6 +49,7 @@ class Strike {
   void change_cable();
   void fill_disk();
   void let_strangers_in();
+  Clock::duration length() const;
 
   const Plan plan_;
   Job& job_;
@@ -56,7 +57,7 @@ class Strike {
   InjectedFile& injected_;
   std::vector<pid_t> stopped_;
   std::vector<std::unique_ptr<Helper>> strangers_;
-  std::optional<Clock::time_point> ends_at_;
+  std::optional<Clock::time_point> ends_at_;  // std::nullopt: not before the start is over
   bool cable_changed_ = false, disk_filled_ = false, disk_covered_ = false, ended_ = false;
 };
 

@@ -147,7 +147,7 @@ class Trial {
     const auto limit = struck + std::chrono::duration_cast<Clock::duration>(
                                     std::chrono::duration<double>(expected.deadline_s + 10));
     while (!job.others_ended() && Clock::now() < limit) {
-      if (const auto end = strike.ends_at(); end && Clock::now() >= *end) strike.end();
+      strike.end_if_over();
       std::this_thread::sleep_for(kStep);
     }
     // The launcher is gone: what it started has as long as any other has to notice a death.

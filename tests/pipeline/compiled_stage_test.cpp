@@ -12,6 +12,7 @@
 
 #include "penstock/errors.h"
 #include "penstock/fake.h"
+#include "penstock/microbatch.h"
 #include "penstock/mode.h"
 #include "penstock/pipeline/compiled/prepare_stage.h"
 #include "penstock/random.h"
@@ -260,6 +261,50 @@ TEST(CompiledStage, RefusesWritesIntoAViewOfABatch) {
                "writes args[0]"));
 }
 
+// Each microbatch is a view of the batch, the first one at offset 0.
+TEST(CompiledStage, RefusesWritesIntoEveryMicrobatch) {
+  const StageModule fast =
+      compiled_stage(StageModule([](at::Tensor x) { return x.clamp_max_(0.5) * 2; }, StageModule::Modules{}));
+  const at::Tensor batch = torch::ones({8, 2});
+  const Microbatches parts = split_microbatches(Tree::tuple({batch}), {}, 4);
+  for (std::size_t i = 0; i < parts.count(); ++i) {
+    SCOPED_TRACE(i);
+    const StepGuard guard(step_of(0, static_cast<std::int64_t>(i)));
+    EXPECT_TRUE(
+        has_text(message_of<NotImplemented>([&] { fast.forward(parts.args[i], Tree()); }), "writes args[0]"));
+  }
+  EXPECT_TRUE(at::equal(batch, torch::ones({8, 2})));
+}
+
+// The first argument is the whole tensor, so it alone could be written; the second one would not see that.
+TEST(CompiledStage, RefusesWritesIntoArgumentsThatShareMemory) {
+  const StageModule fast = compiled_stage(
+      StageModule([](at::Tensor x, at::Tensor y) { return x.add_(1) * y; }, StageModule::Modules{}));
+  const at::Tensor x = torch::zeros({4, 2});
+  const StepGuard guard(step_of(0, 0));
+  EXPECT_TRUE(has_text(message_of<NotImplemented>([&] {
+                         fast.forward(Tree::tuple({x, x}), Tree());
+                       }),
+                       "writes args[0]"));
+}
+
+// A graph that was captured for a tensor with memory of its own, which may be written, is not run for a view.
+TEST(CompiledStage, RefusesWritesIntoViewsWithAnEarlierGraph) {
+  Counted counted;
+  const StageModule fast =
+      compiled_stage(StageModule([](at::Tensor x) { return x.clamp_max_(0.5) * 2; }, StageModule::Modules{}),
+                     counted.options());
+  const at::Tensor own = torch::ones({2, 2}), batch = torch::ones({4, 2});
+  const StepGuard guard(step_of(0, 1));
+  EXPECT_TRUE(at::equal(fast.forward(args_of(own), Tree()).tensor(), torch::ones({2, 2})));
+  EXPECT_TRUE(at::equal(own, torch::full({2, 2}, 0.5)));
+  EXPECT_TRUE(
+      has_text(message_of<NotImplemented>([&] { fast.forward(args_of(batch.narrow(0, 2, 2)), Tree()); }),
+               "writes args[0]"));
+  EXPECT_TRUE(at::equal(batch, torch::ones({4, 2})));
+  EXPECT_EQ(counted.captures.size(), 1u);
+}
+
 TEST(CompiledStage, NeedsBothCallbacksForValues) {
   CompiledStageOptions options;
   options.values_left = [] { return Tree(); };
@@ -364,6 +409,28 @@ TEST(KeptStages, AreNotKeptIfTheyAreRefused) {
                          "a value of the running step"));
     EXPECT_TRUE(counted.captures.empty());
   }
+}
+
+// The stored graph writes its argument, which was no view in the run that stored it.
+TEST(KeptStages, RefuseWritesIntoViews) {
+  const CacheFolder folder;
+  const at::Tensor batch = torch::ones({4, 2});
+  for (const bool cold : {true, false}) {
+    Counted counted;
+    const StageModule fast = compiled_stage(
+        StageModule([](at::Tensor x) { return x.clamp_max_(0.5) * 2; }, StageModule::Modules{}),
+        folder.options(counted));
+    const StepGuard guard(step_of(0, 0));
+    if (cold) {
+      fast.forward(args_of(torch::ones({2, 2})), Tree());
+      EXPECT_EQ(counted.captures.size(), 1u);
+    } else {
+      EXPECT_TRUE(
+          has_text(message_of<NotImplemented>([&] { fast.forward(args_of(batch.narrow(0, 0, 2)), Tree()); }),
+                   "writes args[0]"));
+    }
+  }
+  EXPECT_TRUE(at::equal(batch, torch::ones({4, 2})));
 }
 
 TEST(KeptStages, ArePreparedWithoutARun) {

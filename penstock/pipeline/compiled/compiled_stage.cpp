@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -48,22 +49,38 @@ std::string text_of(const StepContext& step, bool uses_rows) {
 }
 
 // Microbatches are views of one batch at different offsets, and several arguments may be views of the same
-// tensor, which a graph would tell apart. Without gradients they are small: tokens, masks.
+// tensor, which a graph would tell apart. Without gradients they are small: tokens, masks. All microbatches
+// are copied, the first one too: they have the same strides then, and none of them can be written.
 class OwnMemory {
  public:
-  void place(Tree& leaf) {
-    if (!leaf.is_tensor()) return;
-    const at::Tensor& tensor = leaf.tensor();
-    if (tensor.requires_grad() || is_wrapper(tensor) || !tensor.has_storage()) return;
-    const bool is_first = known_.insert(tensor.storage().unsafeGetStorageImpl()).second;
-    if (is_first && tensor.storage_offset() == 0) return;
-    leaf = Tree(tensor.clone());
-    copied = true;
+  explicit OwnMemory(const std::vector<Tree>& leaves) {
+    for (const Tree& leaf : leaves)
+      if (concerns(leaf)) ++uses_[storage_of(leaf.tensor())];
   }
-  bool copied = false;
+  // Replaces a leaf that has no memory of its own by a copy; returns whether it did.
+  bool place(Tree& leaf) const {
+    if (!concerns(leaf)) return false;
+    const at::Tensor& tensor = leaf.tensor();
+    if (uses_.at(storage_of(tensor)) == 1 && !is_part(tensor)) return false;
+    leaf = Tree(tensor.clone());
+    return true;
+  }
 
  private:
-  std::unordered_set<const c10::StorageImpl*> known_;
+  static bool concerns(const Tree& leaf) {
+    if (!leaf.is_tensor()) return false;
+    const at::Tensor& tensor = leaf.tensor();
+    return !tensor.requires_grad() && !is_wrapper(tensor) && tensor.has_storage();
+  }
+  static const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+    return tensor.storage().unsafeGetStorageImpl();
+  }
+  static bool is_part(const at::Tensor& tensor) {
+    return tensor.storage_offset() != 0 ||
+           tensor.storage().nbytes() > static_cast<std::size_t>(tensor.numel()) * tensor.itemsize();
+  }
+
+  std::unordered_map<const c10::StorageImpl*, int> uses_;
 };
 
 class CompiledStage {
@@ -115,18 +132,14 @@ class CompiledStage {
   struct Call {
     Entry* entry;
     Values inputs;
-    std::vector<char> copied;  // by leaf of the arguments: whether it has memory of its own
+    std::vector<char> copied;  // by leaf of the arguments: whether it is a copy
   };
 
   Call call_with(const Tree& args, const Tree& kwargs, const StepContext& step) {
     FlatTree flat = flatten_tree(Tree::tuple({args, kwargs}));
     Call call{.entry = &entry_for(flat.spec), .inputs = Values(state_.begin(), state_.end()), .copied = {}};
-    OwnMemory own;
-    for (Tree& leaf : flat.leaves) {
-      own.copied = false;
-      own.place(leaf);
-      call.copied.push_back(own.copied);
-    }
+    const OwnMemory own(flat.leaves);
+    for (Tree& leaf : flat.leaves) call.copied.push_back(own.place(leaf));
     call.inputs.emplace_back(text_of(step, options_.uses_rows));
     for (c10::IValue& leaf : graph::values_of_leaves(flat.leaves)) call.inputs.push_back(std::move(leaf));
     return call;
@@ -209,18 +222,26 @@ class CompiledStage {
                   return true;
                 },
             .check = [this, of = &entry](const graph::FunctionCapture& capture,
-                                         const Values& inputs) { check_capture(*of, capture, inputs); }};
+                                         const Values& inputs) { check_capture(*of, capture, inputs); },
+            .check_run =
+                [this, of = &entry](const graph::FunctionCapture& capture) { check_writes(*of, capture); }};
   }
 
   void check_capture(const Entry& entry, const graph::FunctionCapture& capture, const Values& inputs) const {
+    check_writes(entry, capture);
+    if (const auto step = StepContext::current(); step->running)
+      check_independence_of_step(entry.function, inputs, entry.convention, *step, options_.uses_rows);
+  }
+
+  // A write would be lost in the copy. Whether an argument is copied differs from call to call of one graph.
+  void check_writes(const Entry& entry, const graph::FunctionCapture& capture) const {
     for (std::size_t i = 0; entry.copied && i < entry.copied->size(); ++i)
       if (const std::size_t input = state_.size() + 1 + i;
           (*entry.copied)[i] != 0 && capture.user_meta().inputs[input].mutates_data)
         throw NotImplemented(fmt::format(
-            "compiled_stage: forward writes {}, which is a view of a larger tensor; write a copy of it",
+            "compiled_stage: forward writes {}, which is a part of a larger tensor (a microbatch of a batch) "
+            "or shares memory with another argument; write a copy of it",
             entry.convention.name_of(input)));
-    if (const auto step = StepContext::current(); step->running)
-      check_independence_of_step(entry.function, inputs, entry.convention, *step, options_.uses_rows);
   }
 
   // "[0][1]" -> "args[1]", "[1]['mask']" -> "kwargs['mask']"

@@ -113,6 +113,54 @@ TEST(CompiledStage, RunsBackwardInTheStepOfItsForward) {
     expect_equal(run(fast, step_of(step, 1), x, true), run(plain, step_of(step, 1), x, true));
 }
 
+// The output of one microbatch, the gradient of its input, and what that depends on: of a stage that may be
+// gone before backward runs.
+std::vector<at::Tensor> derivatives_of(StageModule stage, const StepContext& step, const at::Tensor& input,
+                                       bool gone = false) {
+  const at::Tensor x = input.detach().clone().requires_grad_();
+  at::Tensor out;
+  {
+    const StepGuard guard(step);
+    out = stage.forward(args_of(x), Tree()).tensor();
+  }
+  if (gone) stage = StageModule([](at::Tensor y) { return y; }, StageModule::Modules{});
+  const StepGuard other(step_of(99, 0));
+  const at::Tensor slope =
+      torch::autograd::grad({out.pow(2).sum()}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true)[0];
+  return {out.detach(), slope.detach(), torch::autograd::grad({slope.pow(2).sum()}, {x})[0]};
+}
+
+// The module runs again, with the mask of its forward.
+TEST(CompiledStage, IsDifferentiatedTwice) {
+  const auto function = [](const at::Tensor& x) { return dropped(x.tanh()); };
+  const StageModule plain = linear_with(function);
+  Counted counted;
+  const StageModule fast = compiled_stage(linear_with(function), counted.options());
+  const at::Tensor x = torch::randn({6, 8});
+  for (std::int64_t step = 0; step < 2; ++step)
+    for (const bool gone : {false, true}) {
+      SCOPED_TRACE(gone);
+      const auto expected = derivatives_of(plain, step_of(step, 1), x);
+      const auto actual =
+          derivatives_of(gone ? compiled_stage(linear_with(function)) : fast, step_of(step, 1), x, gone);
+      for (std::size_t i = 0; i < expected.size(); ++i)
+        EXPECT_TRUE(torch::allclose(actual[i], expected[i], 1e-4, 1e-5)) << i;
+    }
+  EXPECT_EQ(counted.captures.size(), 1u);
+}
+
+TEST(CompiledStage, IsDifferentiatedTwiceWithTheFlagsOfItsForward) {
+  torch::nn::Linear linear(8, 8);
+  const StageModule fast = compiled_stage(StageModule(linear));
+  const at::Tensor x = torch::randn({6, 8}).requires_grad_();
+  const StepGuard guard(step_of(1, 0));
+  const at::Tensor out = fast.forward(args_of(x), Tree()).tensor().pow(2).sum();
+  linear->eval();
+  EXPECT_TRUE(has_text(
+      message_of<StateError>([&] { torch::autograd::grad({out}, {x}, {}, true, /*create_graph=*/true); }),
+      "a training flag of a module was changed"));
+}
+
 TEST(CompiledStage, HasTheLossScaleOfEachStep) {
   const auto scaled = [](const at::Tensor& x) { return x * scale_of_running_step(x, 0.5); };
   const StageModule plain = linear_with(scaled), fast = compiled_stage(linear_with(scaled));

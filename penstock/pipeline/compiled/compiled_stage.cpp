@@ -83,6 +83,12 @@ class OwnMemory {
   std::unordered_map<const c10::StorageImpl*, int> uses_;
 };
 
+std::string flags_of(const std::vector<std::shared_ptr<torch::nn::Module>>& modules) {
+  std::string flags;
+  for (const auto& module : modules) flags += module->is_training() ? '1' : '0';
+  return flags;
+}
+
 class CompiledStage {
  public:
   CompiledStage(StageModule module, CompiledStageOptions options)
@@ -163,14 +169,8 @@ class CompiledStage {
     ready_ = true;
   }
 
-  std::string training_flags() const {
-    std::string flags;
-    for (const auto& module : all_modules_) flags += module->is_training() ? '1' : '0';
-    return flags;
-  }
-
   Entry& entry_for(const TreeSpec& spec) {
-    const std::string flags = training_flags();
+    const std::string flags = flags_of(all_modules_);
     const bool grad = c10::GradMode::is_enabled();
     for (const auto& entry : entries_)
       if (entry->grad == grad && entry->flags == flags && entry->spec == spec) return *entry;
@@ -180,14 +180,20 @@ class CompiledStage {
     entry->grad = grad;
     entry->results = std::make_shared<std::vector<TreeSpec>>();
     const std::size_t first = state_.size() + 1;
-    entry->function = [this, spec, first, results = entry->results](const Values& inputs) {
+    // Backward may outlive this object, and run it again for a second derivative.
+    entry->function = [module = module_, values_left = options_.values_left, modules = all_modules_, flags,
+                       spec, first, results = entry->results](const Values& inputs) {
+      if (flags_of(modules) != flags)
+        throw StateError(
+            "compiled_stage: a training flag of a module was changed between forward and the second "
+            "derivative, which runs the stage again; call train() or eval() after it");
       const Tree given = unflatten_tree(graph::leaves_of_values(std::span(inputs).subspan(first)), spec);
-      StepContext step = *StepContext::current();
-      step.captured = true;
+      // A capture runs under modes. A second derivative runs in the step of its forward.
+      StepContext step = StepContext::current()->recomputation();
+      if (current_mode()) step.recompute = false, step.captured = true;
       const StepGuard guard(std::move(step));
-      const Tree result = module_.forward(given[0], given[1]);
-      FlatTree flat =
-          flatten_tree(Tree::tuple({result, options_.values_left ? options_.values_left() : Tree()}));
+      const Tree result = module.forward(given[0], given[1]);
+      FlatTree flat = flatten_tree(Tree::tuple({result, values_left ? values_left() : Tree()}));
       Values values = graph::values_of_leaves(flat.leaves);
       const auto known = std::find(results->begin(), results->end(), flat.spec);
       values.emplace_back(static_cast<std::int64_t>(known - results->begin()));

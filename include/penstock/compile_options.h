@@ -27,6 +27,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -133,6 +134,10 @@ struct CacheOptions {
   std::string name = {};
   // Used instead of the cache folder: calls are written to it, or only loaded from it (compile_artifact.h).
   std::shared_ptr<Artifact> artifact = {};
+  // How long to wait for another process that makes the same entry; the call is then compiled without the
+  // cache, and the compiled function does not wait again. Never more than a third of PENSTOCK_TIMEOUT_S:
+  // other ranks may be waiting for this one.
+  std::chrono::milliseconds longest_wait = std::chrono::minutes(5);
 };
 
 // Computes the results of an operator by other ones. Takes one value for each argument of the schema, returns

@@ -160,7 +160,8 @@ void for_each_value(const Operands& operands, Visit&& visit) {
 std::vector<std::size_t> written_arguments(const Node& node);
 // Returns whether the node writes any argument.
 bool writes(const Node& node);
-// Returns whether the node draws from a random generator of the process, or reads or sets its state.
+// Returns whether the node draws from a random generator of the process, or reads or sets its state. Fused
+// attention draws only if its probability of dropout is not 0.
 bool is_random(const Node& node);
 // Returns whether the node has a visible effect besides its results: a collective, for which other processes
 // wait, and any operator that returns nothing. Such nodes run exactly once and in order, whether or not their

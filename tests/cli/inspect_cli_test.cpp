@@ -131,6 +131,11 @@ TEST_F(InspectCli, ShowsTheTensorsOfGraphs) {
   const Ended all = penstock("inspect memory " + config() + graph + "1");
   ASSERT_EQ(all.exit_code, 0) << all.output;
   EXPECT_TRUE(has_text(all.output, "recomputed in backward: nothing"));
+  const Ended stages = penstock("inspect memory " + config() +
+                                " --predict-only --pp 2 --schedule 1F1B --compile graph --activation_budget "
+                                "'1 GiB'");
+  ASSERT_EQ(stages.exit_code, 0) << stages.output;
+  EXPECT_TRUE(has_text(stages.output, "1.0 GiB for each of 2 stages, 2.0 GiB for the whole model"));
   const Ended eager = penstock("inspect memory " + config() + " --predict-only --pp 1 --html '" + html + "'");
   EXPECT_EQ(eager.exit_code, 2);
   EXPECT_TRUE(has_text(eager.output, "add --training.compile graph")) << eager.output;

@@ -1,6 +1,8 @@
 // Tests of the command `penstock inspect graph`.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <cstddef>
 #include <filesystem>
 #include <fstream>
 #include <string>
@@ -78,6 +80,31 @@ TEST(InspectGraph, SaysWhatIsSavedAndRecomputed) {
   EXPECT_EQ(unknown.exit_code, 2);
   EXPECT_TRUE(has_text(unknown.output, "did you mean \"blocks.*.feed\"?")) << unknown.output;
   EXPECT_EQ(penstock(model + "--min-cut --training.activation_budget 0.4").exit_code, 2);
+}
+
+// A budget in bytes is for the graph of each stage, and the command shows the graph of the whole model.
+TEST(InspectGraph, BudgetsInBytesAreThoseOfAllStages) {
+  const std::string model =
+      "inspect graph --preset tiny --layers 2 --schedule 1F1B --nodes 1 --training.compile graph "
+      "--training.activation_policy '*: save' ";
+  const auto with_budget = [&](int pp, const std::string& budget) {
+    return penstock(fmt::format("{} --pp {} --training.activation_budget '{}'", model, pp, budget));
+  };
+  const Ended too_small = with_budget(2, "1 KiB");
+  EXPECT_NE(too_small.exit_code, 0);
+  EXPECT_TRUE(has_text(too_small.output, "1.0 KiB for each of 2 stages, 2.0 KiB for the whole model"));
+  const std::string remedy = "set the budget to \"";
+  const std::size_t found = too_small.output.find(remedy);
+  ASSERT_NE(found, std::string::npos) << too_small.output;
+  const long long whole = std::stoll(too_small.output.substr(found + remedy.size()));
+  const std::string half = std::to_string(whole / 2 + 1) + " B";
+  const Ended stages = with_budget(2, half);
+  EXPECT_EQ(stages.exit_code, 0) << stages.output;
+  EXPECT_TRUE(has_text(stages.output, "for each of 2 stages"));
+  EXPECT_NE(with_budget(1, half).exit_code, 0);
+  const Ended one = with_budget(1, std::to_string(whole) + " B");
+  EXPECT_EQ(one.exit_code, 0) << one.output;
+  EXPECT_FALSE(has_text(one.output, "for each of"));
 }
 
 TEST(InspectGraph, WhatCannotBeReadIsAUsageError) {

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <set>
 #include <string>
 #include <vector>
@@ -13,6 +14,9 @@
 #include "penstock/errors.h"
 #include "penstock/graph/partition/activation_plan.h"
 #include "penstock/graph/partition/node_modules.h"
+#include "penstock/graph/run/compiled.h"
+#include "penstock/torch/kernels/attention_mask.h"
+#include "penstock/torch/kernels/fused_attention.h"
 #include "tests/graph/budget_model.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
@@ -115,6 +119,34 @@ TEST(ActivationPlan, RandomOperatorsWithoutStatesAreSaved) {
     for (const Node& node : plan.halves.backward.nodes)
       EXPECT_FALSE(is_random(node)) << node.op.operator_name().name;
   }
+}
+
+// By a fused operator where LibTorch has one, by products elsewhere.
+TEST(ActivationPlan, AttentionWithoutDropoutIsRecomputed) {
+  const Function function = [](const Values& in) -> Values {
+    const at::Tensor q = in[0].toTensor().sin(), k = q.cos();
+    return {attend(q, k, q, AttentionMask::causal(16, 16)).sum()};
+  };
+  const auto run = [](const std::function<Values(const Values&)>& call) {
+    const at::Tensor x = torch::linspace(-1, 1, 2 * 2 * 16 * 8).view({2, 2, 16, 8}).set_requires_grad(true);
+    const at::Tensor loss = call({x})[0].toTensor();
+    loss.backward();
+    return std::vector<at::Tensor>{loss.detach(), x.grad()};
+  };
+  Compiled all(function), least(function, with_budget("0", {}, /*explicit_states=*/false));
+  const std::vector<at::Tensor> plain = run(function);
+  for (Compiled* compiled : {&all, &least}) {
+    const std::vector<at::Tensor> actual = run([&](const Values& in) { return (*compiled)(in); });
+    for (std::size_t i = 0; i < plain.size(); ++i) EXPECT_TRUE(torch::equal(actual[i], plain[i])) << i;
+  }
+  std::size_t attentions = 0;
+  for (const Activation& each : plan_activations(all.joint(0), {.budget = "0"}).activations) {
+    if (!has_text(each.op, "attention") && !has_text(each.op, "softmax")) continue;
+    ++attentions;
+    EXPECT_EQ(each.fate, Activation::Fate::Recomputed) << to_text(each);
+    EXPECT_NE(each.reason, Activation::Reason::RunsOnce) << to_text(each);
+  }
+  EXPECT_GT(attentions, 0u);
 }
 
 TEST(ActivationPlan, WhatIsRecomputedRunsJustBeforeItIsUsed) {

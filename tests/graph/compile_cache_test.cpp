@@ -14,6 +14,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "penstock/base/files.h"
@@ -22,6 +23,7 @@
 #include "penstock/compile_artifact.h"
 #include "penstock/context_codec.h"
 #include "penstock/errors.h"
+#include "penstock/graph/cache/entry_lock.h"
 #include "penstock/graph/run/compiled.h"
 #include "penstock/graph/run/compiled_module_internals.h"
 #include "penstock/graph_compiler.h"
@@ -424,6 +426,42 @@ TEST(CallCache, DamagedContentsAreCompiledAgain) {
 }
 
 // Its value may change before the next run: an entry would go on with the old one.
+// A process that was stopped never releases the locks of the call and of its graph. Only the first one is
+// waited for, and not until a rank that waits for this one would time out.
+TEST(CallCache, AStuckLockIsWaitedForOnceAndNotForLong) {
+  using namespace std::chrono_literals;
+  const CacheFolder folder;
+  Compiled(Counted(), folder.options())(inputs_of(1));
+  std::vector<fs::path> entries;
+  for (const auto& item : fs::directory_iterator(folder.path)) entries.push_back(item.path());
+  std::vector<EntryLock> locks;
+  for (const fs::path& entry : entries) {
+    fs::remove(entry);
+    locks.push_back(
+        EntryLock::acquire(fs::path(entry).replace_extension(".lock"), 0ms, [] { return false; }));
+    ASSERT_TRUE(locks.back().held());
+  }
+  ASSERT_EQ(locks.size(), 2U);
+  CompileOptions with_limit = folder.options();
+  with_limit.cache.longest_wait = 200ms;
+  const std::vector<at::Tensor> eager = outcome(Counted(), 1);
+  for (const auto& [options, timeout, waited] :
+       {std::tuple(with_limit, "60", "0.2 s"), std::tuple(folder.options(), "1", "0.3 s")}) {
+    SCOPED_TRACE(waited);
+    ::setenv("PENSTOCK_TIMEOUT_S", timeout, 1);
+    const WarningCapture capture;
+    Compiled stuck(Counted(), options);
+    ::unsetenv("PENSTOCK_TIMEOUT_S");
+    expect_equal(outcome([&](const Values& in) { return stuck(in); }, 1), eager);
+    EXPECT_EQ(stuck.captures(), 1U);
+    EXPECT_EQ(stuck.cache_counts().stored, 0U);
+    const std::vector<Warning> warnings = capture.warnings();
+    ASSERT_EQ(warnings.size(), 1U);
+    EXPECT_TRUE(has_text(warnings[0].message, std::string("has held the lock for ") + waited));
+    EXPECT_TRUE(has_text(warnings[0].message, "step is compiled without the cache"));
+  }
+}
+
 TEST(CallCache, AFunctionThatUsesATensorOfTheProgramIsNotKept) {
   const CacheFolder folder;
   const at::Tensor table = torch::arange(8.).to(at::kFloat).view({4, 2});  // adding 1 is exact

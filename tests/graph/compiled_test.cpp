@@ -350,6 +350,23 @@ TEST(Compiled, BackwardTwiceIsAnError) {
   EXPECT_TRUE(has_text(message_of<c10::Error>([&] { loss.backward(); }), "second time"));
 }
 
+// The rejected backward would have released the graph; the next one retains it.
+TEST(Compiled, ARejectedBackwardCanBeRetried) {
+  Compiled compiled(over_tensors([](const Tensors& in) { return Tensors{in[0].sin().exp()}; }));
+  const at::Tensor x = leaf({3});
+  const at::Tensor y = compiled({x})[0].toTensor(), ones = torch::ones_like(y);
+  at::globalContext().setDeterministicAlgorithms(true, false);
+  const std::string rejected = message_of<StateError>([&] { y.backward(ones); });
+  at::globalContext().setDeterministicAlgorithms(false, false);
+  EXPECT_TRUE(has_text(rejected, "deterministic algorithms are enabled in backward"));
+  const at::Tensor expected = x.detach().cos() * x.detach().sin().exp();
+  y.backward(ones, /*retain_graph=*/true);
+  EXPECT_TRUE(torch::allclose(x.grad(), expected));
+  y.backward(ones);
+  EXPECT_TRUE(torch::allclose(x.grad(), 2 * expected));
+  EXPECT_TRUE(has_text(message_of<c10::Error>([&] { y.backward(ones); }), "second time"));
+}
+
 TEST(Compiled, ASavedTensorWrittenBeforeBackwardIsAnError) {
   const auto modified = [](const std::function<Tensors(const Tensors&)>& function, bool write_input) {
     Compiled compiled(over_tensors(function));

@@ -494,5 +494,43 @@ TEST(ArtifactFolder, DoesNotRemoveFilesOfOthers) {
   EXPECT_TRUE(file_exists(folder.path / "thesis.tex"));
 }
 
+// Other programs have files with these endings, too.
+TEST(ArtifactFolder, RemovesItsOwnFilesOnly) {
+  const std::string key = key_of("old").text();
+  for (const std::string& name :
+       {std::string("phone.call"), std::string("upload.tmp"), key + ".tmp", key + ".call.tmp",
+        key + ".call.x.tmp", key.substr(1) + ".call", "A" + key.substr(1) + ".call", "0" + key + ".call",
+        std::string("manifest.json.bak.12.tmp")}) {
+    SCOPED_TRACE(name);
+    const Folder folder;
+    std::ofstream(folder.path / name) << "x";
+    EXPECT_TRUE(has_text(message_of<ConfigError>([&] { ArtifactFolder::create(folder.path, {}); }),
+                         "files that are no artifact"));
+    EXPECT_TRUE(file_exists(folder.path / name));
+    // It stays beside an artifact.
+    const fs::path there = folder.path / "artifact";
+    ArtifactFolder::create(there, {}).finish();
+    std::ofstream(there / name) << "x";
+    ArtifactFolder made = ArtifactFolder::create(there, {});
+    EXPECT_TRUE(file_exists(there / name));
+    EXPECT_FALSE(file_exists(there / "manifest.json"));
+  }
+}
+
+TEST(ArtifactFolder, ReplacesADamagedOrUnfinishedArtifact) {
+  const std::string call = key_of("old").text() + ".call";
+  const auto left_of = [](const std::vector<std::string>& names) {
+    const Folder folder;
+    for (const std::string& name : names) std::ofstream(folder.path / name) << "{";
+    ArtifactFolder::create(folder.path, {});
+    return std::distance(fs::directory_iterator(folder.path), {});
+  };
+  EXPECT_EQ(left_of({call, call + ".12.tmp", "manifest.json.12.tmp"}), 0);
+  EXPECT_EQ(left_of({call, "manifest.json"}), 0);
+  // Without a call, nothing says that the manifest is that of an artifact.
+  EXPECT_TRUE(
+      has_text(message_of<ConfigError>([&] { left_of({"manifest.json"}); }), "files that are no artifact"));
+}
+
 }  // namespace directory_cache_test
 }  // namespace penstock::graph

@@ -132,6 +132,34 @@ TEST(Graph, ValuesAreFreedAtTheirLastUse) {
   EXPECT_EQ(results[0].toTensor().use_count(), 1u);
 }
 
+// LibTorch tags the fused operators of attention as random, whatever their probability of dropout is.
+TEST(Graph, AttentionDrawsOnlyWithDropout) {
+  for (const char* name :
+       {"aten::_scaled_dot_product_attention", "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_attention_math"}) {
+    const auto op = c10::Dispatcher::singleton().findSchema({name, ""});
+    if (!op) continue;  // not in every version
+    SCOPED_TRACE(name);
+    Node node{*op, {}, {}};
+    Operand* dropout = nullptr;
+    node.arguments.resize(op->schema().arguments().size());
+    for (std::size_t i = 0; i < node.arguments.size(); ++i)
+      if (op->schema().arguments()[i].name() == "dropout_p") dropout = &node.arguments[i];
+    if (!dropout) continue;
+    *dropout = Operand::of(0.0);
+    EXPECT_FALSE(is_random(node));
+    EXPECT_FALSE(must_run(node));
+    const bool tagged = op->hasTag(at::Tag::nondeterministic_seeded);
+    *dropout = Operand::of(0.1);
+    EXPECT_EQ(is_random(node), tagged);
+    // An example of what depends on sizes.
+    *dropout = Operand::of(0.0);
+    dropout->symbolic = 0;
+    EXPECT_EQ(is_random(node), tagged);
+  }
+}
+
 TEST(Graph, VerifyFindsWhatIsBroken) {
   const auto broken = [](const std::function<void(Graph&)>& damage) {
     Graph graph = traced({torch::ones({4})}, [](const auto& in) {

@@ -12,6 +12,7 @@
 
 #include "penstock/errors.h"
 #include "penstock/fake.h"
+#include "penstock/microbatch.h"
 #include "penstock/mode.h"
 #include "penstock/pipeline/compiled/prepare_stage.h"
 #include "penstock/random.h"
@@ -110,6 +111,54 @@ TEST(CompiledStage, RunsBackwardInTheStepOfItsForward) {
   const at::Tensor x = torch::randn({6, 8});
   for (const std::int64_t step : {1, 2})
     expect_equal(run(fast, step_of(step, 1), x, true), run(plain, step_of(step, 1), x, true));
+}
+
+// The output of one microbatch, the gradient of its input, and what that depends on: of a stage that may be
+// gone before backward runs.
+std::vector<at::Tensor> derivatives_of(StageModule stage, const StepContext& step, const at::Tensor& input,
+                                       bool gone = false) {
+  const at::Tensor x = input.detach().clone().requires_grad_();
+  at::Tensor out;
+  {
+    const StepGuard guard(step);
+    out = stage.forward(args_of(x), Tree()).tensor();
+  }
+  if (gone) stage = StageModule([](at::Tensor y) { return y; }, StageModule::Modules{});
+  const StepGuard other(step_of(99, 0));
+  const at::Tensor slope =
+      torch::autograd::grad({out.pow(2).sum()}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true)[0];
+  return {out.detach(), slope.detach(), torch::autograd::grad({slope.pow(2).sum()}, {x})[0]};
+}
+
+// The module runs again, with the mask of its forward.
+TEST(CompiledStage, IsDifferentiatedTwice) {
+  const auto function = [](const at::Tensor& x) { return dropped(x.tanh()); };
+  const StageModule plain = linear_with(function);
+  Counted counted;
+  const StageModule fast = compiled_stage(linear_with(function), counted.options());
+  const at::Tensor x = torch::randn({6, 8});
+  for (std::int64_t step = 0; step < 2; ++step)
+    for (const bool gone : {false, true}) {
+      SCOPED_TRACE(gone);
+      const auto expected = derivatives_of(plain, step_of(step, 1), x);
+      const auto actual =
+          derivatives_of(gone ? compiled_stage(linear_with(function)) : fast, step_of(step, 1), x, gone);
+      for (std::size_t i = 0; i < expected.size(); ++i)
+        EXPECT_TRUE(torch::allclose(actual[i], expected[i], 1e-4, 1e-5)) << i;
+    }
+  EXPECT_EQ(counted.captures.size(), 1u);
+}
+
+TEST(CompiledStage, IsDifferentiatedTwiceWithTheFlagsOfItsForward) {
+  torch::nn::Linear linear(8, 8);
+  const StageModule fast = compiled_stage(StageModule(linear));
+  const at::Tensor x = torch::randn({6, 8}).requires_grad_();
+  const StepGuard guard(step_of(1, 0));
+  const at::Tensor out = fast.forward(args_of(x), Tree()).tensor().pow(2).sum();
+  linear->eval();
+  EXPECT_TRUE(has_text(
+      message_of<StateError>([&] { torch::autograd::grad({out}, {x}, {}, true, /*create_graph=*/true); }),
+      "a training flag of a module was changed"));
 }
 
 TEST(CompiledStage, HasTheLossScaleOfEachStep) {
@@ -260,6 +309,50 @@ TEST(CompiledStage, RefusesWritesIntoAViewOfABatch) {
                "writes args[0]"));
 }
 
+// Each microbatch is a view of the batch, the first one at offset 0.
+TEST(CompiledStage, RefusesWritesIntoEveryMicrobatch) {
+  const StageModule fast =
+      compiled_stage(StageModule([](at::Tensor x) { return x.clamp_max_(0.5) * 2; }, StageModule::Modules{}));
+  const at::Tensor batch = torch::ones({8, 2});
+  const Microbatches parts = split_microbatches(Tree::tuple({batch}), {}, 4);
+  for (std::size_t i = 0; i < parts.count(); ++i) {
+    SCOPED_TRACE(i);
+    const StepGuard guard(step_of(0, static_cast<std::int64_t>(i)));
+    EXPECT_TRUE(
+        has_text(message_of<NotImplemented>([&] { fast.forward(parts.args[i], Tree()); }), "writes args[0]"));
+  }
+  EXPECT_TRUE(at::equal(batch, torch::ones({8, 2})));
+}
+
+// The first argument is the whole tensor, so it alone could be written; the second one would not see that.
+TEST(CompiledStage, RefusesWritesIntoArgumentsThatShareMemory) {
+  const StageModule fast = compiled_stage(
+      StageModule([](at::Tensor x, at::Tensor y) { return x.add_(1) * y; }, StageModule::Modules{}));
+  const at::Tensor x = torch::zeros({4, 2});
+  const StepGuard guard(step_of(0, 0));
+  EXPECT_TRUE(has_text(message_of<NotImplemented>([&] {
+                         fast.forward(Tree::tuple({x, x}), Tree());
+                       }),
+                       "writes args[0]"));
+}
+
+// A graph that was captured for a tensor with memory of its own, which may be written, is not run for a view.
+TEST(CompiledStage, RefusesWritesIntoViewsWithAnEarlierGraph) {
+  Counted counted;
+  const StageModule fast =
+      compiled_stage(StageModule([](at::Tensor x) { return x.clamp_max_(0.5) * 2; }, StageModule::Modules{}),
+                     counted.options());
+  const at::Tensor own = torch::ones({2, 2}), batch = torch::ones({4, 2});
+  const StepGuard guard(step_of(0, 1));
+  EXPECT_TRUE(at::equal(fast.forward(args_of(own), Tree()).tensor(), torch::ones({2, 2})));
+  EXPECT_TRUE(at::equal(own, torch::full({2, 2}, 0.5)));
+  EXPECT_TRUE(
+      has_text(message_of<NotImplemented>([&] { fast.forward(args_of(batch.narrow(0, 2, 2)), Tree()); }),
+               "writes args[0]"));
+  EXPECT_TRUE(at::equal(batch, torch::ones({4, 2})));
+  EXPECT_EQ(counted.captures.size(), 1u);
+}
+
 TEST(CompiledStage, NeedsBothCallbacksForValues) {
   CompiledStageOptions options;
   options.values_left = [] { return Tree(); };
@@ -364,6 +457,28 @@ TEST(KeptStages, AreNotKeptIfTheyAreRefused) {
                          "a value of the running step"));
     EXPECT_TRUE(counted.captures.empty());
   }
+}
+
+// The stored graph writes its argument, which was no view in the run that stored it.
+TEST(KeptStages, RefuseWritesIntoViews) {
+  const CacheFolder folder;
+  const at::Tensor batch = torch::ones({4, 2});
+  for (const bool cold : {true, false}) {
+    Counted counted;
+    const StageModule fast = compiled_stage(
+        StageModule([](at::Tensor x) { return x.clamp_max_(0.5) * 2; }, StageModule::Modules{}),
+        folder.options(counted));
+    const StepGuard guard(step_of(0, 0));
+    if (cold) {
+      fast.forward(args_of(torch::ones({2, 2})), Tree());
+      EXPECT_EQ(counted.captures.size(), 1u);
+    } else {
+      EXPECT_TRUE(
+          has_text(message_of<NotImplemented>([&] { fast.forward(args_of(batch.narrow(0, 0, 2)), Tree()); }),
+                   "writes args[0]"));
+    }
+  }
+  EXPECT_TRUE(at::equal(batch, torch::ones({4, 2})));
 }
 
 TEST(KeptStages, ArePreparedWithoutARun) {

@@ -152,6 +152,21 @@ TEST(KeptGraphsOfReplicas, AreCapturedOnce) {
   EXPECT_EQ(own.steps.at(0).first_captures, 2 * 4);  // dropout: every replica has its own rows
 }
 
+// The last rank of a pipeline waits while the stages before it look up their graphs, one after the other.
+TEST(KeptGraphsOfStages, AreWaitedForWithinTheTimeoutOfTheRun) {
+  const TrainConfig config = config_of({.name = "pp2", .pp = 2}, kGraph);
+  const schedule::Schedule schedule = configured_schedule(config.layout);
+  const comm::World world = comm::World::fake(0, 2);
+  const StageGraphs graphs =
+      stage_graphs_of(RankLayout(world, config.layout), config, schedule, *configured_model(config), nullptr);
+  std::chrono::milliseconds all{0};
+  for (int stage = 0; stage < 2; ++stage) {
+    EXPECT_GT(graphs.cache_of(stage).longest_wait.count(), 0);
+    all += graphs.cache_of(stage).longest_wait;
+  }
+  EXPECT_LE(all, world.group().timeout() / 3);
+}
+
 TEST(KeptGraphsOfReplicas, HaveOneArtifactUnlessTheyDependOnRows) {
   const ScratchFolder folder;
   const Layout layout{.name = "dp2", .dp = 2};

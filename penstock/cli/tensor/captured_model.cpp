@@ -64,7 +64,8 @@ CapturedModel capture_model(const train::TrainConfig& config, bool min_cut, Capt
   file.joint.graph = graph::functionalize(std::move(file.joint.graph), file.joint.forward_outputs);
   graph::remove_dead_nodes(file.joint.graph);
   graph::SplitOptions split(min_cut ? graph::Partitioner::MinCut : graph::Partitioner::Default);
-  split.activations = train::configured_activations(config);
+  const train::ModelActivations activations = train::activations_of_whole_model(config);
+  split.activations = activations.options;
   graph::check_split(split);
   std::string passes;
   if (purpose == CaptureFor::WithPasses) {
@@ -74,7 +75,12 @@ CapturedModel capture_model(const train::TrainConfig& config, bool min_cut, Capt
     file.joint = std::move(passed.joint);
     passes = std::move(passed.text);
   }
-  file.saved = graph::split_graph(file.joint, split).saved;
+  try {
+    file.saved = graph::split_graph(file.joint, split).saved;
+  } catch (const ValueError& error) {
+    if (activations.note.empty()) throw;
+    throw ValueError(fmt::format("{} ({})", error.what(), activations.note));
+  }
   file.signature = graph::make_signature(
       file.joint, file.meta,
       {.state = &state, .loss_index = 0, .hidden_outputs = 0, .in_spec = "(*, *)", .out_spec = "*"});

@@ -17,9 +17,9 @@ struct CapturedModel {
 enum class CaptureFor { Reading, WithPasses };
 
 // Captures forward and backward of one microbatch of the whole model, shapes only. `saved` of the file is
-// that of the activation budget of the configuration or, without one, of the partition: with `min_cut` the
-// one that recomputes cheap values. Allocates the parameters; throws ConfigError if the machine has not
-// enough memory.
+// that of the activation budget of the configuration (activations_of_whole_model) or, without one, of the
+// partition: with `min_cut` the one that recomputes cheap values. Allocates the parameters; throws
+// ConfigError if the machine has not enough memory.
 CapturedModel capture_model(const train::TrainConfig& config, bool min_cut, CaptureFor purpose);
 
 // "model tiny, one microbatch of 2 x 64 tokens"

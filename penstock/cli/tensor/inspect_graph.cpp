@@ -36,7 +36,7 @@ void inspect_graph(const CLI::App& command, const InspectFlags& flags) {
       !rest.empty() && !rest.front().starts_with("-") && fs::path(rest.front()).extension() != ".toml";
   graph::GraphFile file;
   std::string title, passes;
-  graph::ActivationOptions activations;
+  train::ModelActivations activations;
   if (is_file) {
     refuse_options(command, {"--min-cut", "--passes"}, "for a file, which defines what is saved");
     if (rest.size() > 1)
@@ -55,8 +55,8 @@ void inspect_graph(const CLI::App& command, const InspectFlags& flags) {
               (key == "training.compile" || key == "training.disable_passes" ||
                key == "training.activation_budget" || key == "training.activation_policy"));
     });
-    activations = train::configured_activations(resolved.config);
-    if (flags.min_cut && activations.decide())
+    activations = train::activations_of_whole_model(resolved.config);
+    if (flags.min_cut && activations.options.decide())
       throw ConfigError(
           "inspect graph --min-cut recomputes by a rule of its own, which leaves nothing to "
           "training.activation_budget and training.activation_policy; leave --min-cut out, or them");
@@ -68,8 +68,9 @@ void inspect_graph(const CLI::App& command, const InspectFlags& flags) {
   }
   fmt::print("{}\n", printable(title));
   if (flags.passes) fmt::print("passes\n{}\nafter the passes\n", passes);
-  if (activations.decide())
-    fmt::print("activations\n{}\n", graph::ActivationReport(file.joint, activations).saving_text());
+  if (activations.options.decide())
+    fmt::print("activations\n{}{}{}\n", activations.note, activations.note.empty() ? "" : "\n",
+               graph::ActivationReport(file.joint, activations.options).saving_text());
   fmt::print("{}", graph::report_text(file, {.nodes = flags.nodes}));
   const graph::DrawOptions options{.title = title, .saved = file.saved};
   if (!flags.html.empty()) write_shown(flags.html, graph::to_html(file.joint.graph, options));

@@ -195,8 +195,10 @@ std::string to_json(const train::DryRun& plan, const std::vector<RankRows>& rank
 void show_tensors(const train::TrainConfig& config, const InspectMemoryFlags& flags) {
   if (flags.json && flags.html.empty()) return;
   CapturedModel captured = capture_model(config, /*min_cut=*/false, CaptureFor::WithPasses);
-  const graph::ActivationReport report(captured.file.joint, train::configured_activations(config));
-  const std::string title = title_of(config);
+  const train::ModelActivations activations = train::activations_of_whole_model(config);
+  const graph::ActivationReport report(captured.file.joint, activations.options);
+  std::string title = title_of(config);
+  if (!activations.note.empty()) title += "; " + activations.note;
   if (!flags.json)
     fmt::print("\ngraph of the whole {}\n{}\n{}", printable(title), report.peak_text(), report.saving_text());
   if (flags.html.empty()) return;

@@ -58,7 +58,23 @@ ManifestKind manifest_kind(const fs::path& file) {
   return ours ? ManifestKind::OfAnArtifact : ManifestKind::OfSomethingElse;
 }
 
-bool is_call_file(const fs::path& file) { return file.extension() == ".call" || file.extension() == ".tmp"; }
+// CacheKey::text() + ".call".
+bool is_call_file(std::string_view name) {
+  constexpr std::size_t kDigits = 32;
+  return name.size() == kDigits + 5 && name.ends_with(".call") &&
+         name.find_first_not_of("0123456789abcdef") == kDigits;
+}
+
+// What write_file leaves behind if the process is killed: NAME.PID.tmp.
+bool is_unfinished_file(std::string_view name) {
+  if (!name.ends_with(".tmp")) return false;
+  name.remove_suffix(4);
+  const std::size_t dot = name.rfind('.');
+  if (dot == std::string_view::npos) return false;
+  const std::string_view pid = name.substr(dot + 1), file = name.substr(0, dot);
+  return !pid.empty() && pid.find_first_not_of("0123456789") == std::string_view::npos &&
+         (file == kManifest || is_call_file(file));
+}
 
 }  // namespace
 
@@ -76,15 +92,18 @@ ArtifactFolder ArtifactFolder::create(const fs::path& folder, Fields fields) {
                     fmt::format("the folder cannot be made: {}", error ? error.message() : "it is a file"),
                     "choose another one");
   std::vector<fs::path> old;
-  bool others = false;
+  bool others = false, calls = false;
   for (fs::directory_iterator it(folder, error), end; !error && it != end; it.increment(error)) {
-    if (it->path().filename() == kManifest || is_call_file(it->path()))
+    const std::string name = it->path().filename().string();
+    calls |= is_call_file(name);
+    if (name == kManifest || is_call_file(name) || is_unfinished_file(name))
       old.push_back(it->path());
     else
       others = true;
   }
   const ManifestKind kind = manifest_kind(folder / kManifest);
-  if (kind == ManifestKind::OfSomethingElse || (others && kind != ManifestKind::OfAnArtifact))
+  if (kind == ManifestKind::OfSomethingElse || (kind == ManifestKind::Unreadable && !calls) ||
+      (others && kind != ManifestKind::OfAnArtifact))
     refuse_artifact(folder, "the folder has files that are no artifact", "choose an empty or a new folder");
   // The manifest first: without it the rest is not an artifact.
   fs::remove(folder / kManifest, error);

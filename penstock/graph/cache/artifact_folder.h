@@ -35,7 +35,8 @@ class ArtifactFolder {
     std::chrono::microseconds made_in = {};  // how long capturing and compiling the call took
   };
 
-  // Starts an empty artifact: makes the folder and removes an older artifact from it.
+  // Starts an empty artifact: makes the folder and removes an older artifact from it, also one that is
+  // damaged or unfinished. Refuses a folder with other files, unless they are beside an artifact.
   static ArtifactFolder create(const std::filesystem::path& folder, Fields fields);
   // Reads the manifest and compares its fields with `expected`, in this order.
   static ArtifactFolder open(const std::filesystem::path& folder, const Fields& expected);

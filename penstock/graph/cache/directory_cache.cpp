@@ -173,15 +173,20 @@ CacheLookup DirectoryCache::find_or_reserve(const CacheKey& key, std::string_vie
   const fs::path file = file_of(key);
   fs::path lock_file = file;
   lock_file.replace_extension(".lock");
-  const auto longest_wait = busy == Busy::Wait ? options_.longest_wait : std::chrono::milliseconds(0);
-  EntryLock lock = EntryLock::acquire(lock_file, longest_wait, [&] { return file_exists(file); });
+  using Clock = std::chrono::steady_clock;
+  const auto end = Clock::now() + (busy == Busy::Wait ? options_.longest_wait : std::chrono::milliseconds(0));
+  const auto left = [&] {
+    return std::max(std::chrono::milliseconds(0),
+                    std::chrono::duration_cast<std::chrono::milliseconds>(end - Clock::now()));
+  };
+  EntryLock lock = EntryLock::acquire(lock_file, left(), [&] { return file_exists(file); });
   const bool waited = lock.waited();
   // Also if it did not wait: another process may have stored the entry, and released the lock, since the look
   // above.
   read(key, lookup, /*first=*/false);
   if (!lookup.entry && lock.outcome() == EntryLock::Outcome::Done) {
     // A damaged entry, which another process is replacing.
-    lock = EntryLock::acquire(lock_file, longest_wait, [] { return false; });
+    lock = EntryLock::acquire(lock_file, left(), [] { return false; });
     read(key, lookup, /*first=*/false);
   }
   if (lookup.entry) {
@@ -190,7 +195,9 @@ CacheLookup DirectoryCache::find_or_reserve(const CacheKey& key, std::string_vie
   }
   count([](CacheCounts& counts) { ++counts.misses; });
   if (!lock.held()) {
-    if (busy == Busy::GoOn && lock.outcome() == EntryLock::Outcome::TimedOut) return lookup;
+    const bool timed_out = lock.outcome() == EntryLock::Outcome::TimedOut;
+    if (busy == Busy::GoOn && timed_out) return lookup;
+    lookup.timed_out = timed_out;
     warn_about(lock_file, fmt::format("{}; {} is compiled without the cache", lock.why(), what));
     return lookup;
   }

@@ -50,8 +50,8 @@ struct CacheCounts {
 struct DirectoryCacheOptions {
   std::filesystem::path folder;
   std::int64_t max_bytes = std::int64_t{4} << 30;
-  std::chrono::milliseconds longest_wait =
-      std::chrono::seconds(300);  // for another process that makes an entry
+  // For another process that makes an entry, in one lookup.
+  std::chrono::milliseconds longest_wait = std::chrono::minutes(5);
 };
 
 class DirectoryCache;
@@ -77,6 +77,7 @@ struct CacheLookup {
   std::optional<Bytes> entry;
   std::chrono::microseconds made_in{0};  // how long it took to make the entry
   CacheReservation reservation;          // if there is no entry
+  bool timed_out = false;                // another process held the lock for the longest wait
 };
 
 class DirectoryCache {

@@ -146,7 +146,7 @@ EntryLock EntryLock::acquire(const std::filesystem::path& file, std::chrono::mil
     if (abandoned && ::unlink(file.c_str()) == 0) continue;
     if (std::chrono::steady_clock::now() - begin >= limit) {
       lock.outcome_ = Outcome::TimedOut;
-      lock.why_ = fmt::format("{} has held the lock for {:.0f} s",
+      lock.why_ = fmt::format("{} has held the lock for {:.1f} s",
                               owner ? fmt::format("process {} on host {}", owner->pid, owner->host)
                                     : std::string("an unknown process"),
                               std::chrono::duration<double>(limit).count());

@@ -58,7 +58,7 @@ class EntryLock {
   bool held() const { return descriptor_ >= 0; }
   // Whether it had to wait for another process or thread.
   bool waited() const { return waited_; }
-  // For TimedOut and Failed: "process 12 on host build3 has held it for 300 s", "Permission denied".
+  // For TimedOut and Failed: "process 12 on host build3 has held the lock for 100.0 s", "Permission denied".
   const std::string& why() const { return why_; }
   // Removes the file and ends the lock.
   void release() noexcept;

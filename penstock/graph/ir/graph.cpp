@@ -8,6 +8,7 @@
 #include <iterator>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <string_view>
 
 #include "penstock/base/describe.h"
@@ -83,6 +84,25 @@ bool draws_random_numbers(const c10::OperatorHandle& op) {
     if (type->kind() == c10::TypeKind::GeneratorType) return true;
   }
   return false;
+}
+
+// The position of the probability with which an operator of attention drops; std::nullopt for others. All
+// fused ones have the tag, whatever the probability is.
+std::optional<std::size_t> place_of_dropout(const c10::OperatorHandle& op) {
+  if (!op.operator_name().name.starts_with("aten::")) return std::nullopt;
+  const std::vector<c10::Argument>& arguments = op.schema().arguments();
+  for (std::size_t i = 0; i < arguments.size(); ++i)
+    if (arguments[i].name() == "dropout_p") return i;
+  return std::nullopt;
+}
+
+// Whether an operator of attention drops nothing in any call of the graph: then it draws nothing.
+bool drops_nothing(const Node& node) {
+  const std::optional<std::size_t> place = place_of_dropout(node.op);
+  if (!place || *place >= node.arguments.size()) return false;
+  const Operand& dropout = node.arguments[*place];
+  return dropout.kind == Operand::Kind::Constant && dropout.symbolic == kNotSymbolic &&
+         dropout.constant.isDouble() && dropout.constant.toDouble() == 0;
 }
 
 [[noreturn]] void malformed(const Graph& graph, std::size_t node, const std::string& why) {
@@ -293,13 +313,16 @@ void register_side_effect(const std::string& op, const std::string& effect) {
 }
 
 bool is_random(const Node& node) {
-  enum class Known : std::uint8_t { No, Random, Other };
+  enum class Known : std::uint8_t { No, Random, RandomWithDropout, Other };
   // By operator_index(). Each thread has its own: several passes ask about every node, without a lock.
   static thread_local std::vector<Known> known;
   const std::size_t index = operator_index(node.op);
   if (index >= known.size()) known.resize(index + 64, Known::No);
-  if (known[index] == Known::No) known[index] = draws_random_numbers(node.op) ? Known::Random : Known::Other;
-  return known[index] == Known::Random;
+  if (known[index] == Known::No)
+    known[index] = !draws_random_numbers(node.op) ? Known::Other
+                   : place_of_dropout(node.op)    ? Known::RandomWithDropout
+                                                  : Known::Random;
+  return known[index] == Known::Random || (known[index] == Known::RandomWithDropout && !drops_nothing(node));
 }
 
 bool is_collective(const Node& node) {

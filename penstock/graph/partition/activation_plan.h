@@ -25,7 +25,7 @@
 namespace penstock::graph {
 
 // Part of the keys of stored graphs: another number for each change of what is chosen, as of the cost model.
-inline constexpr int kActivationPlanVersion = 1;
+inline constexpr int kActivationPlanVersion = 2;
 
 // Memory that forward makes and that backward needs, or would need if it recomputed less.
 struct Activation {

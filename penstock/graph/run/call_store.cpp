@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <sstream>
 
+#include "penstock/base/env.h"
 #include "penstock/base/warnings.h"
 #include "penstock/context_codec.h"
 #include "penstock/errors.h"
@@ -208,7 +209,11 @@ CallStore::CallStore(const CompileOptions& options, FunctionIdentity function, C
               "compile cache: this user has no home folder; set PENSTOCK_CACHE to a folder, or to \"off\"");
     return;
   }
-  cache_.emplace(DirectoryCacheOptions{.folder = folder, .max_bytes = environment.max_bytes});
+  // Ranks that wait for this one meanwhile must not run into their own deadline.
+  const auto longest_wait = std::clamp<std::chrono::milliseconds>(
+      options_.longest_wait, std::chrono::milliseconds(0), default_timeout() / 3);
+  cache_.emplace(DirectoryCacheOptions{
+      .folder = folder, .max_bytes = environment.max_bytes, .longest_wait = longest_wait});
 }
 
 CacheCounts CallStore::counts() const {
@@ -236,6 +241,13 @@ CacheKey CallStore::call_key(const CallGuard& guard, Sizes sizes) const {
   else
     key.field("identity", options_.identity);
   return key.field("guard", sizes == Sizes::Fixed ? encode_guard(guard) : encode_kind(guard)).key();
+}
+
+CacheLookup CallStore::look_up(const CacheKey& key, const std::string& what, bool may_wait) {
+  CacheLookup lookup = cache_->find_or_reserve(
+      key, what, may_wait && !timed_out_ ? DirectoryCache::Busy::Wait : DirectoryCache::Busy::GoOn);
+  timed_out_ |= lookup.timed_out;
+  return lookup;
 }
 
 CallStore::Place CallStore::find(const CallGuard& guard, Sizes sizes, const Values& inputs) {
@@ -268,9 +280,7 @@ CallStore::Place CallStore::find(const CallGuard& guard, Sizes sizes, const Valu
     ++artifact_hits_;
     artifact_time_saved_ += made_in;
   } else {
-    CacheLookup lookup = cache_->find_or_reserve(
-        place.key, name_or("a call"),
-        may_wait_in_capture(inputs) ? DirectoryCache::Busy::GoOn : DirectoryCache::Busy::Wait);
+    CacheLookup lookup = look_up(place.key, name_or("a call"), !may_wait_in_capture(inputs));
     bytes = std::move(lookup.entry);
     made_in = lookup.made_in;
     place.reservation = std::move(lookup.reservation);
@@ -399,7 +409,7 @@ CallStore::Halves CallStore::halves_of(FunctionCapture capture, const Split& spl
     halves.capture = split(std::move(capture));
     return halves;
   }
-  CacheLookup lookup = cache_->find_or_reserve(halves.key, name_or("a graph"));
+  CacheLookup lookup = look_up(halves.key, name_or("a graph"), /*may_wait=*/true);
   if (lookup.entry) {
     try {
       const SubclassLayout* layout = capture.joint.subclasses.get();

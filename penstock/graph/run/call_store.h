@@ -51,8 +51,8 @@ class CallStore {
     CacheReservation reservation;
   };
 
-  // Throws ConfigError for a malformed PENSTOCK_CACHE_MB, and NotImplemented for an artifact together with
-  // decompositions or wrappers of the user.
+  // Throws ConfigError for a malformed PENSTOCK_CACHE_MB or PENSTOCK_TIMEOUT_S, and NotImplemented for an
+  // artifact together with decompositions or wrappers of the user.
   // `passes`: PassList::text, part of all keys.
   static std::unique_ptr<CallStore> open(const CompileOptions& options, FunctionIdentity function,
                                          CompilerChoice compilers, const std::string& passes);
@@ -94,6 +94,8 @@ class CallStore {
   StoredCall decode(std::span<const std::uint8_t> bytes, const Values& inputs, const std::string& name) const;
   KeyBuilder environment(const CallGuard& guard) const;
   CacheKey call_key(const CallGuard& guard, Sizes sizes) const;
+  // An entry of the cache. After another process has held an entry for the longest wait, no lookup waits.
+  CacheLookup look_up(const CacheKey& key, const std::string& what, bool may_wait);
   [[noreturn]] void refuse_missing(const CallGuard& guard, const Values& inputs) const;
   // Counts a call that the cache cannot keep or load, and warns.
   void refuse(const std::string& why) const;
@@ -109,6 +111,7 @@ class CallStore {
   // What keeps whole calls from being looked up: code that no identity names. Empty: nothing.
   std::string only_graphs_;
   std::optional<DirectoryCache> cache_;
+  bool timed_out_ = false;              // a lookup has waited in vain
   ArtifactFolder* artifact_ = nullptr;  // owned by options_.artifact
   std::size_t artifact_hits_ = 0;
   std::chrono::microseconds artifact_time_saved_{0};

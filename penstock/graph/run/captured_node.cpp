@@ -59,6 +59,7 @@ void CapturedNode::hold(const std::vector<at::Tensor>& primals) {
 }
 
 variable_list CapturedNode::apply(variable_list&& gradients) {
+  const bool releasing = take_releasing();
   if (c10::GradMode::is_enabled()) return gradients_again(gradients);
   std::vector<at::Tensor> inputs = unpack();
   for (std::size_t i = 0; i < gradients.size(); ++i)
@@ -74,7 +75,7 @@ variable_list CapturedNode::apply(variable_list&& gradients) {
           fmt::format("graph: {}, which backward writes, was modified after forward; run backward once, "
                       "before the next write",
                       call_->written_in_backward[i].name));
-  give_up();
+  give_up(releasing);
   const StepOfForward step(*this);
   variable_list results;
   for (const c10::IValue& gradient : call_->halves.backward->run(std::move(inputs), sizes_.get()))

@@ -78,6 +78,7 @@ Compiled::Compiled(Function function, const CompileOptions& options, Convention 
       convention_(std::move(convention)),
       wrappers_(call_wrappers_with(options.wrappers)),
       check_(identity.check),
+      check_run_(identity.check_run),
       forward_compiler_(graph_compiler(options.compiler)),
       backward_compiler_(graph_compiler(either(options.backward_compiler, options.compiler))),
       inference_compiler_(graph_compiler(either(options.inference_compiler, options.compiler))),
@@ -95,18 +96,24 @@ Compiled::~Compiled() = default;
 Compiled::Compiled(Compiled&&) noexcept = default;
 Compiled& Compiled::operator=(Compiled&&) noexcept = default;
 
+Values Compiled::run(const CompiledCall& call, const Values& inputs, const CallSizes& sizes) const {
+  if (check_run_) check_run_(call.capture());
+  return call.run(inputs, sizes);
+}
+
 Values Compiled::operator()(const Values& inputs) {
   // Most recent first: sizes with a capture of their own were captured after the one for all sizes.
   for (auto it = calls_.rbegin(); it != calls_.rend(); ++it) {
     CompiledCall& call = **it;
     const CallGuard& guard = call.capture().guard;
     if (!call.dynamic()) {
-      if (guard.holds(inputs)) return call.run(inputs);
+      if (guard.holds(inputs)) return run(call, inputs);
       continue;
     }
     const auto sizes = call.dynamic()->bind(inputs);
     if (!sizes || !guard.holds(inputs, sizes.get())) continue;
-    return call.dynamic()->needs_check(*sizes) ? check_and_run(call, inputs, sizes) : call.run(inputs, sizes);
+    return call.dynamic()->needs_check(*sizes) ? check_and_run(call, inputs, sizes)
+                                               : run(call, inputs, sizes);
   }
   if (!calls_.empty() && !options_.recapture)
     throw StateError(fmt::format(
@@ -137,7 +144,7 @@ Values Compiled::check_and_run(CompiledCall& call, const Values& inputs,
   if (difference.empty()) {
     call.dynamic()->mark_checked(*sizes);
     keep_checked(call);
-    return call.run(inputs, sizes);
+    return run(call, inputs, sizes);
   }
   if (!options_.recapture)
     throw StateError(
@@ -145,7 +152,7 @@ Values Compiled::check_and_run(CompiledCall& call, const Values& inputs,
                     "sizes, or set recapture",
                     call.dynamic()->table().text_of(sizes->values), difference));
   if (check_) check_(fixed, inputs);
-  return add(std::move(fixed), difference, begin).run(inputs);
+  return run(add(std::move(fixed), difference, begin), inputs);
 }
 
 CompilerChoice Compiled::compilers() const {
@@ -258,9 +265,9 @@ Values Compiled::capture(const Values& inputs) {
     if (CompiledCall* call = capture_dynamic(inputs)) {
       const auto sizes = call->dynamic()->bind(inputs);
       return call->dynamic()->needs_check(*sizes) ? check_and_run(*call, inputs, sizes)
-                                                  : call->run(inputs, sizes);
+                                                  : run(*call, inputs, sizes);
     }
-  return capture_fixed(inputs)->run(inputs);
+  return run(*capture_fixed(inputs), inputs);
 }
 
 void Compiled::keep_checked(const CompiledCall& call) {

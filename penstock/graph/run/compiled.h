@@ -96,6 +96,7 @@ class Compiled {
 
  private:
   struct Refused;  // a kind of call that is captured for each of its sizes, and the reason
+  Values run(const CompiledCall& call, const Values& inputs, const CallSizes& sizes = {}) const;
   Values capture(const Values& inputs);
   FunctionCapture capture_as_called(const Values& inputs) const;
   ExplicitStates explicit_states() const;
@@ -121,6 +122,7 @@ class Compiled {
   Convention convention_;
   CallWrappers wrappers_;
   std::function<void(const FunctionCapture&, const Values&)> check_;  // of new captures; may be empty
+  std::function<void(const FunctionCapture&)> check_run_;             // of each run; may be empty
   std::shared_ptr<const GraphCompiler> forward_compiler_, backward_compiler_, inference_compiler_;
   std::shared_ptr<const PassList> passes_;
   std::unique_ptr<CallStore> store_;  // null if nothing is kept between runs

@@ -22,6 +22,9 @@ struct FunctionIdentity {
   // Called with every new capture, before it is compiled and kept. Throws for a function that must not be
   // captured; nothing is kept then.
   std::function<void(const FunctionCapture& capture, const Values& inputs)> check = {};
+  // Called before each run of a capture, a new one, an earlier one or a loaded one. Throws for inputs that it
+  // must not be called with.
+  std::function<void(const FunctionCapture& capture)> check_run = {};
 };
 
 }  // namespace penstock::graph

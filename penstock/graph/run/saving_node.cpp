@@ -68,8 +68,8 @@ std::vector<at::Tensor> SavingNode::unpack() {
   return tensors;
 }
 
-void SavingNode::give_up() {
-  if (!releasing_) return;
+void SavingNode::give_up(bool releasing) {
+  if (!releasing) return;
   const std::lock_guard lock(mutex_);
   for (SavedVariable& variable : saved_) variable.reset_data();
   held_inputs_.release();

@@ -2,10 +2,9 @@
 //
 // Unless the graph is retained, saved tensors are released when backward begins, so that each is freed at its
 // last use, as if every operator were its own node. A backward that is rejected before that leaves the graph
-// unchanged and can be retried. Backward runs under the StepContext of its forward (StepOfForward), so that
-// it draws the same random numbers.
-// Private to this folder. Thread safety: that of autograd nodes; saving is complete before others see the
-// node.
+// unchanged and can be retried, retaining the graph or not. Backward runs under the StepContext of its
+// forward (StepOfForward), so that it draws the same random numbers. Private to this folder. Thread safety:
+// that of autograd nodes; saving is complete before others see the node.
 #pragma once
 
 #include <torch/csrc/autograd/saved_variable.h>
@@ -13,6 +12,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "penstock/graph/run/run_again.h"
@@ -61,8 +61,11 @@ class SavingNode : public torch::autograd::Node {
   // StateError for deterministic algorithms enabled after forward, c10::Error if it already ran or a saved
   // tensor was written since.
   std::vector<at::Tensor> unpack();
-  // Releases the saved tensors, once nothing can be rejected any more.
-  void give_up();
+  // Returns whether the graph is not retained by the backward that calls. Must be called at its beginning:
+  // if it is rejected, the next one may retain the graph.
+  bool take_releasing() { return std::exchange(releasing_, false); }
+  // Releases the saved tensors unless the graph is retained, once nothing can be rejected any more.
+  void give_up(bool releasing);
 
  private:
   torch::autograd::SavedVariable as_saved(const at::Tensor& tensor) const {

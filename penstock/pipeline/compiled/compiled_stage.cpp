@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -48,23 +49,45 @@ std::string text_of(const StepContext& step, bool uses_rows) {
 }
 
 // Microbatches are views of one batch at different offsets, and several arguments may be views of the same
-// tensor, which a graph would tell apart. Without gradients they are small: tokens, masks.
+// tensor, which a graph would tell apart. Without gradients they are small: tokens, masks. All microbatches
+// are copied, the first one too: they have the same strides then, and none of them can be written.
 class OwnMemory {
  public:
-  void place(Tree& leaf) {
-    if (!leaf.is_tensor()) return;
-    const at::Tensor& tensor = leaf.tensor();
-    if (tensor.requires_grad() || is_wrapper(tensor) || !tensor.has_storage()) return;
-    const bool is_first = known_.insert(tensor.storage().unsafeGetStorageImpl()).second;
-    if (is_first && tensor.storage_offset() == 0) return;
-    leaf = Tree(tensor.clone());
-    copied = true;
+  explicit OwnMemory(const std::vector<Tree>& leaves) {
+    for (const Tree& leaf : leaves)
+      if (concerns(leaf)) ++uses_[storage_of(leaf.tensor())];
   }
-  bool copied = false;
+  // Replaces a leaf that has no memory of its own by a copy; returns whether it did.
+  bool place(Tree& leaf) const {
+    if (!concerns(leaf)) return false;
+    const at::Tensor& tensor = leaf.tensor();
+    if (uses_.at(storage_of(tensor)) == 1 && !is_part(tensor)) return false;
+    leaf = Tree(tensor.clone());
+    return true;
+  }
 
  private:
-  std::unordered_set<const c10::StorageImpl*> known_;
+  static bool concerns(const Tree& leaf) {
+    if (!leaf.is_tensor()) return false;
+    const at::Tensor& tensor = leaf.tensor();
+    return !tensor.requires_grad() && !is_wrapper(tensor) && tensor.has_storage();
+  }
+  static const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+    return tensor.storage().unsafeGetStorageImpl();
+  }
+  static bool is_part(const at::Tensor& tensor) {
+    return tensor.storage_offset() != 0 ||
+           tensor.storage().nbytes() > static_cast<std::size_t>(tensor.numel()) * tensor.itemsize();
+  }
+
+  std::unordered_map<const c10::StorageImpl*, int> uses_;
 };
+
+std::string flags_of(const std::vector<std::shared_ptr<torch::nn::Module>>& modules) {
+  std::string flags;
+  for (const auto& module : modules) flags += module->is_training() ? '1' : '0';
+  return flags;
+}
 
 class CompiledStage {
  public:
@@ -115,18 +138,14 @@ class CompiledStage {
   struct Call {
     Entry* entry;
     Values inputs;
-    std::vector<char> copied;  // by leaf of the arguments: whether it has memory of its own
+    std::vector<char> copied;  // by leaf of the arguments: whether it is a copy
   };
 
   Call call_with(const Tree& args, const Tree& kwargs, const StepContext& step) {
     FlatTree flat = flatten_tree(Tree::tuple({args, kwargs}));
     Call call{.entry = &entry_for(flat.spec), .inputs = Values(state_.begin(), state_.end()), .copied = {}};
-    OwnMemory own;
-    for (Tree& leaf : flat.leaves) {
-      own.copied = false;
-      own.place(leaf);
-      call.copied.push_back(own.copied);
-    }
+    const OwnMemory own(flat.leaves);
+    for (Tree& leaf : flat.leaves) call.copied.push_back(own.place(leaf));
     call.inputs.emplace_back(text_of(step, options_.uses_rows));
     for (c10::IValue& leaf : graph::values_of_leaves(flat.leaves)) call.inputs.push_back(std::move(leaf));
     return call;
@@ -150,14 +169,8 @@ class CompiledStage {
     ready_ = true;
   }
 
-  std::string training_flags() const {
-    std::string flags;
-    for (const auto& module : all_modules_) flags += module->is_training() ? '1' : '0';
-    return flags;
-  }
-
   Entry& entry_for(const TreeSpec& spec) {
-    const std::string flags = training_flags();
+    const std::string flags = flags_of(all_modules_);
     const bool grad = c10::GradMode::is_enabled();
     for (const auto& entry : entries_)
       if (entry->grad == grad && entry->flags == flags && entry->spec == spec) return *entry;
@@ -167,14 +180,20 @@ class CompiledStage {
     entry->grad = grad;
     entry->results = std::make_shared<std::vector<TreeSpec>>();
     const std::size_t first = state_.size() + 1;
-    entry->function = [this, spec, first, results = entry->results](const Values& inputs) {
+    // Backward may outlive this object, and run it again for a second derivative.
+    entry->function = [module = module_, values_left = options_.values_left, modules = all_modules_, flags,
+                       spec, first, results = entry->results](const Values& inputs) {
+      if (flags_of(modules) != flags)
+        throw StateError(
+            "compiled_stage: a training flag of a module was changed between forward and the second "
+            "derivative, which runs the stage again; call train() or eval() after it");
       const Tree given = unflatten_tree(graph::leaves_of_values(std::span(inputs).subspan(first)), spec);
-      StepContext step = *StepContext::current();
-      step.captured = true;
+      // A capture runs under modes. A second derivative runs in the step of its forward.
+      StepContext step = StepContext::current()->recomputation();
+      if (current_mode()) step.recompute = false, step.captured = true;
       const StepGuard guard(std::move(step));
-      const Tree result = module_.forward(given[0], given[1]);
-      FlatTree flat =
-          flatten_tree(Tree::tuple({result, options_.values_left ? options_.values_left() : Tree()}));
+      const Tree result = module.forward(given[0], given[1]);
+      FlatTree flat = flatten_tree(Tree::tuple({result, values_left ? values_left() : Tree()}));
       Values values = graph::values_of_leaves(flat.leaves);
       const auto known = std::find(results->begin(), results->end(), flat.spec);
       values.emplace_back(static_cast<std::int64_t>(known - results->begin()));
@@ -209,18 +228,26 @@ class CompiledStage {
                   return true;
                 },
             .check = [this, of = &entry](const graph::FunctionCapture& capture,
-                                         const Values& inputs) { check_capture(*of, capture, inputs); }};
+                                         const Values& inputs) { check_capture(*of, capture, inputs); },
+            .check_run =
+                [this, of = &entry](const graph::FunctionCapture& capture) { check_writes(*of, capture); }};
   }
 
   void check_capture(const Entry& entry, const graph::FunctionCapture& capture, const Values& inputs) const {
+    check_writes(entry, capture);
+    if (const auto step = StepContext::current(); step->running)
+      check_independence_of_step(entry.function, inputs, entry.convention, *step, options_.uses_rows);
+  }
+
+  // A write would be lost in the copy. Whether an argument is copied differs from call to call of one graph.
+  void check_writes(const Entry& entry, const graph::FunctionCapture& capture) const {
     for (std::size_t i = 0; entry.copied && i < entry.copied->size(); ++i)
       if (const std::size_t input = state_.size() + 1 + i;
           (*entry.copied)[i] != 0 && capture.user_meta().inputs[input].mutates_data)
         throw NotImplemented(fmt::format(
-            "compiled_stage: forward writes {}, which is a view of a larger tensor; write a copy of it",
+            "compiled_stage: forward writes {}, which is a part of a larger tensor (a microbatch of a batch) "
+            "or shares memory with another argument; write a copy of it",
             entry.convention.name_of(input)));
-    if (const auto step = StepContext::current(); step->running)
-      check_independence_of_step(entry.function, inputs, entry.convention, *step, options_.uses_rows);
   }
 
   // "[0][1]" -> "args[1]", "[1]['mask']" -> "kwargs['mask']"

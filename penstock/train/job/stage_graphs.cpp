@@ -47,6 +47,7 @@ graph::CacheOptions StageGraphs::cache_of(int stage) const {
   cache.name = name_of(stage);
   if (!identity.empty()) cache.identity = fmt::format("{}\n{}", cache.name, identity);
   cache.artifact = artifact;
+  cache.longest_wait = longest_wait;
   return cache;
 }
 
@@ -76,6 +77,9 @@ StageGraphs stage_graphs_of(const RankLayout& layout, const TrainConfig& config,
   StageGraphs graphs;
   graphs.artifact = std::move(artifact);
   graphs.uses_rows = depends_on_rows(config);
+  // A stage looks up its graph when its first microbatch has arrived: the waits of all stages add up for the
+  // last one, whose receive has the world's timeout.
+  graphs.longest_wait = layout.world().group().timeout() / (3 * schedule.stages().stages());
   if (replicas_have_own_graphs(config)) graphs.place += fmt::format(", dp rank {}", layout.dp());
   if (layout.tp_size() > 1) graphs.place += fmt::format(", tp rank {}", layout.tp());
   const std::optional<std::string> own = model.identity();

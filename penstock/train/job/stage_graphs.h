@@ -9,6 +9,7 @@
 
 #include <c10/core/Device.h>
 
+#include <chrono>
 #include <memory>
 #include <string>
 #include <vector>
@@ -28,6 +29,7 @@ struct StageGraphs {
   std::string identity;
   std::string place;      // of this rank in names of graphs: ", tp rank 1"
   bool uses_rows = true;  // CompiledStageOptions::uses_rows
+  std::chrono::milliseconds longest_wait = std::chrono::minutes(5);  // CacheOptions::longest_wait
 
   graph::CacheOptions cache_of(int stage) const;
   // The name of the graphs of a stage in artifacts: "stage 2, tp rank 1".

@@ -107,7 +107,9 @@ class SecureServer::Loop {
     fcntl(listener_.fd(), F_SETFL, fcntl(listener_.fd(), F_GETFL) | O_NONBLOCK);
   }
 
-  ~Loop() {
+  ~Loop() { stop(); }
+
+  void stop() {
     {
       const std::lock_guard lock(mutex_);
       stop_ = true;
@@ -463,6 +465,7 @@ void SecureServer::send(Id peer, std::string_view payload) { loop_->send(peer, p
 void SecureServer::close(Id peer) { loop_->close(peer); }
 std::size_t SecureServer::peers() const { return loop_->open(); }
 void SecureServer::post(std::function<void()> action) { loop_->post(std::move(action)); }
+void SecureServer::stop() { loop_->stop(); }
 bool SecureServer::await_alone(std::chrono::steady_clock::time_point deadline) {
   return loop_->await_alone(deadline);
 }

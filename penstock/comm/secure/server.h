@@ -8,8 +8,8 @@
 //   - a process without descriptors drops new connections instead of failing or spinning.
 // Peers that have shaken hands are bounded in what they may send at once and in what may wait for them.
 //
-// Thread safety: `post`, `await_alone` and the destructor may be called from any thread; `send` and `close`
-// from the event functions and from posted functions, which all run on the server's thread.
+// Thread safety: `post`, `await_alone`, `stop` and the destructor may be called from any thread; `send` and
+// `close` from the event functions and from posted functions, which all run on the server's thread.
 #pragma once
 
 #include <chrono>
@@ -71,6 +71,10 @@ class SecureServer {
 
   // Waits until every peer has closed its connection, or until the deadline. Returns whether that is so.
   bool await_alone(std::chrono::steady_clock::time_point deadline);
+
+  // Ends the server's thread, as the destructor does: no event function runs any more. For whoever reaches
+  // this object from them.
+  void stop();
 
  private:
   class Loop;

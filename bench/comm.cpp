@@ -8,18 +8,16 @@
 // the machine affects both sides equally, and the median is shown.
 #include <fmt/format.h>
 #include <torch/torch.h>
-#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include <algorithm>
 #include <filesystem>
 #include <functional>
 #include <thread>
 
+#include "bench/comm/direct_gloo.h"
 #include "bench/figures.h"
 #include "penstock/base/env.h"
-#include "penstock/comm/launch/launch_env.h"
 #include "penstock/comm/launch/launcher.h"
-#include "penstock/comm/rendezvous/store.h"
 #include "penstock/comm/transport/ucx_transport.h"
 #include "penstock/torch/compat/version.h"
 #include "penstock/world.h"
@@ -60,15 +58,8 @@ struct Way {
 
 class Bench {
  public:
-  explicit Bench(World& world)
-      : world_(world),
-        store_(Store::connect(with_prefix(launch_env()), Clock::now() + std::chrono::seconds(60))) {
-    // Gloo as used without Penstock: same device, same store.
-    auto gloo = c10d::ProcessGroupGloo::Options::create(std::chrono::seconds(60));
-    gloo->threads = 1;
-    gloo->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1"));
-    direct_ = c10::make_intrusive<c10d::ProcessGroupGloo>(store_.with_prefix("direct").for_c10d(),
-                                                          world.rank(), world.size(), gloo);
+  // Gloo as used without Penstock listens on the same interface.
+  explicit Bench(World& world) : world_(world), direct_(world, "127.0.0.1") {
     const int peer = 1 - world.rank();
     const auto start = [this](bool sends, const at::Tensor& t, int to, int tag) {
       std::vector<at::Tensor> tensors = {t};
@@ -96,12 +87,6 @@ class Bench {
   }
 
  private:
-  static LaunchEnv with_prefix(LaunchEnv env) {
-    env.rendezvous.hosted_by_rank0 = false;  // the world's store is already running
-    env.rendezvous.prefix = "bench";
-    return env;
-  }
-
   void add_group(const std::string& name, P2PTransport p2p) {
     groups_.push_back(world_.new_group({0, 1}, {.name = name, .p2p = p2p}));
     const Group group = groups_.back();
@@ -215,8 +200,7 @@ class Bench {
   }
 
   World& world_;
-  Store store_;
-  c10::intrusive_ptr<c10d::ProcessGroupGloo> direct_;
+  bench::DirectGloo direct_;
   std::vector<Group> groups_;
   std::vector<Way> ways_;
 };

@@ -77,8 +77,9 @@ class AsyncCheckpointer {
 
   // [collective] Copies the parts that this rank writes and returns; a background thread writes them. Waits
   // for an earlier save that is not finished. Throws the error of that save, in which case this one is not
-  // started, or a CheckpointError for tensors that cannot be saved; it is the same on every rank. After an
-  // error the object can be used again. A checkpoint of the same step is replaced.
+  // started, or a CheckpointError for tensors that cannot be saved; it is the same on every rank. After such
+  // an error the object can be used again. Throws PeerLostError if a rank dies, fails or falls silent
+  // meanwhile. A checkpoint of the same step is replaced.
   void save(std::int64_t step, const CheckpointData& data);
 
   // [collective] Returns when the last save is on the disk; throws its error.

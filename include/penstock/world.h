@@ -136,6 +136,10 @@ class World {
   void post_status(const std::string& key, const std::string& word) const;
   // Returns what a rank last published with this key, or std::nullopt. Does not wait for that rank.
   std::optional<std::string> status_of(int rank, const std::string& key) const;
+  // Returns why no further status of a rank can be expected: it was lost, has failed or has left. A rank from
+  // which nothing was heard for the world's timeout is declared lost, to all ranks. Returns std::nullopt as
+  // long as it runs, as far as is known here. Does not wait. For code that waits for a status.
+  std::optional<std::string> why_gone(int rank) const;
 
   // Notifies every other rank that this one failed and why; their pending waits end with PeerLostError.
   void fail(const std::string& reason) noexcept;

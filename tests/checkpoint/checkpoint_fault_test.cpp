@@ -12,6 +12,7 @@
 #include <cstdio>
 
 #include "penstock/checkpoint_types.h"
+#include "penstock/errors.h"
 #include "tests/checkpoint/file_ranks.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
@@ -226,6 +227,52 @@ TEST(RankAgreement, AnAbandonedRoundIsNoticedAndTheNextSucceeds) {
   for (std::thread& thread : threads) thread.join();
   EXPECT_TRUE(has_text(heard[1], "rank 1 abandoned it"));
   EXPECT_LT(std::chrono::steady_clock::now() - begin, 30s);
+}
+
+// Whatever the deadline of the round is. The ranks that wait for another one hear whom it misses.
+TEST(RankAgreement, ARankThatIsGoneEndsTheRoundAtOnce) {
+  Statuses statuses;
+  statuses.end(2, "rank 2 was lost: killed");
+  const auto begin = std::chrono::steady_clock::now();
+  std::vector<std::string> heard(2);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 2; ++rank)
+    threads.emplace_back([&, rank] {
+      ThreadBoard board(statuses, rank, 3);
+      StatusBoardAgreement agreement(board);
+      agreement.begin_round(begin + 60s);
+      try {
+        agreement.agree("plan", [] {});
+      } catch (const PeerLostError& error) {
+        heard[static_cast<std::size_t>(rank)] = std::string("lost: ") + error.what();
+        EXPECT_EQ(error.context().lost_rank, 2);
+      } catch (const CheckpointError& error) {
+        heard[static_cast<std::size_t>(rank)] = error.what();
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_TRUE(
+      has_text(heard[0], "lost: rank 2 was lost: killed, while rank 0 waited for its part in a checkpoint"));
+  EXPECT_TRUE(has_text(heard[1], "rank 0 has abandoned it while rank 1 was at \"plan\": rank 2 was lost"));
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, 30s);
+}
+
+TEST(RankAgreement, WhatARankPostedBeforeItEndedCounts) {
+  Statuses statuses;
+  const auto deadline = std::chrono::steady_clock::now() + 60s;
+  std::thread other([&] {
+    ThreadBoard board(statuses, 1, 2);
+    StatusBoardAgreement agreement(board);
+    agreement.begin_round(deadline);
+    agreement.agree("plan", [] {});
+  });
+  while (!statuses.status_of(1)) std::this_thread::sleep_for(1ms);
+  statuses.end(1, "rank 1 has left the world");
+  ThreadBoard board(statuses, 0, 2);
+  StatusBoardAgreement agreement(board);
+  agreement.begin_round(deadline);
+  EXPECT_NO_THROW(agreement.agree("plan", [] {}));
+  other.join();
 }
 
 TEST(RankAgreement, RoundsAfterAFailureSucceed) {

@@ -59,9 +59,20 @@ class Statuses {
     return found == statuses_.end() ? std::nullopt : std::optional(found->second);
   }
 
+  // From now on the rank is gone.
+  void end(int rank, const std::string& why) {
+    std::lock_guard lock(mutex_);
+    gone_[rank] = why;
+  }
+  std::optional<std::string> why_gone(int rank) {
+    std::lock_guard lock(mutex_);
+    const auto found = gone_.find(rank);
+    return found == gone_.end() ? std::nullopt : std::optional(found->second);
+  }
+
  private:
   std::mutex mutex_;
-  std::map<int, std::string> statuses_;
+  std::map<int, std::string> statuses_, gone_;
 };
 
 class ThreadBoard final : public StatusBoard {
@@ -71,6 +82,7 @@ class ThreadBoard final : public StatusBoard {
   int size() const override { return size_; }
   void post(const std::string& status) override { statuses_.post(rank_, status); }
   std::optional<std::string> status_of(int rank) override { return statuses_.status_of(rank); }
+  std::optional<std::string> why_gone(int rank) override { return statuses_.why_gone(rank); }
 
  private:
   Statuses& statuses_;

@@ -239,6 +239,31 @@ TEST(AuthenticatedStore, AnotherProtocolIsAClearError) {
   close(fd);
 }
 
+// torchrun of another version closes the connection at the first request that it does not understand.
+TEST(AgentStore, OfAnotherVersionIsAClearError) {
+  const auto [fd, port] = test::listen_on_loopback();
+  std::atomic<bool> stop{false};
+  std::thread agent([&, fd = fd] {
+    while (!stop) {
+      pollfd ready{fd, POLLIN, 0};
+      if (poll(&ready, 1, 20) <= 0) continue;
+      const int client = accept(fd, nullptr, nullptr);
+      test::hear(client, 50);
+      close(client);
+    }
+  });
+  LaunchEnv env = env_of(1, 2, port);
+  env.rendezvous.hosted_by_rank0 = false;
+  const auto begin = Clock::now();
+  const std::string error = message_of<CommError>([&] { Store::connect(env, in(60s)); });
+  EXPECT_TRUE(has_text(error, "no store that this program, with LibTorch ")) << error;
+  EXPECT_TRUE(has_text(error, "use the torchrun of the same version")) << error;
+  EXPECT_LT(Clock::now() - begin, 30s);
+  stop = true;
+  agent.join();
+  close(fd);
+}
+
 TEST(AuthenticatedStore, ASilentPortIsATimeOut) {
   const auto [fd, port] = test::listen_on_loopback();  // nobody accepts
   const auto begin = Clock::now();

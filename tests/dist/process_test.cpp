@@ -267,6 +267,28 @@ TEST_F(Processes, GroupsOfMeshAxesThroughAFile) {
 
 TEST_F(Processes, KillOfAMemberBeforeItAsks) { expect_death_is_told("killed_before_group_of", ""); }
 
+// The deadline of a checkpoint is that of slow disks, minutes; a lost rank is noticed as in any other wait.
+void expect_loss_is_told_in_checkpoint(const std::string& scenario, int timeout_s, int exit_code) {
+  const std::string folder = fmt::format("/tmp/penstock-{}-{}", scenario, getpid());
+  const Ended ended = launch(3, scenario,
+                             fmt::format("PENSTOCK_TIMEOUT_S={} PENSTOCK_TEST_VICTIM=1 "
+                                         "PENSTOCK_TEST_FOLDER='{}'",
+                                         timeout_s, folder),
+                             60s);
+  remove_tree(folder);
+  EXPECT_EQ(ended.exit_code, exit_code) << ended.output;
+  EXPECT_LT(ended.seconds, 25) << ended.output;
+  for (const int rank : {0, 2})
+    EXPECT_TRUE(has_text(lines_of(ended, rank), "rank 1 was lost")) << ended.output;
+}
+
+TEST_F(Processes, KillBeforeACheckpoint) {
+  expect_loss_is_told_in_checkpoint("killed_before_checkpoint", 60, 128 + SIGKILL);
+}
+TEST_F(Processes, StopBeforeACheckpoint) {
+  expect_loss_is_told_in_checkpoint("stopped_before_checkpoint", 3, 3);
+}
+
 TEST_F(Processes, AMemberThatNeverAsksIsNamedOnEveryOther) {
   const Ended ended = launch(4, "never_asks", "PENSTOCK_TIMEOUT_S=10 PENSTOCK_TEST_VICTIM=2", 90s);
   EXPECT_EQ(ended.exit_code, 3) << ended.output;

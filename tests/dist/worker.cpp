@@ -13,6 +13,8 @@
 
 #include "penstock/base/env.h"
 #include "penstock/base/leave_process.h"
+#include "penstock/checkpoint/tensors/tensor_part.h"
+#include "penstock/checkpoint/tensors/writer.h"
 #include "penstock/comm/group/self_test.h"
 #include "penstock/comm/group/work_state.h"
 #include "penstock/comm/launch/launch_env.h"
@@ -225,6 +227,22 @@ int killed_before_group_of() {
   return 0;
 }
 
+// The victim gets a signal while the others agree on a checkpoint, through the store alone.
+int checkpoint_with_signal(int signal) {
+  World world = World::from_env();
+  checkpoint::CheckpointWriter writer(world, env_text("PENSTOCK_TEST_FOLDER").value());
+  world.group().barrier().wait();
+  if (world.rank() == victim()) {
+    std::this_thread::sleep_for(300ms);  // the others certainly wait
+    kill(getpid(), signal);
+  }
+  writer.save(1, {.model = {checkpoint::tensor_part("weight", at::ones({8}))}});
+  return 0;
+}
+
+int killed_before_checkpoint() { return checkpoint_with_signal(SIGKILL); }
+int stopped_before_checkpoint() { return checkpoint_with_signal(SIGSTOP); }
+
 int never_asks() {
   World world = World::from_env();
   if (world.rank() == victim()) {
@@ -404,6 +422,8 @@ int run_scenario(int argc, char** argv) {
       {"mesh_axes", mesh_axes},
       {"killed_before_group_of", killed_before_group_of},
       {"never_asks", never_asks},
+      {"killed_before_checkpoint", killed_before_checkpoint},
+      {"stopped_before_checkpoint", stopped_before_checkpoint},
       {"distributed_training", distributed_training},
       {"killed_in_redistribute", killed_in_redistribute},
       {"parts_disagree", parts_disagree},

@@ -170,6 +170,8 @@ std::optional<Bytes> StatusBoardAgreement::await(int rank, const std::string& to
   for (;;) {
     if (given_up_)
       throw CheckpointError(fmt::format("checkpoint: rank {} abandoned it ({})", board_.rank(), topic));
+    // Before the status is read: a rank may post its last one and end between the two.
+    const std::optional<std::string> gone = board_.why_gone(rank);
     if (const auto text = board_.status_of(rank)) {
       const Bytes bytes(text->begin(), text->end());
       comm::MessageReader reader(bytes, kStatus, {1, 1}, kMaxStatusBytes);
@@ -178,8 +180,18 @@ std::optional<Bytes> StatusBoardAgreement::await(int rank, const std::string& to
       reader.expect_end();
       if (round == round_ && step == step_) return message;
       if (round > round_ || (round == round_ && step > step_))
-        throw CheckpointError(fmt::format("checkpoint: rank {} has abandoned it while rank {} was at \"{}\"",
-                                          rank, board_.rank(), topic));
+        throw CheckpointError(fmt::format(
+            "checkpoint: rank {} has abandoned it while rank {} was at \"{}\"{}{}", rank, board_.rank(),
+            topic, message.empty() ? "" : ": ", std::string(message.begin(), message.end())));
+    }
+    if (gone) {
+      const std::string reason = fmt::format("{}, while rank {} waited for its part in a checkpoint (\"{}\")",
+                                             *gone, board_.rank(), topic);
+      CommContext context;
+      context.rank = board_.rank();
+      context.lost_rank = rank;
+      context.operation = "checkpoint: " + topic;
+      throw PeerLostError(reason, context);
     }
     if (std::chrono::steady_clock::now() > deadline_ + (rank == 0 ? kVerdictSlack : std::chrono::seconds(0)))
       return std::nullopt;
@@ -226,15 +238,19 @@ Bytes StatusBoardAgreement::exchange(const std::string& topic, Bytes own,
     }
     post(verdict);
     return verdict;
-  } catch (...) {
-    step_ = kGone;
-    try {
-      post({});
-    } catch (const std::exception&) {
-      // The board itself is gone, and so are the ranks that could read it; the original error is the one to
-      // report.
-    }
+  } catch (const std::exception& error) {
+    post_gone(without_backtrace(error.what()));
     throw;
+  }
+}
+
+void StatusBoardAgreement::post_gone(const std::string& reason) noexcept {
+  step_ = kGone;
+  try {
+    post(Bytes(reason.begin(), reason.end()));
+  } catch (const std::exception&) {
+    // The board itself is gone, and so are the ranks that could read it; the original error is the one to
+    // report.
   }
 }
 

@@ -66,13 +66,18 @@ class StatusBoard {
   virtual int size() const = 0;
   virtual void post(const std::string& status) = 0;
   virtual std::optional<std::string> status_of(int rank) = 0;
+  // Why no further status of that rank can be expected, for example because it has died. Boards that cannot
+  // tell leave it to the deadline.
+  virtual std::optional<std::string> why_gone(int /*rank*/) { return std::nullopt; }
 };
 
 // Agreement over a board: polls instead of waiting in a collective, so that it does not interfere with other
 // communication, can be cancelled at any time, and a missing rank fails only itself.
 //
 // Exchanges are numbered by rounds (one checkpoint) and steps within them. A rank that gives up a round posts
-// that, and the others, at whatever step of that round, end with an error.
+// that with its reason, and the others, at whatever step of that round, end with an error. A rank that is
+// gone ends the round of those that wait for it at once, with a PeerLostError: the deadline of a round is
+// that of slow disks, not of lost ranks.
 class StatusBoardAgreement final : public RankAgreement {
  public:
   explicit StatusBoardAgreement(StatusBoard& board) : board_(board) {}
@@ -93,9 +98,11 @@ class StatusBoardAgreement final : public RankAgreement {
 
  private:
   // Waits for the status of `rank` for this step. Returns std::nullopt if it did not arrive in time. Throws
-  // if that rank has given up.
+  // if that rank has given up or is gone.
   std::optional<Bytes> await(int rank, const std::string& topic);
   void post(const Bytes& message);
+  // Posts that this rank has given up the round.
+  void post_gone(const std::string& reason) noexcept;
 
   StatusBoard& board_;
   std::chrono::steady_clock::time_point deadline_{};

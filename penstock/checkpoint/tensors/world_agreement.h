@@ -39,6 +39,7 @@ class WorldStatusBoard final : public StatusBoard {
   int size() const override { return world_.size(); }
   void post(const std::string& status) override { world_.post_status(key_, status); }
   std::optional<std::string> status_of(int rank) override { return world_.status_of(rank, key_); }
+  std::optional<std::string> why_gone(int rank) override { return world_.why_gone(rank); }
 
  private:
   comm::World world_;

@@ -5,6 +5,7 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <csignal>
 #include <cstdint>
@@ -59,13 +60,28 @@ namespace fs = std::filesystem;
 constexpr const char* kHandedConfig = "config.toml";
 constexpr const char* kAccepted = "accepted";
 
-void stop_on_signal(int) { train::request_stop(); }
+// A batch system that stops a job signals all of its processes, and the launcher passes on the signal that it
+// got itself: within this time, a second one is the same.
+constexpr std::int64_t kSameStop_ns = 2'000'000'000;
+std::atomic<std::int64_t> first_stop_ns{0};
+static_assert(std::atomic<std::int64_t>::is_always_lock_free);
+
+void stop_on_signal(int signal) {
+  timespec time{};
+  ::clock_gettime(CLOCK_MONOTONIC, &time);
+  const std::int64_t now_ns = std::int64_t{time.tv_sec} * 1'000'000'000 + time.tv_nsec;
+  std::int64_t first_ns = 0;
+  if (first_stop_ns.compare_exchange_strong(first_ns, now_ns)) return train::request_stop();
+  if (now_ns - first_ns < kSameStop_ns) return;
+  std::signal(signal, SIG_DFL);
+  ::raise(signal);  // takes effect when this handler returns
+}
 
 // Ends the run after the current step; a second signal ends the process immediately.
 void catch_signals() {
   struct sigaction action {};
   action.sa_handler = stop_on_signal;
-  action.sa_flags = static_cast<int>(SA_RESETHAND | SA_RESTART);
+  action.sa_flags = SA_RESTART;
   ::sigaction(SIGTERM, &action, nullptr);
   ::sigaction(SIGINT, &action, nullptr);
 }

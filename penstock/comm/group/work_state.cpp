@@ -19,8 +19,9 @@ namespace penstock::comm {
 namespace {
 
 // A transport may notice a closed connection before the monitor knows whose it was; wait this long for the
-// monitor.
-constexpr auto kFailureReportTime = std::chrono::seconds(3);
+// monitor. Less if a rank has been silent for a while: then the transport has probably timed out by itself.
+constexpr auto kFailureReportTime = std::chrono::seconds(3),
+               kFailureReportTimeAfterSilence = std::chrono::seconds(1);
 // On transports with resumable waits, how long a wait runs before it checks again which ranks are alive.
 constexpr auto kSlice = std::chrono::milliseconds(250);
 // A rank that left normally may still have data in flight; a wait for it continues this long.
@@ -255,7 +256,13 @@ void GroupState::raise(const std::string& transport_error, WorkState& work, bool
   if (const std::string mismatch = waits->mismatch(); !mismatch.empty()) throw MismatchError(mismatch);
   CommContext context = work.context();
   auto failure = world->liveness->first_failure();
-  if (!failure && !timed_out) failure = world->liveness->await_failure(Clock::now() + kFailureReportTime);
+  if (!failure && !timed_out) {
+    const bool silent = !world->liveness->describe_silence().empty();
+    failure = world->liveness->await_failure(Clock::now() +
+                                             (silent ? kFailureReportTimeAfterSilence : kFailureReportTime));
+    // A collective that was started long before this wait reaches the transport's own time-out first.
+    timed_out = silent && !world->liveness->describe_silence().empty();
+  }
   if (failure) failure->raise(context);
   for (const int rank : ranks)
     if (rank != own_rank() && world->liveness->state_of(rank).state == RankState::Left) {

@@ -203,6 +203,19 @@ std::optional<std::string> World::status_of(int rank, const std::string& key) co
   return core_->store.try_get(fmt::format("word/{}/{}", rank, key));
 }
 
+std::optional<std::string> World::why_gone(int rank) const {
+  Liveness& liveness = *core_->liveness;
+  const auto since = liveness.silent_since(rank);
+  const auto now = Clock::now();
+  if (since && now - *since >= core_->timeout && liveness.state_of(rank).state == RankState::Running) {
+    const std::string reason = silence_text("it", now - *since);
+    liveness.report({rank, RankState::Lost, reason});
+    if (core_->monitor && rank != 0) core_->monitor->report_lost(rank, reason);
+  }
+  const RankEvent event = liveness.state_of(rank);
+  return event.state == RankState::Running ? std::nullopt : std::optional(event.describe());
+}
+
 void World::fail(const std::string& reason) noexcept { core_->fail(reason); }
 
 }  // namespace penstock::comm

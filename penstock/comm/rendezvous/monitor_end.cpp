@@ -130,7 +130,10 @@ void MonitorHub::closed(SecureServer::Id peer, const std::string& why) {
 void MonitorHub::tick() {
   const auto now = Clock::now();
   if (now - last_tick_ > kOwnPause)
-    for (auto& [id, peer] : peers_) peer.heard = now;
+    for (auto& [id, peer] : peers_) {
+      peer.heard = now;
+      if (peer.silent) liveness_->note_silence(peer.rank, now);
+    }
   last_tick_ = now;
   // Sending may end a connection and change the map, so all is looked at first.
   std::vector<Notice> suspected, lost;
@@ -138,6 +141,7 @@ void MonitorHub::tick() {
     if (liveness_->state_of(peer.rank).state != RankState::Running) continue;
     const auto silent = now - peer.heard;
     if (silent > pace_.silence) {
+      peer.silent = true;
       lost.push_back({NoticeKind::Lost, peer.rank, silence_text("it", silent)});
     } else if (silent > pace_.suspicion && !std::exchange(peer.silent, true)) {
       liveness_->note_silence(peer.rank, peer.heard);
@@ -183,14 +187,26 @@ void MonitorHub::send(const Notice& notice) {
   future.wait_for(kSendTime);
 }
 
+bool MonitorHub::anyone_answers() {
+  const auto found = std::make_shared<std::promise<bool>>();
+  auto future = found->get_future();
+  server_->post([this, found] {
+    found->set_value(
+        std::any_of(peers_.begin(), peers_.end(), [](const auto& entry) { return !entry.second.silent; }));
+  });
+  return future.wait_for(kSendTime) != std::future_status::ready || future.get();
+}
+
 void MonitorHub::leave(bool failed) {
   const auto begin = Clock::now();
   auto until = begin + timeout_;
   bool said = false;
   for (;;) {
     const auto now = Clock::now();
-    if (failed || liveness_->first_failure()) until = std::min(until, now + kLeaveTimeAfterFailure);
+    const bool after_failure = failed || liveness_->first_failure().has_value();
+    if (after_failure) until = std::min(until, now + kLeaveTimeAfterFailure);
     if (server_->await_alone(std::min(until, now + 100ms)) || now >= until) break;
+    if (after_failure && !anyone_answers()) break;
     if (!said && now - begin > kLeaveSayTime) {
       said = true;
       log().info("comm: rank 0 hosts the store and waits up to {:.0f} s for {} to leave",
@@ -285,7 +301,10 @@ bool MonitorSpoke::exchange() {
       const Notice notice = Notice::from_bytes(*payload, world_size_);
       if (notice.rank != rank_) report_notice(*liveness_, notice);
     }
-    if (now - last_round_ > kOwnPause) heard_ = now;
+    if (now - last_round_ > kOwnPause) {
+      heard_ = now;
+      if (silent_) liveness_->note_silence(0, now);
+    }
     last_round_ = now;
     if (now - heard_ > pace_.silence) {
       lost(silence_text("it", now - heard_));

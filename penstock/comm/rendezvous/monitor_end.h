@@ -56,6 +56,8 @@ class MonitorHub final : public Monitor::End {
   void spread(const Notice& notice);
   // Sends a notice to all ranks but the one it is about.
   void tell_others(const Notice& notice);
+  // Whether a rank is connected that is not silent. Asks the server's thread.
+  bool anyone_answers();
 
   struct Peer {
     int rank = 0;

@@ -36,13 +36,17 @@ using Bytes = std::vector<std::uint8_t>;
 // thread.
 constexpr std::chrono::milliseconds kShortestAnswer{1000}, kLongestAnswer{15000};
 
+std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
+
 double seconds_since(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
 }
 
-// The store that torchrun's agent hosts, which is a TCP store of c10d.
+// The store that torchrun's agent hosts, which is a TCP store of c10d. Its protocol belongs to a version of
+// LibTorch: an agent of another one accepts the connection and closes it at the first request, which is
+// therefore made here.
 c10::intrusive_ptr<c10d::Store> connect_to_agent(const LaunchEnv& env, Clock::time_point deadline,
-                                                 std::chrono::milliseconds left) {
+                                                 std::chrono::milliseconds left, CallWithTimeout& caller) {
   const auto begin = Clock::now();
   const Rendezvous& place = env.rendezvous;
   c10d::TCPStoreOptions options;
@@ -57,14 +61,20 @@ c10::intrusive_ptr<c10d::Store> connect_to_agent(const LaunchEnv& env, Clock::ti
   context.rank = env.rank;
   context.operation = "rendezvous";
   await_listening(place.host, place.port, deadline, context);
+  std::string why = "it does not answer";
   try {
-    return c10::make_intrusive<c10d::TCPStore>(place.host, options);
+    c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::TCPStore>(place.host, options);
+    if (caller.run([store] { store->check({"penstock"}); }, std::min(left, kLongestAnswer))) return store;
   } catch (const std::exception& error) {
-    context.elapsed_s = seconds_since(begin);
-    throw CommError(fmt::format("rendezvous at {} failed: {}; check MASTER_ADDR and MASTER_PORT",
-                                place.describe(), without_backtrace(error.what())),
-                    context);
+    why = first_line(without_backtrace(error.what()));
   }
+  context.elapsed_s = seconds_since(begin);
+  throw CommError(
+      fmt::format("rendezvous at {}: what listens there is no store that this program, with LibTorch {}, "
+                  "understands ({}); use the torchrun of the same version, start the ranks with penstock "
+                  "launch, mpirun or srun, or check MASTER_ADDR and MASTER_PORT",
+                  place.describe(), torch_version(), why),
+      context);
 }
 
 }  // namespace
@@ -255,8 +265,10 @@ Store Store::connect(const LaunchEnv& env, Clock::time_point deadline) {
   // Otherwise the name would be looked up repeatedly until the deadline.
   require_known_host(place.host, deadline,
                      "set MASTER_ADDR (or PENSTOCK_RENDEZVOUS) to the name or address of rank 0's host");
-  if (!place.hosted_by_rank0)
-    return handle(connect_to_agent(env, deadline, left), std::make_shared<CallWithTimeout>());
+  if (!place.hosted_by_rank0) {
+    const auto caller = std::make_shared<CallWithTimeout>();
+    return handle(connect_to_agent(env, deadline, left, *caller), caller);
+  }
   if (env.rank != 0) return handle(AuthenticatedStore::connect(env, deadline, *notices), nullptr);
   auto listener = ListeningSocket::bind(listen_address(env), place.port,
                                         "set MASTER_PORT to a free port, or end the process that uses it");

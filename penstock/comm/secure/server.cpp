@@ -460,12 +460,12 @@ SecureServer::SecureServer(Socket listener, Purpose purpose, const JobKey& key, 
 SecureServer::~SecureServer() = default;
 
 void SecureServer::start() { loop_->start(); }
-void SecureServer::stop() { loop_->stop(); }
 
 void SecureServer::send(Id peer, std::string_view payload) { loop_->send(peer, payload); }
 void SecureServer::close(Id peer) { loop_->close(peer); }
 std::size_t SecureServer::peers() const { return loop_->open(); }
 void SecureServer::post(std::function<void()> action) { loop_->post(std::move(action)); }
+void SecureServer::stop() { loop_->stop(); }
 bool SecureServer::await_alone(std::chrono::steady_clock::time_point deadline) {
   return loop_->await_alone(deadline);
 }

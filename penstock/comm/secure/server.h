@@ -64,8 +64,6 @@ class SecureServer {
   // Sends a payload, now or as soon as the peer reads. Does nothing for a peer that is gone.
   void send(Id peer, std::string_view payload);
   void close(Id peer);
-  // What the destructor does: the event functions may use this object until it returns.
-  void stop();
   std::size_t peers() const;
 
   // Runs a function on the server's thread. Functions posted between `start` and the destructor are run.
@@ -73,6 +71,10 @@ class SecureServer {
 
   // Waits until every peer has closed its connection, or until the deadline. Returns whether that is so.
   bool await_alone(std::chrono::steady_clock::time_point deadline);
+
+  // Ends the server's thread, as the destructor does: no event function runs any more. For whoever reaches
+  // this object from them.
+  void stop();
 
  private:
   class Loop;

@@ -25,6 +25,8 @@ std::string current_exception_text() {
   }
 }
 
+std::string first_line(std::string_view text) { return std::string(text.substr(0, text.find('\n'))); }
+
 std::string without_json_tag(std::string_view text) {
   const std::size_t end = text.starts_with("[json.exception.") ? text.find("] ") : std::string_view::npos;
   return std::string(end == std::string_view::npos ? text : text.substr(end + 2));

@@ -15,6 +15,9 @@ std::string current_exception_text();
 // help a user.
 std::string without_backtrace(std::string_view text);
 
+// The first line of a message: c10 appends where an exception was thrown.
+std::string first_line(std::string_view text);
+
 // The message of a nlohmann::json exception without its tag "[json.exception.parse_error.101] ".
 std::string without_json_tag(std::string_view text);
 

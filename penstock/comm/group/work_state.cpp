@@ -6,6 +6,7 @@
 #include <iterator>
 #include <utility>
 
+#include "penstock/base/exception_text.h"
 #include "penstock/base/log.h"
 #include "penstock/base/text.h"
 #include "penstock/base/warnings.h"
@@ -58,9 +59,6 @@ void keep_forever(std::vector<at::Tensor> tensors) {
   const std::lock_guard lock(mutex);
   kept.insert(kept.end(), std::make_move_iterator(tensors.begin()), std::make_move_iterator(tensors.end()));
 }
-
-// c10 appends where it was thrown, with a backtrace; the first line is what a reader needs.
-std::string first_line(std::string text) { return text.substr(0, text.find('\n')); }
 
 }  // namespace
 

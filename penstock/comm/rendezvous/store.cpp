@@ -36,8 +36,6 @@ using Bytes = std::vector<std::uint8_t>;
 // thread.
 constexpr std::chrono::milliseconds kShortestAnswer{1000}, kLongestAnswer{15000};
 
-std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
-
 double seconds_since(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
 }

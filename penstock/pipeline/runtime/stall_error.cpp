@@ -10,14 +10,13 @@
 #include <vector>
 
 #include "penstock/base/env.h"
+#include "penstock/base/exception_text.h"
 #include "penstock/base/log.h"
 #include "penstock/comm/transport/liveness.h"
 
 namespace penstock {
 
 namespace {
-
-std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
 // Returns the text that the error was created with, without the context that CommError appends.
 std::string without_context(const CommError& error) {

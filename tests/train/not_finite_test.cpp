@@ -171,6 +171,32 @@ TEST(NotFinite, TensorParallelRanksAgree) {
   EXPECT_TRUE(has_text(backward, "the gradient of blocks.1.attention.key.weight has "));
 }
 
+// DualPipe has the model twice: the stages of its second copy have further numbers, and are not the loss.
+TEST(NotFinite, StagesOfBothCopiesOfDualPipeAreNamed) {
+  const Layout layout{.name = "DualPipe", .pp = 2, .virtual_stages = 2, .schedule = "DualPipe"};
+  const auto overflow_in = [&](bool second_copy, const std::string& block) {
+    return failure(config_of(layout, {"--partition", "count"}), [&](TrainingJob& job) {
+      const at::NoGradGuard no_grad;
+      for (const optim::NamedParameter& parameter : job.model().parameters()) {
+        const bool chosen = parameter.name == "blocks." + block + ".feed.gate.weight" ||
+                            parameter.name == "blocks." + block + ".feed.up.weight";
+        if (chosen && job.model().is_second_copy(parameter) == second_copy)
+          parameter.tensor.detach().mul_(1e25);
+      }
+    });
+  };
+  for (const bool second_copy : {false, true}) {
+    for (const int part : {0, 1}) {
+      const std::string block = part == 0 ? "1" : "3", stage = std::to_string(part + (second_copy ? 2 : 0));
+      const std::string said = overflow_in(second_copy, block);
+      EXPECT_TRUE(has_text(said, "microbatch " + std::string(second_copy ? "2" : "0") + " of 4")) << said;
+      EXPECT_TRUE(
+          has_text(said, "in stage " + stage + ", block " + block + ", after blocks." + block + ".feed."))
+          << said;
+    }
+  }
+}
+
 TEST(NotFinite, TheRunOfAnAccumulatedStepIsNamed) {
   const Layout layout{.name = "two runs", .pp = 2, .accumulation = 2};
   const std::string said = failure(config_of(layout, {"--partition", "count"}), [](TrainingJob& job) {

@@ -138,7 +138,7 @@ std::optional<NonFiniteOrigin> earliest(const comm::World& world, const std::opt
 }
 
 OperatorWatch::OperatorWatch(const RankLayout& layout, const ModelStages& model)
-    : replica_(replica_text(layout)), stages_(static_cast<int>(model.parts().size())) {
+    : replica_(replica_text(layout)), stages_(model.stages().front().count()) {
   const at::NoGradGuard no_grad;
   for (const optim::NamedParameter& parameter : model.parameters()) {
     const at::Tensor local = local_if_distributed(parameter.tensor, kDetach);

@@ -78,7 +78,7 @@ class OperatorWatch final : public Mode {
 
   std::map<const void*, std::string> parameters_;  // by address of their memory
   std::string replica_;                            // ", replica 1"; empty if there is only one
-  int stages_;
+  int stages_;                                     // of the schedule; as a stage: the loss
   std::int64_t run_ = 0, runs_ = 1;
   std::int64_t microbatch_ = -1, stage_ = -1, order_ = 0;
   std::string last_parameter_;  // last one used by an operator in this forward

@@ -101,6 +101,20 @@ TEST(Parity, ReplicasAndTensorParallelRanksDifferByRounding) {
             static_cast<std::size_t>(kSteps));
 }
 
+// One process sends nothing between stages: only the layout rounds.
+TEST(Parity, RoundedBordersDifferByTheirRounding) {
+  const Layout layout{.name = "pp2", .pp = 2};
+  for (const char* dtype : {"bf16", "fp8"}) {
+    SCOPED_TRACE(dtype);
+    const std::vector<std::string> rounded{"--border_dtype", dtype};
+    EXPECT_FALSE(expects_same_bits(config_of(layout, rounded)));
+    const ParityReport report = compare(layout, rounded);
+    EXPECT_TRUE(report.ok()) << to_text(report, true);
+    EXPECT_GT(report.rows.front().relative, 0);
+  }
+  EXPECT_TRUE(expects_same_bits(config_of(layout, {"--border_dtype", "same"})));
+}
+
 TEST(Parity, AWrongGradientIsFoundAndNamed) {
   const std::string wrong = "blocks.2.feed.up.weight";
   const auto spoil = [&](const std::vector<optim::NamedParameter>& parameters) {
@@ -152,7 +166,12 @@ TEST(Parity, TolerancesFollowPrecision) {
                bf16 = parity_tolerance(config_of(dp2, {"--precision", "bf16"})).gradients;
   EXPECT_GT(fp32, 0);
   EXPECT_GT(bf16, fp32);
-  EXPECT_EQ(parity_tolerance(config_of({.name = "pp2", .pp = 2}, {"--precision", "bf16"})).parameters, 0);
+  const Layout pp2{.name = "pp2", .pp = 2};
+  EXPECT_EQ(parity_tolerance(config_of(pp2, {"--precision", "bf16"})).parameters, 0);
+  const double rounded = parity_tolerance(config_of(pp2, {"--border_dtype", "bf16"})).gradients,
+               to_8_bits = parity_tolerance(config_of(pp2, {"--border_dtype", "fp8"})).gradients;
+  EXPECT_GE(rounded, bf16);
+  EXPECT_GT(to_8_bits, rounded);
 }
 
 }  // namespace parity_test

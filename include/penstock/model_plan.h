@@ -31,7 +31,7 @@ struct ParameterShape {
 // One block of a model.
 struct BlockPlan {
   char letter = 'A';                            // in patterns
-  std::string kind = "attention";               // in reports
+  std::string kind = "attention";               // in reports; blocks of one kind cost the same
   std::vector<ParameterShape> parameters = {};  // with their names in the whole model
   std::int64_t inactive_parameters = 0;         // elements that a token does not use: experts not chosen
   double flops_per_token = 0;                   // of the matrix products of a forward: two per multiply-add

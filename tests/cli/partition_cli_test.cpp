@@ -158,6 +158,35 @@ TEST_F(PartitionCli, UsesMeasuredCosts) {
             2 * 1000 + 1000 + 10);
 }
 
+// Blocks with a window have costs of their own.
+TEST_F(PartitionCli, UsesMeasuredCostsOfWindows) {
+  const auto file = [&](double with_window) {
+    const auto part = [](double time) {
+      return nlohmann::json{{"forward", time / 2}, {"backward", time / 2}, {"kept", 1000}};
+    };
+    return write(
+        "costs.json",
+        nlohmann::json{
+            {"embed", part(0)},
+            {"blocks", {{"attention", part(4)}, {"attention with a window of 8", part(with_window)}}},
+            {"head", part(0)},
+            {"kept_by_stage", 0},
+            {"border", 10}}
+            .dump());
+  };
+  const std::string line =
+      "--preset hybrid-tiny --pp 2 --schedule 1F1B --pattern AAAAAA --windows 8,8,8,8,0,0 --microbatches 4 "
+      "--costs '";
+  EXPECT_EQ(json_of(line + file(2) + "'")["pattern"], "AAAA|AA");
+  EXPECT_EQ(json_of(line + file(4) + "'")["pattern"], "AAA|AAA");
+  const std::string part = "{\"forward\":1,\"backward\":1,\"kept\":1}";
+  expect_refused(line +
+                     write("one_kind.json", "{\"embed\":" + part + ",\"blocks\":{\"attention\":" + part +
+                                                "},\"head\":" + part + ",\"kept_by_stage\":0,\"border\":1}") +
+                     "'",
+                 "attention with a window of 8");
+}
+
 TEST_F(PartitionCli, BadInput) {
   expect_refused("--preset hybrid-52 --cuts 3,2", "increasing numbers from 1 to 51");
   expect_refused("--preset hybrid-52 --cuts 3,,4", "--cuts");

@@ -74,6 +74,24 @@ TEST(DryRun, HybridModelWithAllParts) {
             4 * (models::parameter_count(run.plan) + 260 * 16));
 }
 
+// A block that sees fewer tokens costs less: each window is a kind of its own.
+TEST(DryRun, AttentionWithAWindowIsMeasuredApart) {
+  const std::string with_window = "attention with a window of 4";
+  const DryRun run = dry_run(with_data({.name = "one"}, {"--windows", "4,0"}));
+  ASSERT_EQ(run.plan.blocks.size(), 4u);
+  for (std::size_t i = 0; i < 4; ++i)
+    EXPECT_EQ(run.plan.blocks[i].kind, i % 2 == 0 ? with_window : "attention") << i;
+  ASSERT_EQ(run.measured.blocks.size(), 2u);
+  for (const auto& [kind, measured] : run.measured.blocks) EXPECT_GT(measured.forward, 0) << kind;
+  const std::string text = to_text(run);
+  EXPECT_TRUE(has_text(text, "2 attention, 2 " + with_window)) << text;
+  EXPECT_TRUE(has_text(text, " in " + with_window)) << text;
+  // As wide as a row, a window changes nothing.
+  const DryRun whole = dry_run(with_data({.name = "one"}, {"--windows", "16,0"}));
+  ASSERT_EQ(whole.measured.blocks.size(), 1u);
+  EXPECT_EQ(whole.measured.blocks.begin()->first, "attention");
+}
+
 TEST(DryRun, OnePipeline) {
   const DryRun run = dry_run(with_data({.name = "pp2", .pp = 2}, {"--partition", "count"}));
   const std::string text = to_text(run);

@@ -152,6 +152,9 @@ BlockPlan block_plan(const HybridOptions& options, const HybridParts& parts, std
       add_residual(block, parts, at, "attention", attention_shapes(parts.attention, at + "attention"));
       block.flops_per_token += attention_flops_per_token(parts.attention, index, length);
       const std::int64_t window = parts.attention.window_of(index);
+      // Costs are measured once for each kind.
+      if (window > 0 && window < options.context)
+        block.kind = fmt::format("{} with a window of {}", block.kind, window);
       const std::int64_t seen = window > 0 ? std::min(window, length) : length;
       block.moved_per_token += 8 * width + 4 * static_cast<double>(seen * options.heads);
       if (parts.relations) block.moved_per_token += 2 * static_cast<double>(options.context * options.heads);

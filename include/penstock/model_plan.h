@@ -69,6 +69,8 @@ struct ModelPlan {
   std::int64_t inactive_embed_parameters = 0;
   // As in BlockPlan, for what is added to the embedding of tokens.
   double embed_moved_per_token = 0;
+  // The letters of the blocks of multi-token prediction, which belong to the head, one for each depth.
+  std::string multi_token_letters = {};
   // The auxiliary losses that stages report, in the order in which they are shown.
   std::vector<AuxiliaryTerm> auxiliary = {};
 };

@@ -187,6 +187,7 @@ TEST_F(InspectCli, PredictsRecomputedActivations) {
   if (all_layouts())
     for (auto& [layout, recomputed] : cases)
       recomputed = {"none", "experts", "block", "pattern:R..R", microbatches};
+  cases.push_back({one + "--multi_token_depth 2 --multi_token_block E ", {"none", "experts", "block"}});
   for (const auto& [layout, recomputed] : cases) {
     double all = 0;
     for (const std::string& recompute : recomputed) {

@@ -74,6 +74,31 @@ TEST(DryRun, HybridModelWithAllParts) {
             4 * (models::parameter_count(run.plan) + 260 * 16));
 }
 
+// The blocks of multi-token prediction belong to the head, and are recomputed like others of their letter.
+TEST(DryRun, RecomputedBlocksOfMultiTokenPrediction) {
+  const auto run_of = [](const std::vector<std::string>& recompute) {
+    std::vector<std::string> more{"--partition",         "count", "--pattern",           "AEAE",
+                                  "--attention_feed",    "false", "--experts",           "4",
+                                  "--expert_width",      "16",    "--multi_token_depth", "2",
+                                  "--multi_token_block", "E"};
+    more.insert(more.end(), recompute.begin(), recompute.end());
+    return dry_run(with_data({.name = "pp2", .pp = 2}, more));
+  };
+  const DryRun none = run_of({}), marks = run_of({"--recompute", "pattern:.E.E"}),
+               experts = run_of({"--recompute", "experts"}),
+               first = run_of({"--recompute", "experts", "--recompute_stages", "0"});
+  EXPECT_FALSE(none.measured.recomputed_head);
+  EXPECT_FALSE(marks.measured.recomputed_head);  // marks choose blocks of the pattern only
+  ASSERT_TRUE(experts.measured.recomputed_head);
+  const std::int64_t saved = experts.measured.head.kept - experts.measured.recomputed_head->kept;
+  EXPECT_GT(saved, 0);
+  // The last stage has one microbatch in flight.
+  EXPECT_EQ(marks.memory[1].activations - experts.memory[1].activations, saved);
+  EXPECT_EQ(marks.memory[0].activations, experts.memory[0].activations);
+  EXPECT_EQ(none.memory[1].activations, first.memory[1].activations);
+  EXPECT_TRUE(has_text(to_text(experts), "in a head whose blocks are recomputed"));
+}
+
 // A block that sees fewer tokens costs less: each window is a kind of its own.
 TEST(DryRun, AttentionWithAWindowIsMeasuredApart) {
   const std::string with_window = "attention with a window of 4";

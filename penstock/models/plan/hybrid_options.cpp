@@ -207,6 +207,7 @@ void add_multi_token(ModelPlan& plan, const HybridOptions& options, const Hybrid
   const auto layers = static_cast<std::int64_t>(parts.pattern.blocks.size());
   for (std::int64_t d = 0; d < parts.multi_token.depth; ++d) {
     BlockPlan block = block_plan(options, extended, layers + d);
+    plan.multi_token_letters += block.letter;
     plan.head_inactive_parameters += block.inactive_parameters;
     plan.head_flops_per_token += head_flops + block.flops_per_token;
     plan.head_moved_per_token += head_moved + block.moved_per_token;

@@ -81,6 +81,14 @@ std::int64_t within_budget(const DryRun& run, std::int64_t kept) {
   return std::min(kept, budget.bytes_of(kept, hidden_bytes(run)));
 }
 
+// The blocks of multi-token prediction, which belong to the head, have one letter.
+bool recomputes_multi_token(const DryRun& run, int stage) {
+  const std::string& letters = run.plan.multi_token_letters;
+  const auto first = static_cast<std::int64_t>(run.plan.blocks.size());
+  return !letters.empty() &&
+         run.recompute.recomputes({.number = first, .letter = letters.front()}, stage, {});
+}
+
 StageEstimate estimate_stage(const DryRun& run, const models::StagePart& part, bool recomputes) {
   const PartMeasurements& measured = run.measured;
   StageEstimate stage;
@@ -106,7 +114,8 @@ StageEstimate estimate_stage(const DryRun& run, const models::StagePart& part, b
   }
   if (part.has_embed()) add(measured.embed);
   if (part.has_head()) {
-    add(measured.head);
+    add(recomputes && recomputes_multi_token(run, part.index) ? measured.recomputed_head.value()
+                                                              : measured.head);
     kept += hidden_bytes(run);
   }
   if (knows_weights) stage.memory.between_input_and_weight = for_weights;
@@ -192,6 +201,14 @@ std::string kept_text(const DryRun& run) {
     texts.push_back(fmt::format("{} in {} that is recomputed", bytes_text(measured.kept),
                                 blocks.size() == 1 ? "a block" : kind));
   return fmt::format("{}", fmt::join(texts, ", "));
+}
+
+// "3.4 MiB in the head", "3.4 MiB in the head, 1.2 MiB in a head whose blocks are recomputed"
+std::string kept_in_head_text(const DryRun& run) {
+  const std::string text = bytes_text(run.measured.head.kept) + " in the head";
+  return run.measured.recomputed_head ? fmt::format("{}, {} in a head whose blocks are recomputed", text,
+                                                    bytes_text(run.measured.recomputed_head->kept))
+                                      : text;
 }
 
 std::string mesh_text(const DryRun& run) {
@@ -442,9 +459,9 @@ std::string to_text(const DryRun& run) {
   add(memory);
   fmt::format_to(
       std::back_inserter(text),
-      "  activations: measured on real parts; one microbatch keeps {} and {} in the head, and their "
+      "  activations: measured on real parts; one microbatch keeps {} and {}, and their "
       "inputs{}\n",
-      kept_text(run), bytes_text(run.measured.head.kept),
+      kept_text(run), kept_in_head_text(run),
       run.config.layout.tp > 1 ? "; the part that tensor parallelism splits is not subtracted" : "");
   write_time(text, run);
   return text;

@@ -400,7 +400,14 @@ PartMeasurements measure_parts(const TrainConfig& config, const models::Trainabl
       meter.set_recomputes(false);
     }
   }
-  result.head = meter.measure({.index = 2, .count = 3, .first_block = layers, .end_block = layers});
+  const models::StagePart head{.index = 2, .count = 3, .first_block = layers, .end_block = layers};
+  result.head = meter.measure(head);
+  const std::string& letters = model.plan().multi_token_letters;
+  if (!letters.empty() && recompute.chooses({.number = layers, .letter = letters.front()})) {
+    meter.set_recomputes(true);
+    result.recomputed_head = meter.measure(head);
+    meter.set_recomputes(false);
+  }
   result.measured_rows = meter.measured_rows();
   result.measured_tokens = meter.measured_tokens();
   return result;

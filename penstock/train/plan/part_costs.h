@@ -38,6 +38,8 @@ struct PartMeasurements {
   std::map<std::string, PartMeasurement> blocks;      // by kind (BlockPlan)
   std::map<std::string, PartMeasurement> recomputed;  // the same, of kinds of which blocks are recomputed
   PartMeasurement head;                               // with the last norm and the loss
+  // The same with recomputation of the blocks of multi-token prediction, if it is chosen.
+  std::optional<PartMeasurement> recomputed_head;
   // Bytes that the blocks of a kind keep once per stage, part of `kept` of each: masks, rotary embedding.
   std::map<std::string, std::int64_t> shared;
   std::int64_t border = 0;           // bytes of the activation between two stages

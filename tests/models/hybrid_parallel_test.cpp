@@ -168,7 +168,7 @@ TEST(HybridParallel, SizesThatDoNotDivideAreRefused) {
   options.state_groups = 3;
   EXPECT_TRUE(has_text(error(options, 2), "model.state_groups, 3"));
   EXPECT_TRUE(has_text(message_of<ConfigError>([] { check_expert_parallel(small_parallel("AM"), 2); }),
-                       "no E blocks"));
+                       "has E blocks"));
   EXPECT_TRUE(
       has_text(message_of<ConfigError>([] { check_expert_parallel(small_parallel("E"), 3); }), "layout.ep"));
   options = small_parallel("E");
@@ -177,6 +177,32 @@ TEST(HybridParallel, SizesThatDoNotDivideAreRefused) {
       has_text(message_of<ConfigError>([&] { options.check(); }), "model.balance_scope: got \"world\""));
   const auto transformer = trainable_transformer({});
   EXPECT_TRUE(has_text(message_of<ConfigError>([&] { transformer->check_expert_parallel(2); }), "layout.ep"));
+}
+
+// The block of multi-token prediction may be of a kind that the pattern does not have.
+TEST(HybridParallel, SizesOfMultiTokenBlocksThatDoNotDivideAreRefused) {
+  const auto predicting = [](const std::string& pattern, const std::string& block) {
+    HybridOptions options = small_parallel(pattern);
+    options.multi_token_depth = 1;
+    options.multi_token_block = block;
+    return options;
+  };
+  const auto error = [](const HybridOptions& options, int ranks) {
+    return message_of<ConfigError>([&] { check_tensor_parallel(options, ranks); });
+  };
+  EXPECT_TRUE(has_text(error(predicting("F", "A"), 3), "model.heads"));
+  HybridOptions options = predicting("F", "E");
+  options.expert_width = 6;
+  EXPECT_TRUE(has_text(error(options, 4), "model.expert_width"));
+  EXPECT_TRUE(has_text(error(predicting("F", "M"), 3), "heads of M blocks"));
+  EXPECT_NO_THROW(check_tensor_parallel(predicting("F", "M"), 2));
+  // Without prediction its letter means nothing.
+  options = predicting("F", "A");
+  options.multi_token_depth = 0;
+  EXPECT_NO_THROW(check_tensor_parallel(options, 3));
+  EXPECT_NO_THROW(check_expert_parallel(predicting("AM", "E"), 2));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { check_expert_parallel(predicting("AM", "E"), 3); }),
+                       "layout.ep"));
 }
 
 }  // namespace hybrid_parallel_test

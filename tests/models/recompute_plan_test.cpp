@@ -53,6 +53,17 @@ TEST(RecomputePlan, BlocksOfMultiTokenPredictionFollowTheirLetter) {
   EXPECT_FALSE(parse_recompute("pattern:RR", model).chooses(further));
 }
 
+TEST(RecomputePlan, MultiTokenPredictionMayHaveALetterOfItsOwn) {
+  HybridOptions options{.pattern = "AM"};
+  options.multi_token_depth = 1;
+  options.multi_token_block = "E";
+  const RecomputePlan plan = parse_recompute("experts", options.plan());
+  EXPECT_TRUE(plan.chooses({.number = 2, .letter = 'E'}));
+  EXPECT_FALSE(plan.chooses({.number = 1, .letter = 'M'}));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { parse_recompute("letters:F", options.plan()); }),
+                       "letters of blocks that the model has: AME"));
+}
+
 TEST(RecomputePlan, StagesAndMicrobatches) {
   RecomputePlan plan = RecomputePlan::all();
   plan.stages = {1, 3};

@@ -49,6 +49,7 @@ struct Experiment {
   Layout layout;
   int ep = 1, shard = 1;
   std::vector<std::string> more = {};
+  std::string pattern = "AEFE";
 };
 
 struct Outcome {
@@ -61,6 +62,7 @@ struct Outcome {
 
 TrainConfig config_of(const Experiment& experiment) {
   std::vector<std::string> more = kExperts;
+  more[1] = experiment.pattern;
   more.insert(more.end(), {"--clip_norm", "0.5", "--ep", std::to_string(experiment.ep), "--shard",
                            std::to_string(experiment.shard)});
   more.insert(more.end(), experiment.more.begin(), experiment.more.end());
@@ -182,6 +184,24 @@ TEST(ExpertParallelJob, WithEveryOtherPart) {
   expect_near(train({replicas("dp2 shard2 ep2", 2), 2, 2, more}, kSteps), whole);
   const Layout pipeline{.name = "pp2 dp2 ep2", .pp = 2, .dp = 2, .microbatches = 2};
   expect_near(train({pipeline, 2, 1, more}, kSteps), whole);
+}
+
+// Only the last stage has experts.
+TEST(ExpertParallelJob, ExpertsOfMultiTokenPredictionAlone) {
+  const auto with_ep = [&](const Layout& layout, int ep, int shard) {
+    return train({.layout = layout,
+                  .ep = ep,
+                  .shard = shard,
+                  .more = {"--multi_token_depth", "1", "--multi_token_block", "E"},
+                  .pattern = "AFFA"},
+                 kSteps);
+  };
+  const Outcome whole = with_ep(replicas("dp2", 2), 1, 1);
+  EXPECT_TRUE(whole.parameters.contains("blocks.4.experts.gate"));
+  expect_near(with_ep(replicas("dp2 ep2", 2), 2, 1), whole);
+  expect_near(with_ep(replicas("dp2 shard2 ep2", 2), 2, 2), whole);
+  const Layout pipeline{.name = "pp2 dp2 ep2", .pp = 2, .dp = 2, .microbatches = 2};
+  expect_near(with_ep(pipeline, 2, 1), whole);
 }
 
 TEST(ExpertParallelJob, PipelinesHaveTheirOwnGroups) {

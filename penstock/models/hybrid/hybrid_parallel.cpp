@@ -31,7 +31,9 @@
 namespace penstock::models {
 namespace {
 
+// In the pattern or for multi-token prediction.
 bool has_block(const HybridParts& parts, BlockKind kind) {
+  if (parts.multi_token.depth > 0 && parts.multi_token_kind == kind) return true;
   return std::find(parts.pattern.blocks.begin(), parts.pattern.blocks.end(), kind) !=
          parts.pattern.blocks.end();
 }
@@ -129,7 +131,9 @@ void check_expert_parallel(const HybridOptions& options, int ranks) {
   const HybridParts parts = hybrid_parts(options.resolved());
   if (ranks > 1 && !has_block(parts, BlockKind::Experts))
     throw ConfigError(describe("layout.ep", fmt::format("{}", ranks),
-                               fmt::format("1, because model.pattern = {} has no E blocks", options.pattern),
+                               fmt::format("1, because neither model.pattern = {} nor multi-token prediction "
+                                           "has E blocks",
+                                           options.pattern),
                                "use layout.dp or layout.shard alone"));
   if (has_block(parts, BlockKind::Experts)) parts.experts.check_parallel(ranks);
 }

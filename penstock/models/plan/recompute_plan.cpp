@@ -25,6 +25,8 @@ std::string letters_of(const ModelPlan& model) {
   std::string letters;
   for (const BlockPlan& block : model.blocks)
     if (letters.find(block.letter) == std::string::npos) letters += block.letter;
+  for (const char letter : model.multi_token_letters)
+    if (letters.find(letter) == std::string::npos) letters += letter;
   return letters;
 }
 

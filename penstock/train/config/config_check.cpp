@@ -161,6 +161,14 @@ class Completion {
                         : fmt::format("set layout.ranks to {} or leave it out", product)));
   }
 
+  // Whether a block of the pattern or of multi-token prediction has the letter. Without a letter of their own
+  // the latter are like the last of the pattern.
+  bool has_block(char letter) const {
+    const ModelConfig& model = config_.model;
+    if (model.multi_token_depth > 0 && model.multi_token_block == std::string(1, letter)) return true;
+    return model.pattern.empty() ? letter == 'A' : model.pattern.find(letter) != std::string::npos;
+  }
+
   void expert_parallel() {
     const LayoutConfig& layout = config_.layout;
     if (layout.ep == 1) return;
@@ -179,9 +187,10 @@ class Completion {
     // A registered model checks this itself.
     const ModelConfig& model = config_.model;
     if (model.type != "auto" && model.type != "hybrid" && model.type != "transformer") return;
-    if (model.pattern.find('E') == std::string::npos)
-      problem(fmt::format("{} divides experts, but {} has no E blocks; set layout.ep to 1",
-                          setting_text("layout.ep"), setting_text("model.pattern")));
+    if (!has_block('E'))
+      problem(fmt::format("{} divides experts, but {} has no E blocks{}; set layout.ep to 1",
+                          setting_text("layout.ep"), setting_text("model.pattern"),
+                          model.multi_token_depth > 0 ? ", and multi-token prediction has none" : ""));
     else if (model.experts % layout.ep != 0)
       problem(fmt::format(
           "{} is not a multiple of {}; each expert-parallel rank holds the same number of experts: "
@@ -317,14 +326,13 @@ class Completion {
             setting_text(name), setting_text("layout.tp")));
     };
     const ModelConfig& model = config_.model;
-    const auto has = [&](char letter) { return model.pattern.find(letter) != std::string::npos; };
-    const bool attention = model.pattern.empty() || has('A');
+    const bool attention = has_block('A');
     if (attention) {
       divides("model.heads", model.heads);
       divides("model.key_value_heads", model.key_value_heads);
     }
-    if ((attention && model.attention_feed) || has('F')) divides("model.feed_width", model.feed_width);
-    if (!has('E')) return;
+    if ((attention && model.attention_feed) || has_block('F')) divides("model.feed_width", model.feed_width);
+    if (!has_block('E')) return;
     if (model.expert_width == 0) divides("model.feed_width", model.feed_width);
     divides("model.expert_width", model.expert_width);
     divides("model.shared_expert_width", model.shared_expert_width);

@@ -247,6 +247,8 @@ class UnshardedScope {
   // [collective] Throws StateError if the module was not given to fully_shard.
   explicit UnshardedScope(const torch::nn::Module& module);
   // Copies this rank's part of the written values into the shards and frees the rest. No communication.
+  // If parameters are gathered in another dtype (MixedPrecision::param_dtype) or by an extension, the scope
+  // shows rounded values; elements that still have them at its end keep the exact values of the shards.
   ~UnshardedScope();
   UnshardedScope(const UnshardedScope&) = delete;
   UnshardedScope& operator=(const UnshardedScope&) = delete;

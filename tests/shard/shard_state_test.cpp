@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <limits>
 #include <sstream>
 
 #include "penstock/comm/record/recorder.h"
@@ -113,6 +114,43 @@ TEST(ShardState, WritesInAScope) {
     EXPECT_EQ(full_tensor(module.weight.detach())[4][2].item<float>(), 100);
     EXPECT_TRUE(
         has_text(message_of<StateError>([&] { UnshardedScope(*std::make_shared<Two>()); }), "fully_shard"));
+  });
+}
+
+// The gathered values are rounded; what is not written keeps the exact values of the shards.
+TEST(ShardState, AScopeKeepsTheExactValuesOfWhatItDoesNotWrite) {
+  comm::run_ranks(3, 60s, [](comm::World& world) {
+    for (const bool encoded : {false, true}) {
+      SCOPED_TRACE(encoded ? "int8_gather" : "param_dtype");
+      Two module;
+      at::Tensor weight = at::rand({5, 3}, at::detail::createCPUGenerator(3)) + 0.001;
+      ShardOptions options;
+      if (encoded) {
+        options.extension = [](const std::string&, const at::Tensor&) { return int8_gather(8); };
+      } else {
+        weight[1][1] = std::numeric_limits<float>::quiet_NaN();
+        options.mixed_precision.param_dtype = at::kBFloat16;
+      }
+      module.weight.detach().copy_(weight);
+      fully_shard(module, line(world), options);
+      const auto equals = [](const at::Tensor& a, const at::Tensor& b) {
+        return at::equal(a.view(at::kInt), b.view(at::kInt));
+      };
+      const auto exact = [&] { return full_tensor(module.weight.detach()); };
+      ASSERT_TRUE(equals(exact(), weight));
+      {
+        const UnshardedScope scope(module);
+        EXPECT_FALSE(equals(module.weight.detach().to(at::kFloat), weight)) << "rounded";
+      }
+      EXPECT_TRUE(equals(exact(), weight)) << "nothing was written";
+      {
+        const UnshardedScope scope(module);
+        const at::NoGradGuard no_grad;
+        module.weight[4][2] = 100;
+      }
+      weight[4][2] = 100;
+      EXPECT_TRUE(equals(exact(), weight)) << "one element was written";
+    }
   });
 }
 

@@ -159,7 +159,9 @@ class ShardGroup final : public GradientSink {
   // Between the two calls the group is Unsharded and writes into gathered parameters are kept; otherwise they
   // are rejected.
   void begin_writes();
-  void end_writes();  // copies this rank's part of the written values
+  // Copies this rank's part of the written values. Where a gathered parameter is rounded (another dtype, an
+  // extension), elements that still have their gathered value keep the exact value of the shard.
+  void end_writes();
   bool writable() const { return writable_; }
 
   // Adopts the shard of a parameter that was replaced from outside (a load that set new data). Does nothing
@@ -271,6 +273,8 @@ class ShardGroup final : public GradientSink {
   std::vector<c10::intrusive_ptr<c10::StorageImpl>> retired_;
   std::optional<c10::Stream> reads_;  // on which shards may still be read from CPU memory
   bool writable_ = false;
+  // While writable, by parameter: this rank's piece as it was gathered, if rounded; undefined otherwise.
+  std::vector<at::Tensor> before_writes_;
   bool replaced_ = false;  // whether some parameter is replaced
   bool held_ = false;
   bool recorded_ = false;

@@ -241,7 +241,8 @@ class ForwardScope {
 };
 
 // Makes the whole parameters of a module and of all sharded modules inside it available for reading and
-// writing: every rank must write the same values.
+// writing: every rank must write the same values. Scopes can be nested, of the same module or of one inside
+// it; the shards are written at the end of the outermost scope of a group.
 class UnshardedScope {
  public:
   // [collective] Throws StateError if the module was not given to fully_shard.

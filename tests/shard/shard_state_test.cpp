@@ -154,6 +154,41 @@ TEST(ShardState, AScopeKeepsTheExactValuesOfWhatItDoesNotWrite) {
   });
 }
 
+TEST(ShardState, ScopesCanBeNested) {
+  comm::run_ranks(2, 60s, [](comm::World& world) {
+    for (const bool rounded : {false, true}) {
+      struct Outer : nn::Module {};
+      Outer outer;
+      const auto inner = outer.register_module("inner", std::make_shared<Two>());
+      const comm::MeshGroups mesh = line(world);
+      ShardOptions options;
+      if (rounded) options.mixed_precision.param_dtype = at::kBFloat16;
+      const at::Tensor third = at::full({15}, 1.0f / 3);
+      inner->weight.detach().copy_(third.view({5, 3}));
+      ShardGroup& group = *first_group(*fully_shard(*inner, mesh, options));
+      fully_shard(outer, mesh);
+      {
+        const UnshardedScope around(outer);
+        const at::NoGradGuard no_grad;
+        inner->weight[0][0] = 1;
+        {
+          const UnshardedScope within(*inner);
+          inner->weight[1][1] = 2;
+        }
+        EXPECT_EQ(to_text(group.state()), "Unsharded") << "the scope around it continues";
+        EXPECT_EQ(inner->weight[1][1].item<float>(), 2);
+        inner->weight[4][2] = 3;
+      }
+      EXPECT_EQ(to_text(group.state()), "Sharded");
+      const at::Tensor expected = third.clone();
+      expected[0] = 1;
+      expected[4] = 2;
+      expected[14] = 3;
+      EXPECT_TRUE(at::equal(full_tensor(inner->weight.detach()), expected.view({5, 3})));
+    }
+  });
+}
+
 TEST(ShardState, LoadedValues) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     Two module;

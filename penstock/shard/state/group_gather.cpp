@@ -193,7 +193,7 @@ void ShardGroup::switch_all(bool to_unsharded) {
 
 void ShardGroup::reshard() {
   if (in_trial()) return;
-  if (replaced_ && !writable_) adopt_replaced();
+  if (replaced_ && !writable()) adopt_replaced();
   if (gather_) {
     // The gather was not used; discard what was received.
     const TimedPart timed(times(), &ShardTimes::gather);
@@ -202,7 +202,7 @@ void ShardGroup::reshard() {
   }
   if (state_ == ShardGroupState::ShardedPostForward) slice_.reset();
   if (state_ == ShardGroupState::Unsharded) {
-    if (writable_)
+    if (writable())
       throw StateError(fmt::format(
           "reshard of '{}': its gathered parameters are being written; end the UnshardedScope first", name_));
     const NoHooksOrGradScope quiet;
@@ -214,8 +214,8 @@ void ShardGroup::reshard() {
 
 void ShardGroup::reshard_after_forward() {
   if (in_trial()) return;
-  if (replaced_ && !writable_) adopt_replaced();
-  if (state_ != ShardGroupState::Unsharded || writable_) return;
+  if (replaced_ && !writable()) adopt_replaced();
+  if (state_ != ShardGroupState::Unsharded || writable()) return;
   if (const bool* free = std::get_if<bool>(&reshard_after_forward_)) {
     if (*free) reshard();
     return;

@@ -108,7 +108,7 @@ void ShardGroup::post_backward() {
     }
   }
   context().note_settled(*this);
-  if (flags.reshard && !writable_) reshard();
+  if (flags.reshard && !writable()) reshard();
   if (flags.reduce) {
     context().ready_to_reduce(*this);
     return;

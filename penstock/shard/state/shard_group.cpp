@@ -314,6 +314,10 @@ void ShardGroup::materialize(const ShardInitializer& fill, at::Device device) {
 
 void ShardGroup::begin_writes() {
   wait_for_unshard();
+  if (writable()) {  // the values from before the first write are known
+    ++writers_;
+    return;
+  }
   const NoHooksOrGradScope quiet;
   std::vector<at::Tensor> before;
   for (const ShardedParameter& p : parameters_) {
@@ -321,14 +325,14 @@ void ShardGroup::begin_writes() {
     before.push_back(rounded ? piece_of(p.whole, p.layout(), mesh_.shard_rank()).clone() : at::Tensor());
   }
   before_writes_ = std::move(before);
-  writable_ = true;
+  writers_ = 1;
 }
 
 void ShardGroup::end_writes() {
-  if (!writable_) throw StateError(fmt::format("end_writes of '{}': begin_writes was not called", name_));
+  if (!writable()) throw StateError(fmt::format("end_writes of '{}': begin_writes was not called", name_));
   PENSTOCK_INVARIANT(state_ == ShardGroupState::Unsharded, "a group being written must be unsharded");
+  if (--writers_ > 0) return;
   const NoHooksOrGradScope quiet;
-  writable_ = false;
   const std::vector<at::Tensor> pieces = std::exchange(before_writes_, {});
   if (whole_is_flat_) return;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {

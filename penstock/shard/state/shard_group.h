@@ -157,12 +157,12 @@ class ShardGroup final : public GradientSink {
   bool in_trial() const { return !trials_.empty(); }
 
   // Between the two calls the group is Unsharded and writes into gathered parameters are kept; otherwise they
-  // are rejected.
+  // are rejected. Pairs of calls can be nested; the last end_writes ends the writing.
   void begin_writes();
   // Copies this rank's part of the written values. Where a gathered parameter is rounded (another dtype, an
   // extension), elements that still have their gathered value keep the exact value of the shard.
   void end_writes();
-  bool writable() const { return writable_; }
+  bool writable() const { return writers_ > 0; }
 
   // Adopts the shard of a parameter that was replaced from outside (a load that set new data). Does nothing
   // if the parameter still holds this group's memory.
@@ -272,7 +272,7 @@ class ShardGroup final : public GradientSink {
   // Gathered storages of earlier dtypes, which autograd graphs may still refer to.
   std::vector<c10::intrusive_ptr<c10::StorageImpl>> retired_;
   std::optional<c10::Stream> reads_;  // on which shards may still be read from CPU memory
-  bool writable_ = false;
+  int writers_ = 0;                   // calls of begin_writes without their end_writes
   // While writable, by parameter: this rank's piece as it was gathered, if rounded; undefined otherwise.
   std::vector<at::Tensor> before_writes_;
   bool replaced_ = false;  // whether some parameter is replaced

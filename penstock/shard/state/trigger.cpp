@@ -8,6 +8,7 @@
 #include <array>
 #include <iterator>
 #include <string_view>
+#include <utility>
 
 #include "penstock/base/describe.h"
 #include "penstock/dtensor.h"
@@ -200,6 +201,19 @@ at::Tensor gathered_result(const Use& use) {
       "compute it inside a forward that records gradients, or in an UnshardedScope"));
 }
 
+// Whether the operator updates the running statistics it takes, which no schema declares as written.
+bool updates_statistics(const c10::OperatorHandle& op, const Stack& stack, std::size_t base) {
+  const auto& arguments = op.schema().arguments();
+  for (std::size_t i = 0; i < arguments.size(); ++i)
+    if (arguments[i].name() == "training" || arguments[i].name() == "use_input_stats")
+      return stack[base + i].isBool() && stack[base + i].toBool();
+  return false;
+}
+
+bool is_statistic(const c10::Argument& argument) {
+  return argument.name() == "running_mean" || argument.name() == "running_var";
+}
+
 // Returns false, with the stack unchanged, for an operator that distributed tensors do not support. An
 // operator that writes must not fall back to gathered parameters, because its writes would be lost.
 bool runs_on_shards(const c10::OperatorHandle& op, const OperatorTraits& traits, Stack* stack,
@@ -310,14 +324,21 @@ void on_operator(const c10::OperatorHandle& op, Stack* stack) {
 
   const MixedPrecision& precision =
       (uses.empty() ? derived : uses)[0].member.group->options().mixed_precision;
+  c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 2> statistics;  // and their copies in the compute dtype
   if (!backward && precision.param_dtype && precision.cast_forward_inputs) {
+    const bool trial =
+        std::any_of(uses.begin(), uses.end(), [](const Use& use) { return use.member.group->in_trial(); });
+    const bool updates = !trial && updates_statistics(op, *stack, base);
     for (std::size_t i = 0; i < traits.arguments.size(); ++i) {
       if (traits.arguments[i].kind == ArgumentTraits::Kind::Other || traits.arguments[i].written) continue;
       c10::IValue& value = (*stack)[base + i];
       value = map_tensors(value, [&](const at::Tensor& tensor) {
         const bool cast = tensor.dim() > 0 && at::isFloatingType(tensor.scalar_type()) &&
                           tensor.scalar_type() != *precision.param_dtype && !is_marked_for_any_hook(tensor);
-        return cast ? tensor.to(*precision.param_dtype) : tensor;
+        if (!cast) return tensor;
+        at::Tensor copy = tensor.to(*precision.param_dtype);
+        if (updates && is_statistic(op.schema().arguments()[i])) statistics.emplace_back(tensor, copy);
+        return copy;
       });
     }
   }
@@ -335,6 +356,10 @@ void on_operator(const c10::OperatorHandle& op, Stack* stack) {
   const std::optional<at::ScalarType> cast_to =
       role == Role::Casts ? requested_dtype(op, *stack, base) : std::nullopt;
   op.callBoxed(stack);
+  if (!statistics.empty()) {
+    const at::NoGradGuard no_grad;
+    for (const auto& [original, copy] : statistics) original.copy_(copy);
+  }
   if (role == Role::Casts && uses.size() == 1 && uses[0].member.parameter >= 0)
     uses[0].member.group->note_cast(static_cast<std::size_t>(uses[0].member.parameter),
                                     stack->back().toTensor(), cast_to);

@@ -35,6 +35,10 @@ void ShardGroup::before_shards_change() {
     end_gather(*gather_);
     gather_.reset();
   }
+  if (state_ == ShardGroupState::ShardedPostForward) {
+    slice_.reset();
+    state_ = ShardGroupState::Sharded;
+  }
   if (!reads_) return;
   reads_->synchronize();
   reads_.reset();
@@ -252,6 +256,7 @@ void ShardGroup::set_reshard_after_forward(ReshardAfterForward value) {
   if (whole_ && std::holds_alternative<ReshardTo>(value))
     throw StateError(fmt::format(
         "reshard_after_forward of '{}': a smaller mesh can only be chosen in ShardOptions", name_));
+  if (state_ == ShardGroupState::ShardedPostForward) reshard();  // the slice fits only the old option
   reshard_after_forward_ = value;
   reshard_is_default_ = false;
 }

@@ -195,9 +195,9 @@ class ShardGroup final : public GradientSink {
   Memory memory() const;
   std::int64_t gathered_bytes() const;
 
-  // Called before shards are written: cancels a gather that was started ahead, because its values will be
-  // outdated, and waits until the device has read offloaded shards, which it does from CPU memory while the
-  // CPU continues.
+  // Called before shards are written: cancels a gather that was started ahead and discards the slice kept
+  // after forward, because their values will be outdated, and waits until the device has read offloaded
+  // shards, which it does from CPU memory while the CPU continues.
   void before_shards_change();
 
   // ---- for the other parts of this folder ----

@@ -280,6 +280,39 @@ TEST(DTensor, OptimizersWork) {
   }
 }
 
+// Also where nothing is copied to redistribute: a slice of dense memory, an axis of one rank.
+TEST(DTensor, AWriteToARedistributedTensorDoesNotChangeItsSource) {
+  const std::vector<std::pair<Placement, Placement>> changes{
+      {Replicate{}, Shard{0}}, {Replicate{}, Shard{1}},  {Shard{0}, Replicate{}},
+      {Shard{1}, Shard{0}},    {Partial{}, Replicate{}}, {Partial{}, Shard{0}}};
+  for (const std::int64_t ranks : {1, 2})
+    on_mesh({ranks}, {"tp"}, [&](const comm::MeshGroups& mesh) {
+      for (const Numbers& shape : {Numbers{4, 6}, Numbers{1, 6}})
+        for (const auto& [from, to] : changes)
+          for (const bool async : {false, true}) {
+            const at::Tensor x = spread(sample(shape), mesh, {from});
+            const at::Tensor before = to_local(x).clone();
+            at::Tensor y = redistribute(x, {to}, {.async = async});
+            y.add_(1);
+            EXPECT_TRUE(at::equal(to_local(x), before))
+                << from.to_string() << " to " << to.to_string() << " on " << ranks << " ranks";
+            EXPECT_TRUE(at::allclose(full_tensor(y), sample(shape) + 1));
+          }
+    });
+}
+
+TEST(DTensor, GradientsOfTwoParametersDoNotShareMemory) {
+  for (const std::int64_t ranks : {1, 2})
+    on_mesh({ranks}, {"tp"}, [](const comm::MeshGroups& mesh) {
+      const at::Tensor a = distribute_tensor(sample({4, 3}), mesh, {Shard{0}}).set_requires_grad(true),
+                       b = distribute_tensor(sample({4, 3}), mesh, {Replicate{}}).set_requires_grad(true),
+                       c = distribute_tensor(sample({4, 3}, 2), mesh, {Replicate{}});
+      ((redistribute(a, {Replicate{}}) + b) * c).sum().backward();
+      a.mutable_grad().zero_();
+      EXPECT_TRUE(at::allclose(full_tensor(b.grad()), sample({4, 3}, 2)));
+    });
+}
+
 TEST(DTensor, DescribesItself) {
   on_mesh({2, 2}, {"dp", "tp"}, [](const comm::MeshGroups& mesh) {
     const at::Tensor x = distribute_tensor(sample({5, 3}), mesh, {Shard{0}, Replicate{}});

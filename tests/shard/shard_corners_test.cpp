@@ -855,6 +855,30 @@ TEST_P(Evaluation, DerivedWeightsByAnyOperator) {
   });
 }
 
+// An activation beside a derived weight needs the whole of it; what is written must arrive in the weight.
+TEST_P(Evaluation, DerivedWeightsThatAreWritten) {
+  const at::Tensor x = numbers({3, 6}, 9), mask = at::ones({5, 6}, at::kDouble).triu();
+  const auto forward = [&](Dense& model) {
+    at::Tensor w = model->weight - model->weight.mean(1, true);
+    w.mul_(mask);
+    w.add_(mask).clamp_(-0.5, 1.5);
+    return at::linear(x, w, model->bias);
+  };
+  Dense alone(6, 5);
+  comm::run_ranks(2, 60s, [&](comm::World& world) {
+    Dense model(6, 5);
+    const auto state = fully_shard(*model, line(world));
+    const NoGradients guard(GetParam());
+    for (int i = 0; i < 2; ++i) {
+      EXPECT_TRUE(at::allclose(forward(model), forward(alone)));
+      state->reshard();
+    }
+    const at::Tensor w = model->weight * 2;
+    EXPECT_TRUE(has_text(message_of<StateError>([&] { w.t().mul_(mask.t()); }), "out-of-place"));
+    EXPECT_TRUE(at::allclose(full_tensor(w), alone->weight.detach() * 2)) << "unchanged";
+  });
+}
+
 TEST_P(Evaluation, StatisticsAndTiesOutsideOfForward) {
   Adapted alone;
   comm::run_ranks(2, 60s, [&](comm::World& world) {

@@ -19,6 +19,7 @@
 #include "penstock/shard/state/shard_context.h"
 #include "penstock/shard/state/shard_group.h"
 #include "penstock/step_context.h"
+#include "penstock/tensor_subclass.h"
 #include "penstock/torch/dispatch/any_operator_hook.h"
 #include "penstock/torch/dispatch/gradient_sink.h"
 
@@ -201,6 +202,17 @@ at::Tensor gathered_result(const Use& use) {
       "compute it inside a forward that records gradients, or in an UnshardedScope"));
 }
 
+// Turns a tensor computed from shards into the whole value, for every handle to it, because an operator with
+// an activation is about to write it. [collective]
+void gather_in_place(const Use& use, const OperatorTraits& traits) {
+  if (detail::dtensor_payload(use.tensor)->local().storage().use_count() > 1)
+    throw StateError(describe(
+        fmt::format("{}: it takes an activation and writes a tensor computed from shards", traits.name),
+        "a tensor that shares memory with another one (a view, detach()), which would not change",
+        "one with its own memory", "use the out-of-place form of the operator"));
+  replace_data(use.tensor, gathered_result(use));
+}
+
 // Whether the operator updates the running statistics it takes, which no schema declares as written.
 bool updates_statistics(const c10::OperatorHandle& op, const Stack& stack, std::size_t base) {
   const auto& arguments = op.schema().arguments();
@@ -313,8 +325,19 @@ void on_operator(const c10::OperatorHandle& op, Stack* stack) {
   bool handles = !derived.empty();
   for (const Use& use : uses)
     handles = handles || (use.member.parameter < 0 && detail::dtensor_payload(use.tensor));
+  c10::SmallVector<at::Tensor, 1> replaced;  // written: a temporary would take the writes
+  const auto is_replaced = [&](const at::Tensor& tensor) {
+    return std::any_of(replaced.begin(), replaced.end(),
+                       [&](const at::Tensor& other) { return other.is_same(tensor); });
+  };
+  for (const Use& use : derived) {
+    if (!use.written || is_replaced(use.tensor)) continue;
+    gather_in_place(use, traits);
+    replaced.push_back(use.tensor);
+  }
   if (handles)
     map_arguments(op, stack, [&](const at::Tensor& tensor) {
+      if (is_replaced(tensor)) return tensor;
       for (const Use& use : uses)
         if (use.tensor.is_same(tensor)) return gathered_handle(use);
       for (const Use& use : derived)

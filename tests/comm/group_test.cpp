@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <filesystem>
+#include <limits>
 #include <mutex>
 
 #include "penstock/base/warnings.h"
@@ -87,6 +88,27 @@ TEST(Group, HalfSumsRoundOnce) {
         for (int rank = 1; rank < 4; ++rank) expected += term(rank).to(at::kFloat);
         EXPECT_TRUE(tensor.equal(expected.to(type))) << c10::toString(type) << " " << count;
       }
+  });
+}
+
+// As at::amax over the values of all ranks, whichever rank has the NaN.
+TEST(Group, ExtremesKeepNaN) {
+  run_ranks(3, 60s, [](World& world) {
+    for (const auto type : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16})
+      for (const std::int64_t count : {1, 2, 1000, 100'000})
+        for (int holder = 0; holder < 3; ++holder)
+          for (const ReduceOp op : {ReduceOp::Min, ReduceOp::Max}) {
+            at::Tensor tensor = at::full({count}, 1.0 + world.rank(), type);
+            if (world.rank() == holder) tensor[count / 2] = std::numeric_limits<double>::quiet_NaN();
+            world.group().all_reduce(tensor, op).wait();
+            at::Tensor expected = at::full({count}, op == ReduceOp::Min ? 1.0 : 3.0, type);
+            expected[count / 2] = std::numeric_limits<double>::quiet_NaN();
+            EXPECT_TRUE(at::allclose(tensor.to(at::kFloat), expected.to(at::kFloat), 0, 0, true))
+                << c10::toString(type) << " " << count << ", NaN on rank " << holder;
+          }
+    at::Tensor scalar = at::scalar_tensor(world.rank());
+    world.group().all_reduce(scalar, ReduceOp::Max).wait();
+    EXPECT_EQ(scalar.item<float>(), 2);
   });
 }
 

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <limits>
 #include <mutex>
 #include <random>
 
@@ -311,6 +312,19 @@ TEST(DTensor, GradientsOfTwoParametersDoNotShareMemory) {
       a.mutable_grad().zero_();
       EXPECT_TRUE(at::allclose(full_tensor(b.grad()), sample({4, 3}, 2)));
     });
+}
+
+TEST(DTensor, ExtremesKeepNaN) {
+  on_mesh({3}, {"tp"}, [](const comm::MeshGroups& mesh) {
+    for (const std::int64_t row : {0, 2, 4}) {  // on each rank in turn
+      at::Tensor x = sample({6, 3}).clone();
+      x[row][1] = std::numeric_limits<double>::quiet_NaN();
+      const at::Tensor split = distribute_tensor(x, mesh, {Shard{0}});
+      EXPECT_TRUE(full_tensor(split.amax()).isnan().item<bool>()) << row;
+      EXPECT_TRUE(full_tensor(split.min()).isnan().item<bool>()) << row;
+      EXPECT_TRUE(at::allclose(full_tensor(split.amin(0)), x.amin(0), 0, 0, /*equal_nan=*/true)) << row;
+    }
+  });
 }
 
 TEST(DTensor, DescribesItself) {

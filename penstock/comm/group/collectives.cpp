@@ -150,7 +150,8 @@ Work started(State work, Start start) {
 
 // ------------------------------------------------------------------------------------------------ all_reduce
 
-void reduce_halves_directly(WorkState& work, const at::Tensor& host, ReduceOp op) {
+// Every member reduces its part of the elements in rank order and sends the result to the others.
+void reduce_directly(WorkState& work, const at::Tensor& host, ReduceOp op) {
   GroupState& group = work.group();
   const auto size = static_cast<std::int64_t>(group.ranks.size());
   const auto own = static_cast<std::size_t>(group.axis_rank);
@@ -190,9 +191,12 @@ void start_all_reduce(WorkState& work, const at::Tensor& tensor, ReduceOp op) {
   const auto type = host.scalar_type();
   const auto members = static_cast<double>(group.ranks.size());
   work.keep(host);
-  if (is_half(type) && !group.cpu_can.half_sums && group.ranks.size() > 1 &&
-      static_cast<std::int64_t>(host.nbytes()) > kSmallHalfBytes) {
-    reduce_halves_directly(work, host, op);
+  const bool large_halves =
+      is_half(type) && !group.cpu_can.half_sums && static_cast<std::int64_t>(host.nbytes()) > kSmallHalfBytes;
+  // Gloo compares with std::max and std::min, which lose NaN.
+  const bool extreme_floats = (op == ReduceOp::Min || op == ReduceOp::Max) && at::isFloatingType(type);
+  if ((large_halves || extreme_floats) && group.ranks.size() > 1 && !group.world->fake) {
+    reduce_directly(work, host, op);
   } else {
     // Types that the backend cannot add are converted to a wider type, or viewed as a type that it can add.
     at::Tensor wire = host;

@@ -126,6 +126,32 @@ TEST(UseOverSteps, KeptGradientsAreReducedByAStepThatDoesNotUseThem) {
   });
 }
 
+// The caller may write the gradient it passed to backward, also if it arrives at a parameter unchanged.
+TEST(UseOverSteps, AKeptGradientIsNotTheMemoryOfTheCaller) {
+  comm::run_ranks(2, 60s, [](comm::World& world) {
+    struct Shifted : nn::Module {
+      Shifted() { shift = register_parameter("shift", at::zeros({4, 4})); }
+      at::Tensor shift;
+    };
+    for (const bool owned : {false, true}) {
+      Shifted model;
+      const auto root = fully_shard(model, line(world));
+      root->set_requires_gradient_sync(false);
+      at::Tensor gradient = at::full({4, 4}, 2.0);
+      const auto backward = [&] {
+        const at::Tensor y = at::ones({4, 4}) + model.shift;
+        y.backward(owned ? gradient.clone() : gradient);
+      };
+      backward();
+      gradient.zero_();
+      gradient.add_(3);
+      root->set_requires_gradient_sync(true);
+      backward();
+      EXPECT_TRUE(at::equal(full_tensor(model.shift.grad()), at::full({4, 4}, 5.0))) << owned;
+    }
+  });
+}
+
 // Three groups; the middle one is used only by the first step.
 TEST(UseOverSteps, AGroupOfAnEarlierStepIsNotGathered) {
   std::vector<std::uint64_t> gathers;

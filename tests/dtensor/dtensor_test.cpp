@@ -327,6 +327,17 @@ TEST(DTensor, ExtremesKeepNaN) {
   });
 }
 
+TEST(DTensor, AHalfMeanOverASplitDimStaysInRange) {
+  on_mesh({2}, {"tp"}, [](const comm::MeshGroups& mesh) {
+    const at::Tensor x = distribute_tensor(at::full({4096, 3}, 100.0, at::kHalf), mesh, {Shard{0}});
+    for (const at::Tensor& mean : {x.mean(), x.mean(0), x.mean(0, true)}) {
+      EXPECT_EQ(mean.scalar_type(), at::kHalf);
+      const at::Tensor whole = full_tensor(mean).to(at::kFloat);
+      EXPECT_TRUE(at::equal(whole, at::full_like(whole, 100)));
+    }
+  });
+}
+
 TEST(DTensor, DescribesItself) {
   on_mesh({2, 2}, {"dp", "tp"}, [](const comm::MeshGroups& mesh) {
     const at::Tensor x = distribute_tensor(sample({5, 3}), mesh, {Shard{0}, Replicate{}});

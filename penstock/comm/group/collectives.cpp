@@ -166,6 +166,7 @@ void reduce_directly(WorkState& work, const at::Tensor& host, ReduceOp op) {
   buffers[own] = chunks[own];
   const std::uint32_t sequence = group.sequence++;
   exchange(work, chunks, buffers, group.internal_tag(sequence, 0));
+  work.continues_in_steps();
   work.then([=](WorkState& self) {
     at::Tensor result = at::empty_like(chunks[own]);
     reduce_in_order(result, buffers, op);
@@ -353,6 +354,7 @@ Work Group::all_reduce_coalesced(const std::vector<at::Tensor>& tensors, ReduceO
   if (skipped_in_trial()) return {};
   check_transferable(tensors, "all_reduce_coalesced");
   auto parent = begin(state_, "all_reduce_coalesced", total_bytes(tensors), options);
+  parent->continues_in_steps();
   for (const auto& indices : by_type(tensors)) {
     Tensors flats;
     for (const auto i : indices) flats.push_back(tensors[i].reshape({-1}));
@@ -440,6 +442,7 @@ Work Group::all_gather_coalesced(const std::vector<at::Tensor>& outputs,
   require(outputs.size() == inputs.size(), "all_gather_coalesced", "number of outputs",
           fmt::format("{}", outputs.size()), fmt::format("{}, one per input", inputs.size()));
   auto parent = begin(state_, "all_gather_coalesced", total_bytes(outputs), options);
+  parent->continues_in_steps();
   for (const auto& indices : by_type(inputs)) {
     Tensors flats;
     for (const auto i : indices) {
@@ -526,6 +529,7 @@ Work Group::reduce_scatter_coalesced(const std::vector<at::Tensor>& outputs,
   require(outputs.size() == inputs.size(), "reduce_scatter_coalesced", "number of outputs",
           fmt::format("{}", outputs.size()), fmt::format("{}, one per input", inputs.size()));
   auto parent = begin(state_, "reduce_scatter_coalesced", total_bytes(inputs), options);
+  parent->continues_in_steps();
   for (const auto& indices : by_type(inputs)) {
     Tensors rows;
     for (const auto i : indices) {

@@ -241,12 +241,15 @@ class ForwardScope {
 };
 
 // Makes the whole parameters of a module and of all sharded modules inside it available for reading and
-// writing: every rank must write the same values.
+// writing: every rank must write the same values. Scopes can be nested, of the same module or of one inside
+// it; the shards are written at the end of the outermost scope of a group.
 class UnshardedScope {
  public:
   // [collective] Throws StateError if the module was not given to fully_shard.
   explicit UnshardedScope(const torch::nn::Module& module);
   // Copies this rank's part of the written values into the shards and frees the rest. No communication.
+  // If parameters are gathered in another dtype (MixedPrecision::param_dtype) or by an extension, the scope
+  // shows rounded values; elements that still have them at its end keep the exact values of the shards.
   ~UnshardedScope();
   UnshardedScope(const UnshardedScope&) = delete;
   UnshardedScope& operator=(const UnshardedScope&) = delete;

@@ -6,8 +6,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <filesystem>
+#include <functional>
+#include <limits>
 #include <mutex>
 
 #include "penstock/base/warnings.h"
@@ -87,6 +90,64 @@ TEST(Group, HalfSumsRoundOnce) {
         for (int rank = 1; rank < 4; ++rank) expected += term(rank).to(at::kFloat);
         EXPECT_TRUE(tensor.equal(expected.to(type))) << c10::toString(type) << " " << count;
       }
+  });
+}
+
+// As at::amax over the values of all ranks, whichever rank has the NaN.
+TEST(Group, ExtremesKeepNaN) {
+  run_ranks(3, 60s, [](World& world) {
+    for (const auto type : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16})
+      for (const std::int64_t count : {1, 2, 1000, 100'000})
+        for (int holder = 0; holder < 3; ++holder)
+          for (const ReduceOp op : {ReduceOp::Min, ReduceOp::Max}) {
+            at::Tensor tensor = at::full({count}, 1.0 + world.rank(), type);
+            if (world.rank() == holder) tensor[count / 2] = std::numeric_limits<double>::quiet_NaN();
+            world.group().all_reduce(tensor, op).wait();
+            at::Tensor expected = at::full({count}, op == ReduceOp::Min ? 1.0 : 3.0, type);
+            expected[count / 2] = std::numeric_limits<double>::quiet_NaN();
+            EXPECT_TRUE(at::allclose(tensor.to(at::kFloat), expected.to(at::kFloat), 0, 0, true))
+                << c10::toString(type) << " " << count << ", NaN on rank " << holder;
+          }
+    at::Tensor scalar = at::scalar_tensor(world.rank());
+    world.group().all_reduce(scalar, ReduceOp::Max).wait();
+    EXPECT_EQ(scalar.item<float>(), 2);
+  });
+}
+
+// A work that transfers more while it is waited for is not done before that.
+TEST(Group, CompositionsAreNotDoneBeforeTheirSteps) {
+  run_ranks(2, 60s, [](World& world) {
+    const Group group = world.group();
+    const at::Tensor large = at::full({100'000}, 1.0, at::kBFloat16), row = at::ones({3}),
+                     rows = at::ones({2, 3});
+    const std::vector<std::function<Work()>> starts{
+        [&] { return group.all_reduce(large.clone(), ReduceOp::Max); },
+        [&] {
+          return group.all_reduce_coalesced({row.clone(), large.clone()});
+        },
+        [&] {
+          return group.all_gather_coalesced({at::empty({2, 3})}, {row});
+        },
+        [&] { return group.reduce_scatter_coalesced({at::empty({3})}, {rows}); },
+    };
+    at::Tensor signal = at::zeros({1});
+    for (std::size_t i = 0; i < starts.size(); ++i) {
+      // The other rank has started, but takes part in the steps only after the signal.
+      Work work = starts[i]();
+      if (world.rank() == 0) {
+        for (const auto end = std::chrono::steady_clock::now() + 100ms;
+             std::chrono::steady_clock::now() < end;)
+          if (work.done()) {
+            ADD_FAILURE() << "operation " << i << " is done before the other rank has finished its part";
+            break;
+          }
+        group.send(signal, 1);
+      } else {
+        group.recv(signal, 0);
+      }
+      work.wait();
+      EXPECT_TRUE(work.done());
+    }
   });
 }
 

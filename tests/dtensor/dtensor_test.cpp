@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <limits>
 #include <mutex>
 #include <random>
 
@@ -278,6 +279,63 @@ TEST(DTensor, OptimizersWork) {
             << i << " " << placement.to_string();
     });
   }
+}
+
+// Also where nothing is copied to redistribute: a slice of dense memory, an axis of one rank.
+TEST(DTensor, AWriteToARedistributedTensorDoesNotChangeItsSource) {
+  const std::vector<std::pair<Placement, Placement>> changes{
+      {Replicate{}, Shard{0}}, {Replicate{}, Shard{1}},  {Shard{0}, Replicate{}},
+      {Shard{1}, Shard{0}},    {Partial{}, Replicate{}}, {Partial{}, Shard{0}}};
+  for (const std::int64_t ranks : {1, 2})
+    on_mesh({ranks}, {"tp"}, [&](const comm::MeshGroups& mesh) {
+      for (const Numbers& shape : {Numbers{4, 6}, Numbers{1, 6}})
+        for (const auto& [from, to] : changes)
+          for (const bool async : {false, true}) {
+            const at::Tensor x = spread(sample(shape), mesh, {from});
+            const at::Tensor before = to_local(x).clone();
+            at::Tensor y = redistribute(x, {to}, {.async = async});
+            y.add_(1);
+            EXPECT_TRUE(at::equal(to_local(x), before))
+                << from.to_string() << " to " << to.to_string() << " on " << ranks << " ranks";
+            EXPECT_TRUE(at::allclose(full_tensor(y), sample(shape) + 1));
+          }
+    });
+}
+
+TEST(DTensor, GradientsOfTwoParametersDoNotShareMemory) {
+  for (const std::int64_t ranks : {1, 2})
+    on_mesh({ranks}, {"tp"}, [](const comm::MeshGroups& mesh) {
+      const at::Tensor a = distribute_tensor(sample({4, 3}), mesh, {Shard{0}}).set_requires_grad(true),
+                       b = distribute_tensor(sample({4, 3}), mesh, {Replicate{}}).set_requires_grad(true),
+                       c = distribute_tensor(sample({4, 3}, 2), mesh, {Replicate{}});
+      ((redistribute(a, {Replicate{}}) + b) * c).sum().backward();
+      a.mutable_grad().zero_();
+      EXPECT_TRUE(at::allclose(full_tensor(b.grad()), sample({4, 3}, 2)));
+    });
+}
+
+TEST(DTensor, ExtremesKeepNaN) {
+  on_mesh({3}, {"tp"}, [](const comm::MeshGroups& mesh) {
+    for (const std::int64_t row : {0, 2, 4}) {  // on each rank in turn
+      at::Tensor x = sample({6, 3}).clone();
+      x[row][1] = std::numeric_limits<double>::quiet_NaN();
+      const at::Tensor split = distribute_tensor(x, mesh, {Shard{0}});
+      EXPECT_TRUE(full_tensor(split.amax()).isnan().item<bool>()) << row;
+      EXPECT_TRUE(full_tensor(split.min()).isnan().item<bool>()) << row;
+      EXPECT_TRUE(at::allclose(full_tensor(split.amin(0)), x.amin(0), 0, 0, /*equal_nan=*/true)) << row;
+    }
+  });
+}
+
+TEST(DTensor, AHalfMeanOverASplitDimStaysInRange) {
+  on_mesh({2}, {"tp"}, [](const comm::MeshGroups& mesh) {
+    const at::Tensor x = distribute_tensor(at::full({4096, 3}, 100.0, at::kHalf), mesh, {Shard{0}});
+    for (const at::Tensor& mean : {x.mean(), x.mean(0), x.mean(0, true)}) {
+      EXPECT_EQ(mean.scalar_type(), at::kHalf);
+      const at::Tensor whole = full_tensor(mean).to(at::kFloat);
+      EXPECT_TRUE(at::equal(whole, at::full_like(whole, 100)));
+    }
+  });
 }
 
 TEST(DTensor, DescribesItself) {

@@ -187,6 +187,19 @@ TEST(LossRules, ByElement) {
   check_rules(cases);
 }
 
+TEST(LossRules, HalfGradientsOfAMeanStayInRange) {
+  comm::run_ranks(2, std::chrono::seconds(30), [](comm::World& world) {
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, world.rank(), 2));
+    const at::Tensor x = distribute_tensor(at::full({64, 3}, 60000.0, at::kHalf), mesh, {Shard{0}});
+    const at::Tensor target = distribute_tensor(at::zeros({64, 3}, at::kHalf), mesh, {Shard{0}});
+    const at::Tensor one = distribute_tensor(at::ones({}, at::kHalf), mesh, {Replicate{}});
+    const at::Tensor gradient = at::mse_loss_backward(one, x, target, at::Reduction::Mean);
+    EXPECT_EQ(gradient.scalar_type(), at::kHalf);
+    // 2 * 60000 / (64 * 3)
+    EXPECT_TRUE(at::equal(full_tensor(gradient).to(at::kFloat), at::full({64, 3}, 625.0)));
+  });
+}
+
 TEST(LossRules, ATargetOutsideOfTheClassesIsAnError) {
   comm::run_ranks(2, std::chrono::seconds(30), [](comm::World& world) {
     const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, world.rank(), 2));

@@ -43,6 +43,21 @@ NamedParameter with_gradient(std::string name, const at::Tensor& gradient) {
   return {std::move(name), p};
 }
 
+TEST(ClipGradNorm, OfComplexGradients) {
+  for (const at::ScalarType dtype : {at::kFloat, at::kDouble})
+    for (const double order : {2.0, kInfinity}) {
+      const at::Tensor one = at::ones({4}, dtype);
+      std::vector<NamedParameter> parameters{with_gradient("a", at::complex(one * 3, one * 4)),
+                                             with_gradient("b", at::complex(one * 0, one * 5))};
+      const ClipResult result = clip_grad_norm(parameters, 1, {.order = order});
+      const double expected = order == 2 ? std::sqrt(8 * 25.0) : 5;
+      EXPECT_NEAR(result.value(), expected, 1e-5);
+      for (const NamedParameter& parameter : parameters)
+        EXPECT_TRUE(at::allclose(parameter.tensor.grad().abs(), one * (5 / expected), 1e-4))
+            << parameter.name;
+    }
+}
+
 TEST(ClipGradNorm, AgainstTorch) {
   for (const double order : {2.0, kInfinity})
     for (const double most : {0.5, 1e6}) {

@@ -855,6 +855,30 @@ TEST_P(Evaluation, DerivedWeightsByAnyOperator) {
   });
 }
 
+// An activation beside a derived weight needs the whole of it; what is written must arrive in the weight.
+TEST_P(Evaluation, DerivedWeightsThatAreWritten) {
+  const at::Tensor x = numbers({3, 6}, 9), mask = at::ones({5, 6}, at::kDouble).triu();
+  const auto forward = [&](Dense& model) {
+    at::Tensor w = model->weight - model->weight.mean(1, true);
+    w.mul_(mask);
+    w.add_(mask).clamp_(-0.5, 1.5);
+    return at::linear(x, w, model->bias);
+  };
+  Dense alone(6, 5);
+  comm::run_ranks(2, 60s, [&](comm::World& world) {
+    Dense model(6, 5);
+    const auto state = fully_shard(*model, line(world));
+    const NoGradients guard(GetParam());
+    for (int i = 0; i < 2; ++i) {
+      EXPECT_TRUE(at::allclose(forward(model), forward(alone)));
+      state->reshard();
+    }
+    const at::Tensor w = model->weight * 2;
+    EXPECT_TRUE(has_text(message_of<StateError>([&] { w.t().mul_(mask.t()); }), "out-of-place"));
+    EXPECT_TRUE(at::allclose(full_tensor(w), alone->weight.detach() * 2)) << "unchanged";
+  });
+}
+
 TEST_P(Evaluation, StatisticsAndTiesOutsideOfForward) {
   Adapted alone;
   comm::run_ranks(2, 60s, [&](comm::World& world) {
@@ -881,6 +905,51 @@ TEST_P(Evaluation, StatisticsAndTiesOutsideOfForward) {
     EXPECT_TRUE(at::allclose(full_tensor(model->a.grad()), 2 * alone->a.detach()));
     EXPECT_TRUE(
         at::allclose(full_tensor(model->base->weight.grad()), alone->base->weight.detach().sign() / 30));
+  });
+}
+
+// ---- buffers under mixed precision ----
+
+struct Normalized : nn::Module {
+  Normalized() {
+    layer = register_module("layer", nn::Linear(5, 4));
+    norm = register_module("norm", nn::BatchNorm1d(4));
+    const at::NoGradGuard no_grad;
+    layer->weight.copy_(numbers({4, 5}, 1));
+    layer->bias.copy_(numbers({4}, 2));
+  }
+  at::Tensor forward(const at::Tensor& x) { return norm(layer(x)); }
+  nn::Linear layer{nullptr};
+  nn::BatchNorm1d norm{nullptr};
+};
+
+// The statistics are cast like inputs; a training step updates the buffers, not only the cast copies.
+TEST(CastBuffers, RunningStatisticsAreUpdated) {
+  const at::Tensor x = numbers({6, 5}, 3).to(at::kFloat);
+  comm::run_ranks(2, 60s, [&](comm::World& world) {
+    for (const at::ScalarType dtype : {at::kBFloat16, at::kDouble}) {
+      SCOPED_TRACE(c10::toString(dtype));
+      Normalized alone, sharded;
+      ensure_cpu_bfloat16();
+      alone.to(dtype);
+      fully_shard(sharded, line(world), {.mixed_precision = {.param_dtype = dtype}});
+      for (int step = 0; step < 2; ++step) {
+        const at::Tensor expected = alone.forward(x.to(dtype)), y = sharded.forward(x);
+        EXPECT_TRUE(at::equal(y, expected));
+        y.pow(2).sum().backward();
+      }
+      EXPECT_EQ(sharded.norm->running_mean.scalar_type(), at::kFloat);
+      EXPECT_GT(sharded.norm->running_mean.abs().min().item<float>(), 0);
+      EXPECT_TRUE(at::allclose(sharded.norm->running_mean, alone.norm->running_mean.to(at::kFloat)));
+      EXPECT_TRUE(at::allclose(sharded.norm->running_var, alone.norm->running_var.to(at::kFloat)));
+      // Evaluation reads them and changes nothing.
+      const at::Tensor mean = sharded.norm->running_mean.clone();
+      alone.eval();
+      sharded.eval();
+      const at::NoGradGuard no_grad;
+      EXPECT_TRUE(at::allclose(sharded.forward(x), alone.forward(x.to(dtype)), 1e-2, 1e-2));
+      EXPECT_TRUE(at::equal(sharded.norm->running_mean, mean));
+    }
   });
 }
 

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <limits>
 #include <sstream>
 
 #include "penstock/comm/record/recorder.h"
@@ -113,6 +114,78 @@ TEST(ShardState, WritesInAScope) {
     EXPECT_EQ(full_tensor(module.weight.detach())[4][2].item<float>(), 100);
     EXPECT_TRUE(
         has_text(message_of<StateError>([&] { UnshardedScope(*std::make_shared<Two>()); }), "fully_shard"));
+  });
+}
+
+// The gathered values are rounded; what is not written keeps the exact values of the shards.
+TEST(ShardState, AScopeKeepsTheExactValuesOfWhatItDoesNotWrite) {
+  comm::run_ranks(3, 60s, [](comm::World& world) {
+    for (const bool encoded : {false, true}) {
+      SCOPED_TRACE(encoded ? "int8_gather" : "param_dtype");
+      Two module;
+      at::Tensor weight = at::rand({5, 3}, at::detail::createCPUGenerator(3)) + 0.001;
+      ShardOptions options;
+      if (encoded) {
+        options.extension = [](const std::string&, const at::Tensor&) { return int8_gather(8); };
+      } else {
+        weight[1][1] = std::numeric_limits<float>::quiet_NaN();
+        options.mixed_precision.param_dtype = at::kBFloat16;
+      }
+      module.weight.detach().copy_(weight);
+      fully_shard(module, line(world), options);
+      const auto equals = [](const at::Tensor& a, const at::Tensor& b) {
+        return at::equal(a.view(at::kInt), b.view(at::kInt));
+      };
+      const auto exact = [&] { return full_tensor(module.weight.detach()); };
+      ASSERT_TRUE(equals(exact(), weight));
+      {
+        const UnshardedScope scope(module);
+        EXPECT_FALSE(equals(module.weight.detach().to(at::kFloat), weight)) << "rounded";
+      }
+      EXPECT_TRUE(equals(exact(), weight)) << "nothing was written";
+      {
+        const UnshardedScope scope(module);
+        const at::NoGradGuard no_grad;
+        module.weight[4][2] = 100;
+      }
+      weight[4][2] = 100;
+      EXPECT_TRUE(equals(exact(), weight)) << "one element was written";
+    }
+  });
+}
+
+TEST(ShardState, ScopesCanBeNested) {
+  comm::run_ranks(2, 60s, [](comm::World& world) {
+    for (const bool rounded : {false, true}) {
+      struct Outer : nn::Module {};
+      Outer outer;
+      const auto inner = outer.register_module("inner", std::make_shared<Two>());
+      const comm::MeshGroups mesh = line(world);
+      ShardOptions options;
+      if (rounded) options.mixed_precision.param_dtype = at::kBFloat16;
+      const at::Tensor third = at::full({15}, 1.0f / 3);
+      inner->weight.detach().copy_(third.view({5, 3}));
+      ShardGroup& group = *first_group(*fully_shard(*inner, mesh, options));
+      fully_shard(outer, mesh);
+      {
+        const UnshardedScope around(outer);
+        const at::NoGradGuard no_grad;
+        inner->weight[0][0] = 1;
+        {
+          const UnshardedScope within(*inner);
+          inner->weight[1][1] = 2;
+        }
+        EXPECT_EQ(to_text(group.state()), "Unsharded") << "the scope around it continues";
+        EXPECT_EQ(inner->weight[1][1].item<float>(), 2);
+        inner->weight[4][2] = 3;
+      }
+      EXPECT_EQ(to_text(group.state()), "Sharded");
+      const at::Tensor expected = third.clone();
+      expected[0] = 1;
+      expected[4] = 2;
+      expected[14] = 3;
+      EXPECT_TRUE(at::equal(full_tensor(inner->weight.detach()), expected.view({5, 3})));
+    }
   });
 }
 

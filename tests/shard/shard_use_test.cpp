@@ -126,6 +126,32 @@ TEST(UseOverSteps, KeptGradientsAreReducedByAStepThatDoesNotUseThem) {
   });
 }
 
+// The caller may write the gradient it passed to backward, also if it arrives at a parameter unchanged.
+TEST(UseOverSteps, AKeptGradientIsNotTheMemoryOfTheCaller) {
+  comm::run_ranks(2, 60s, [](comm::World& world) {
+    struct Shifted : nn::Module {
+      Shifted() { shift = register_parameter("shift", at::zeros({4, 4})); }
+      at::Tensor shift;
+    };
+    for (const bool owned : {false, true}) {
+      Shifted model;
+      const auto root = fully_shard(model, line(world));
+      root->set_requires_gradient_sync(false);
+      at::Tensor gradient = at::full({4, 4}, 2.0);
+      const auto backward = [&] {
+        const at::Tensor y = at::ones({4, 4}) + model.shift;
+        y.backward(owned ? gradient.clone() : gradient);
+      };
+      backward();
+      gradient.zero_();
+      gradient.add_(3);
+      root->set_requires_gradient_sync(true);
+      backward();
+      EXPECT_TRUE(at::equal(full_tensor(model.shift.grad()), at::full({4, 4}, 5.0))) << owned;
+    }
+  });
+}
+
 // Three groups; the middle one is used only by the first step.
 TEST(UseOverSteps, AGroupOfAnEarlierStepIsNotGathered) {
   std::vector<std::uint64_t> gathers;
@@ -202,6 +228,50 @@ TEST(UseOverSteps, AGatherAheadDoesNotOutliveAWriteOfItsShards) {
           << "write " << i;
     }
     ensure_sharded(model->parameters());  // ends the prefetch of the last use
+  });
+}
+
+// The slice that is kept after forward holds the values from before a write, and so does a gather of slices.
+TEST(UseOverSteps, ASliceDoesNotOutliveAWriteOfItsShards) {
+  comm::run_ranks(4, 60s, [](comm::World& world) {
+    nn::Linear layer(nn::LinearOptions(4, 4).bias(false));
+    const auto state = fully_shard(*layer, line(world), {.reshard_after_forward = ReshardTo{2}});
+    const auto forward = [&] {
+      const ForwardScope scope(*layer);
+      return layer(at::ones({1, 4}));
+    };
+    const at::NoGradGuard no_grad;
+    for (const bool ahead : {false, true})
+      for (const double value : {2.0, 3.0}) {
+        forward();
+        ASSERT_EQ(to_text(first_group(*state)->state()), "ShardedPostForward");
+        if (ahead) state->unshard(/*async=*/true);
+        layer->weight.fill_(value);
+        EXPECT_TRUE(at::equal(forward(), at::full({1, 4}, 4 * value))) << value << (ahead ? " ahead" : "");
+      }
+    ensure_sharded(layer->weight);
+  });
+}
+
+TEST(UseOverSteps, TheOptionMayChangeBetweenForwardAndBackward) {
+  comm::run_ranks(4, 60s, [](comm::World& world) {
+    for (const bool value : {false, true})
+      for (const bool ahead : {false, true}) {
+        nn::Linear layer(nn::LinearOptions(4, 4).bias(false));
+        const auto state = fully_shard(*layer, line(world), {.reshard_after_forward = ReshardTo{2}});
+        const at::Tensor x = at::ones({1, 4}).set_requires_grad(true);
+        at::Tensor y;
+        {
+          const ForwardScope scope(*layer);
+          y = layer(x);
+        }
+        ASSERT_EQ(to_text(first_group(*state)->state()), "ShardedPostForward");
+        if (ahead) state->unshard(/*async=*/true);
+        state->set_reshard_after_forward(value);
+        y.sum().backward();
+        EXPECT_TRUE(at::allclose(full_tensor(layer->weight.grad()), at::ones({4, 4})));
+        EXPECT_TRUE(at::allclose(x.grad(), full_tensor(layer->weight.detach()).sum(0, true)));
+      }
   });
 }
 

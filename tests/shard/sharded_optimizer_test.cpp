@@ -101,6 +101,52 @@ TEST(ShardedOptimizer, ParametersThatAreStillGatheredAreShardedFirst) {
   });
 }
 
+// An evaluation leaves the root gathered, in the compute dtype.
+TEST(ShardedOptimizer, StateThatIsMadeAfterAnEvaluationIsThatOfTheShards) {
+  const Clipped alone = train(same_model(), true, 0, 1, 1);
+  comm::run_ranks(2, 60s, [&](comm::World& world) {
+    for (const bool low : {false, true}) {
+      Model model = same_model();
+      ShardOptions options;
+      if (low) options.mixed_precision.param_dtype = at::kFloat;
+      const auto root = fully_shard(*model, line(world), options);
+      const auto gather = [&] {
+        const at::NoGradGuard no_grad;
+        if (low)
+          root->unshard();
+        else
+          model->forward(shared_tokens(0));
+        EXPECT_FALSE(is_dtensor(model->head->weight));
+      };
+      const auto optimizer = make(true, model);
+      gather();
+      optimizer->ensure_state();
+      const optim::OptimizerState state = optimizer->state();
+      std::map<std::string, at::Tensor> parameters;
+      for (const auto& item : named(model)) parameters[item.name] = item.tensor;
+      EXPECT_EQ(state.tensors.size(), 2 * parameters.size());
+      for (const optim::NamedTensor& entry : state.tensors) {
+        ASSERT_TRUE(is_dtensor(entry.tensor)) << entry.name;
+        EXPECT_EQ(entry.tensor.scalar_type(), at::kDouble) << entry.name;
+        // "optimizer.<parameter>.<kind>"
+        const std::size_t begin = entry.name.find('.') + 1, end = entry.name.rfind('.');
+        const at::Tensor& parameter = parameters.at(entry.name.substr(begin, end - begin));
+        EXPECT_EQ(placements_of(entry.tensor), placements_of(parameter)) << entry.name;
+      }
+      // Loading finds the same layout, whatever state the group is in.
+      gather();
+      optimizer->load_state(state);
+      for (const optim::NamedTensor& entry : optimizer->state().tensors)
+        EXPECT_TRUE(is_dtensor(entry.tensor)) << entry.name;
+      if (low) continue;
+      Clipped run;
+      one_step(model, *optimizer, 0, world.rank(), 2, run.norms);
+      for (const auto& item : named(model)) run.parameters[item.name] = full_tensor(item.tensor.detach());
+      expect_same(run, alone);
+    }
+  });
+}
+
 // No rank ever holds the whole model; what three ranks wrote is read by two, four and one.
 TEST(ShardedOptimizer, CheckpointsFromShardsIntoOtherShards) {
   const checkpoint::test::TemporaryFolder folder;

@@ -150,7 +150,8 @@ Work started(State work, Start start) {
 
 // ------------------------------------------------------------------------------------------------ all_reduce
 
-void reduce_halves_directly(WorkState& work, const at::Tensor& host, ReduceOp op) {
+// Every member reduces its part of the elements in rank order and sends the result to the others.
+void reduce_directly(WorkState& work, const at::Tensor& host, ReduceOp op) {
   GroupState& group = work.group();
   const auto size = static_cast<std::int64_t>(group.ranks.size());
   const auto own = static_cast<std::size_t>(group.axis_rank);
@@ -165,6 +166,7 @@ void reduce_halves_directly(WorkState& work, const at::Tensor& host, ReduceOp op
   buffers[own] = chunks[own];
   const std::uint32_t sequence = group.sequence++;
   exchange(work, chunks, buffers, group.internal_tag(sequence, 0));
+  work.continues_in_steps();
   work.then([=](WorkState& self) {
     at::Tensor result = at::empty_like(chunks[own]);
     reduce_in_order(result, buffers, op);
@@ -190,9 +192,12 @@ void start_all_reduce(WorkState& work, const at::Tensor& tensor, ReduceOp op) {
   const auto type = host.scalar_type();
   const auto members = static_cast<double>(group.ranks.size());
   work.keep(host);
-  if (is_half(type) && !group.cpu_can.half_sums && group.ranks.size() > 1 &&
-      static_cast<std::int64_t>(host.nbytes()) > kSmallHalfBytes) {
-    reduce_halves_directly(work, host, op);
+  const bool large_halves =
+      is_half(type) && !group.cpu_can.half_sums && static_cast<std::int64_t>(host.nbytes()) > kSmallHalfBytes;
+  // Gloo compares with std::max and std::min, which lose NaN.
+  const bool extreme_floats = (op == ReduceOp::Min || op == ReduceOp::Max) && at::isFloatingType(type);
+  if ((large_halves || extreme_floats) && group.ranks.size() > 1 && !group.world->fake) {
+    reduce_directly(work, host, op);
   } else {
     // Types that the backend cannot add are converted to a wider type, or viewed as a type that it can add.
     at::Tensor wire = host;
@@ -349,6 +354,7 @@ Work Group::all_reduce_coalesced(const std::vector<at::Tensor>& tensors, ReduceO
   if (skipped_in_trial()) return {};
   check_transferable(tensors, "all_reduce_coalesced");
   auto parent = begin(state_, "all_reduce_coalesced", total_bytes(tensors), options);
+  parent->continues_in_steps();
   for (const auto& indices : by_type(tensors)) {
     Tensors flats;
     for (const auto i : indices) flats.push_back(tensors[i].reshape({-1}));
@@ -436,6 +442,7 @@ Work Group::all_gather_coalesced(const std::vector<at::Tensor>& outputs,
   require(outputs.size() == inputs.size(), "all_gather_coalesced", "number of outputs",
           fmt::format("{}", outputs.size()), fmt::format("{}, one per input", inputs.size()));
   auto parent = begin(state_, "all_gather_coalesced", total_bytes(outputs), options);
+  parent->continues_in_steps();
   for (const auto& indices : by_type(inputs)) {
     Tensors flats;
     for (const auto i : indices) {
@@ -522,6 +529,7 @@ Work Group::reduce_scatter_coalesced(const std::vector<at::Tensor>& outputs,
   require(outputs.size() == inputs.size(), "reduce_scatter_coalesced", "number of outputs",
           fmt::format("{}", outputs.size()), fmt::format("{}, one per input", inputs.size()));
   auto parent = begin(state_, "reduce_scatter_coalesced", total_bytes(inputs), options);
+  parent->continues_in_steps();
   for (const auto& indices : by_type(inputs)) {
     Tensors rows;
     for (const auto i : indices) {

@@ -149,6 +149,7 @@ void WorkState::wait(std::chrono::milliseconds timeout) {
 
 bool WorkState::done() {
   if (finished_) return true;
+  if (continues_in_steps_) return false;
   return std::all_of(transfers_.begin(), transfers_.end(),
                      [](const auto& transfer) { return transfer->done(); });
 }

@@ -71,6 +71,9 @@ class WorkState {
   // checks, copies out, sums. A step may add transfers and further steps (a second phase), which are waited
   // for and run in turn.
   void then(std::function<void(WorkState&)> step) { steps_.push_back(std::move(step)); }
+  // Declares that a step transfers more or waits for other works, so that this one is not done when its
+  // transfers are.
+  void continues_in_steps() { continues_in_steps_ = true; }
   // For use in a step: waits for one more transfer under this work's deadline.
   void wait_for(Transfer& transfer);
 
@@ -97,6 +100,7 @@ class WorkState {
   c10::SmallVector<at::Tensor, 2> kept_;
   c10::SmallVector<ExpectedTransfer, 1> expected_transfers_;
   std::deque<std::function<void(WorkState&)>> steps_;  // a deque: a running step may add more
+  bool continues_in_steps_ = false;
   bool finished_ = false;
   bool timed_out_ = false;
   std::exception_ptr error_;

@@ -15,6 +15,7 @@
 #include "penstock/dtensor/tensor/rule_helpers.h"
 #include "penstock/dtensor/tensor/rule_registry.h"
 #include "penstock/dtensor/tensor/strategy_builder.h"
+#include "penstock/operator_traits.h"
 
 namespace penstock::detail {
 namespace {
@@ -183,8 +184,17 @@ Sharding by_element_backward(const ShardingCall& call) {
   const double count = static_cast<double>(call.outputs[0].numel());
   sharding.local = [count](const LocalContext& context, const c10::OperatorHandle& op, Stack* stack) {
     (*stack)[static_cast<std::size_t>(context.call.argument_index("reduction"))] = kSum;
+    // In a half type, gradients that are not divided yet may exceed the range.
+    const at::ScalarType dtype = context.call.outputs[0].dtype, wide = accumulation_type(dtype);
+    const bool widens = wide != dtype && !context.call.traits.mutates;
+    if (widens)
+      for (c10::IValue& value : *stack)
+        value = map_tensors(value, [&](const at::Tensor& tensor) {
+          return tensor.scalar_type() == dtype ? tensor.to(wide) : tensor;
+        });
     op.callBoxed(stack);
     stack->back().toTensor().div_(count);
+    if (widens) stack->back() = stack->back().toTensor().to(dtype);
   };
   return sharding;
 }

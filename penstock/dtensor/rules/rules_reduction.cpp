@@ -7,6 +7,7 @@
 
 #include "penstock/dtensor/tensor/rule_helpers.h"
 #include "penstock/dtensor/tensor/rule_registry.h"
+#include "penstock/dtensor/tensor/strategy_builder.h"
 
 namespace penstock::detail {
 namespace {
@@ -99,8 +100,11 @@ Sharding mean(const ShardingCall& call) {
     for (const std::int64_t dim : reduction.reduced) count *= context.call.inputs[0].size(dim);
     const bool keep = context.call.has_argument("keepdim") && context.call.argument("keepdim").toBool();
     const std::vector<std::int64_t> dims(reduction.reduced.begin(), reduction.reduced.end());
-    at::Tensor result = at::sum((*stack)[0].toTensor(), dims, keep, context.call.outputs[0].dtype)
-                            .div_(static_cast<double>(count));
+    // The sum of a half type may exceed its range where the mean does not.
+    const at::ScalarType dtype = context.call.outputs[0].dtype;
+    at::Tensor result = at::sum((*stack)[0].toTensor(), dims, keep, accumulation_type(dtype))
+                            .div_(static_cast<double>(count))
+                            .to(dtype);
     stack->clear();
     stack->push_back(std::move(result));
   };

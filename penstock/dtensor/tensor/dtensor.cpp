@@ -37,12 +37,22 @@ Placements gradient_placements(const Placements& placements) {
   return result;
 }
 
+// A slice of dense memory, or an axis of one rank, copies nothing. But the result may be written, and must
+// not change its source.
+at::Tensor with_own_memory(const at::Tensor& result, const at::Tensor& source) {
+  const bool shared = result.has_storage() && source.has_storage() && result.is_alias_of(source);
+  return shared ? result.clone() : result;
+}
+
 at::Tensor redistributed(const at::Tensor& tensor, const SpecPtr& to, bool async,
                          PartialTarget partial_target) {
   DTensorPayload& payload = require_dtensor(tensor, "redistribute");
   auto transfer = detail::transfer_between(payload.spec, to, partial_target);
-  if (!async) return make_dtensor(transfer->run(payload.mesh, payload.local()), to, payload.mesh);
-  detail::PendingLocal pending = transfer->start(payload.mesh, payload.local());
+  const at::Tensor source = payload.local();
+  if (!async)
+    return make_dtensor(with_own_memory(transfer->run(payload.mesh, source), source), to, payload.mesh);
+  detail::PendingLocal pending = transfer->start(payload.mesh, source);
+  if (pending.tensor.defined()) pending.tensor = with_own_memory(pending.tensor, source);
   at::Tensor result =
       make_wrapper(c10::make_intrusive<DTensorPayload>(at::Tensor(), to, payload.mesh), geometry_of(tensor));
   detail::dtensor_payload(result)->set_pending(std::move(pending), std::move(transfer));
@@ -52,7 +62,9 @@ at::Tensor redistributed(const at::Tensor& tensor, const SpecPtr& to, bool async
 // The gradient that arrives in backward must be distributed; throws TypeError otherwise.
 at::Tensor gradient_in(const at::Tensor& gradient, const Placements& placements) {
   DTensorPayload& payload = require_dtensor(gradient, "the gradient of a distributed tensor");
-  return redistributed(gradient, payload.spec->with_placements(placements), false, PartialTarget::Allow);
+  const SpecPtr target = payload.spec->with_placements(placements);
+  if (target == payload.spec) return gradient;
+  return redistributed(gradient, target, false, PartialTarget::Allow);
 }
 
 // The state of a node is a spec and a mesh, which the node itself holds, so forward passes it through the

@@ -18,6 +18,7 @@
 #include "penstock/base/describe.h"
 #include "penstock/dtensor.h"
 #include "penstock/errors.h"
+#include "penstock/fully_shard.h"
 #include "penstock/gradients.h"
 #include "penstock/torch/tree/distributed_type.h"
 
@@ -107,6 +108,7 @@ std::string Optimizer::state_name(std::size_t index, const std::string& kind) co
 void Optimizer::make_state(std::size_t index) {
   Slot& slot = slots_[index];
   if (slot.state.size() == kinds_.size()) return;
+  ensure_sharded(parameters_[index].tensor);  // state has the layout and dtype of the shard
   const at::Tensor parameter = parameters_[index].tensor.detach();
   for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
     slot.state.push_back(at::zeros_like(parameter, at::MemoryFormat::Preserve));
@@ -204,6 +206,7 @@ OptimizerState Optimizer::state() const {
 
 void Optimizer::load_state(const OptimizerState& state) {
   const at::NoGradGuard no_grad;
+  for (const NamedParameter& parameter : parameters_) ensure_sharded(parameter.tensor);
   struct Given {
     std::vector<at::Tensor> tensors;
     std::optional<std::int64_t> steps;

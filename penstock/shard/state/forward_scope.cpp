@@ -67,15 +67,28 @@ at::Tensor ForwardScope::output(const at::Tensor& tensor) const {
 }
 
 struct UnshardedScope::Impl {
+  Impl() = default;
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
+  // Also if the constructor of the scope throws, for the groups that it had reached.
+  ~Impl() {
+    for (ShardGroup* group : groups) {
+      group->end_writes();
+      if (!group->writable()) group->reshard();  // otherwise a scope around this one continues
+    }
+  }
+
   std::shared_ptr<ShardState> state;
-  std::vector<ShardGroup*> groups;
+  std::vector<ShardGroup*> groups;  // whose writes this scope began
 };
 
-UnshardedScope::UnshardedScope(const torch::nn::Module& module)
-    : impl_(std::make_unique<Impl>(Impl{find_shard_state(module), {}})) {
+UnshardedScope::UnshardedScope(const torch::nn::Module& module) : impl_(std::make_unique<Impl>()) {
+  impl_->state = find_shard_state(module);
   if (!impl_->state)
     throw StateError("UnshardedScope: the module was not passed to fully_shard; pass the one that was");
-  for (ShardGroup* group : all_groups(*impl_->state)) {
+  const std::vector<ShardGroup*> groups = all_groups(*impl_->state);
+  impl_->groups.reserve(groups.size());
+  for (ShardGroup* group : groups) {
     if (group->in_trial()) continue;
     group->context();
     group->begin_writes();
@@ -83,11 +96,6 @@ UnshardedScope::UnshardedScope(const torch::nn::Module& module)
   }
 }
 
-UnshardedScope::~UnshardedScope() {
-  for (ShardGroup* group : impl_->groups) {
-    group->end_writes();
-    group->reshard();
-  }
-}
+UnshardedScope::~UnshardedScope() = default;
 
 }  // namespace penstock

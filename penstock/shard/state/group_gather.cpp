@@ -35,6 +35,10 @@ void ShardGroup::before_shards_change() {
     end_gather(*gather_);
     gather_.reset();
   }
+  if (state_ == ShardGroupState::ShardedPostForward) {
+    slice_.reset();
+    state_ = ShardGroupState::Sharded;
+  }
   if (!reads_) return;
   reads_->synchronize();
   reads_.reset();
@@ -193,7 +197,7 @@ void ShardGroup::switch_all(bool to_unsharded) {
 
 void ShardGroup::reshard() {
   if (in_trial()) return;
-  if (replaced_ && !writable_) adopt_replaced();
+  if (replaced_ && !writable()) adopt_replaced();
   if (gather_) {
     // The gather was not used; discard what was received.
     const TimedPart timed(times(), &ShardTimes::gather);
@@ -202,7 +206,7 @@ void ShardGroup::reshard() {
   }
   if (state_ == ShardGroupState::ShardedPostForward) slice_.reset();
   if (state_ == ShardGroupState::Unsharded) {
-    if (writable_)
+    if (writable())
       throw StateError(fmt::format(
           "reshard of '{}': its gathered parameters are being written; end the UnshardedScope first", name_));
     const NoHooksOrGradScope quiet;
@@ -214,8 +218,8 @@ void ShardGroup::reshard() {
 
 void ShardGroup::reshard_after_forward() {
   if (in_trial()) return;
-  if (replaced_ && !writable_) adopt_replaced();
-  if (state_ != ShardGroupState::Unsharded || writable_) return;
+  if (replaced_ && !writable()) adopt_replaced();
+  if (state_ != ShardGroupState::Unsharded || writable()) return;
   if (const bool* free = std::get_if<bool>(&reshard_after_forward_)) {
     if (*free) reshard();
     return;
@@ -252,6 +256,7 @@ void ShardGroup::set_reshard_after_forward(ReshardAfterForward value) {
   if (whole_ && std::holds_alternative<ReshardTo>(value))
     throw StateError(fmt::format(
         "reshard_after_forward of '{}': a smaller mesh can only be chosen in ShardOptions", name_));
+  if (state_ == ShardGroupState::ShardedPostForward) reshard();  // the slice fits only the old option
   reshard_after_forward_ = value;
   reshard_is_default_ = false;
 }

@@ -18,6 +18,18 @@ namespace penstock {
 using detail::local_of;
 using detail::NoHooksOrGradScope;
 
+namespace {
+
+// Whether nobody else can write the memory of a gradient that autograd passes to `take`. Besides the
+// argument, the engine holds it in the list of inputs of the accumulator, which it does not use again.
+bool is_only_here(const at::Tensor& gradient) {
+  return !is_dtensor(gradient) && gradient.layout() == at::kStrided && gradient.has_storage() &&
+         gradient.is_non_overlapping_and_dense() && gradient.use_count() <= 2 &&
+         gradient.storage().use_count() == 1;
+}
+
+}  // namespace
+
 at::Tensor ShardGroup::local_gradient(const ShardedParameter& p, const at::Tensor& gradient) const {
   const at::Tensor detached = gradient.detach();
   if (!p.placement.original) {
@@ -57,11 +69,14 @@ void ShardGroup::take(std::size_t slot, at::Tensor gradient) {
   const NoHooksOrGradScope quiet;
   context().note_backward();
   ShardedParameter& p = parameters_[slot];
+  // A gradient that is not reduced now is kept beyond this backward, and its memory may belong to the caller.
+  const bool only_here = is_only_here(gradient);
   at::Tensor local = local_gradient(p, gradient);
   gradient.reset();
   if (!p.gradient.defined()) {
-    p.gradient = std::move(local);
-    p.gradient_owned = false;
+    const bool copies = !flags.reduce && !only_here;
+    p.gradient = copies ? local.clone() : std::move(local);
+    p.gradient_owned = copies;
   } else if (p.gradient_owned) {
     p.gradient.add_(local);
   } else {
@@ -108,7 +123,7 @@ void ShardGroup::post_backward() {
     }
   }
   context().note_settled(*this);
-  if (flags.reshard && !writable_) reshard();
+  if (flags.reshard && !writable()) reshard();
   if (flags.reduce) {
     context().ready_to_reduce(*this);
     return;

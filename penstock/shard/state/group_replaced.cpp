@@ -120,16 +120,16 @@ void ShardGroup::check_replacement(const ShardedParameter& p, const at::Tensor& 
   if (local.storage().unsafeGetStorageImpl() == whole_.get() && state_ != ShardGroupState::Unsharded)
     throw ValueError(describe(what, "a view of gathered memory that was freed",
                               "a tensor with its own memory", "clone() it"));
-  if (writable_ && p.keeps_encoded)
+  if (writable() && p.keeps_encoded)
     throw StateError(describe(what, "it is gathered in encoded form inside an UnshardedScope",
                               "a parameter that may be written there",
                               "call load_whole() outside the scope"));
-  if (tensor.scalar_type() == p.dtype || (writable_ && tensor.scalar_type() == p.compute_dtype)) return;
-  if (writable_ || !partial_reductions.empty())
+  if (tensor.scalar_type() == p.dtype || (writable() && tensor.scalar_type() == p.compute_dtype)) return;
+  if (writable() || !partial_reductions.empty())
     throw StateError(
         describe(what, dtype_name(tensor.scalar_type()), fmt::format("{} here", dtype_name(p.dtype)),
-                 writable_ ? "change the dtype outside an UnshardedScope"
-                           : "first reduce the accumulated gradients (set_requires_all_reduce)"));
+                 writable() ? "change the dtype outside an UnshardedScope"
+                            : "first reduce the accumulated gradients (set_requires_all_reduce)"));
 }
 
 void ShardGroup::adopt_replaced() {
@@ -145,7 +145,7 @@ void ShardGroup::adopt_replaced() {
     const at::Tensor parameter = p.parameter();
     if (!parameter.defined()) continue;
     if (p.recast) {
-      if (writable_)
+      if (writable())
         throw StateError(describe(fmt::format("parameter '{}' was cast (Module::to)", p.name),
                                   "inside an UnshardedScope", "outside an UnshardedScope"));
       values.push_back({&p, parameter, at::Tensor()});
@@ -166,7 +166,7 @@ void ShardGroup::adopt_replaced() {
     if (std::exchange(p.replaced, false)) detail::count_replacements(-1);
   if (values.empty()) return;
   const int rank = mesh_.shard_rank();
-  if (writable_) {
+  if (writable()) {
     for (const Value& v : values) {
       const SpecPtr& original = v.p->placement.original;
       const detail::DTensorPayload* payload = detail::dtensor_payload(v.value);

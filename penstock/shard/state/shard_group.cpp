@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 #include "penstock/base/describe.h"
 #include "penstock/dtensor.h"
@@ -313,21 +314,40 @@ void ShardGroup::materialize(const ShardInitializer& fill, at::Device device) {
 
 void ShardGroup::begin_writes() {
   wait_for_unshard();
-  writable_ = true;
+  if (writable()) {  // the values from before the first write are known
+    ++writers_;
+    return;
+  }
+  const NoHooksOrGradScope quiet;
+  std::vector<at::Tensor> before;
+  for (const ShardedParameter& p : parameters_) {
+    const bool rounded = !p.keeps_encoded && (p.extension || p.dtype != p.compute_dtype);
+    before.push_back(rounded ? piece_of(p.whole, p.layout(), mesh_.shard_rank()).clone() : at::Tensor());
+  }
+  before_writes_ = std::move(before);
+  writers_ = 1;
 }
 
 void ShardGroup::end_writes() {
-  if (!writable_) throw StateError(fmt::format("end_writes of '{}': begin_writes was not called", name_));
+  if (!writable()) throw StateError(fmt::format("end_writes of '{}': begin_writes was not called", name_));
   PENSTOCK_INVARIANT(state_ == ShardGroupState::Unsharded, "a group being written must be unsharded");
+  if (--writers_ > 0) return;
   const NoHooksOrGradScope quiet;
-  writable_ = false;
+  const std::vector<at::Tensor> pieces = std::exchange(before_writes_, {});
   if (whole_is_flat_) return;
-  const int rank = mesh_.shard_rank();
-  for (const ShardedParameter& p : parameters_)
-    if (!p.keeps_encoded)  // which cannot have been written
-      p.padded.narrow(0, 0, p.layout().piece_numel(rank))
-          .view(p.layout().piece_shape(rank))
-          .copy_(piece_of(p.whole, p.layout(), rank));
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const ShardedParameter& p = parameters_[i];
+    if (p.keeps_encoded) continue;  // it cannot have been written
+    const at::Tensor mine = own_shard(p), now = piece_of(p.whole, p.layout(), mesh_.shard_rank());
+    if (!pieces[i].defined()) {
+      mine.copy_(now);
+      continue;
+    }
+    // The gathered values are rounded; the shard keeps its exact ones where nothing was written.
+    const at::Tensor& before = pieces[i];
+    const at::Tensor same = now.eq(before).logical_or_(now.isnan().logical_and_(before.isnan()));
+    mine.copy_(at::where(same.to(mine.device()), mine, now.to(mine.options())));
+  }
 }
 
 void ShardGroup::reset_sharded_parameter(std::size_t index) {

@@ -157,10 +157,12 @@ class ShardGroup final : public GradientSink {
   bool in_trial() const { return !trials_.empty(); }
 
   // Between the two calls the group is Unsharded and writes into gathered parameters are kept; otherwise they
-  // are rejected.
+  // are rejected. Pairs of calls can be nested; the last end_writes ends the writing.
   void begin_writes();
-  void end_writes();  // copies this rank's part of the written values
-  bool writable() const { return writable_; }
+  // Copies this rank's part of the written values. Where a gathered parameter is rounded (another dtype, an
+  // extension), elements that still have their gathered value keep the exact value of the shard.
+  void end_writes();
+  bool writable() const { return writers_ > 0; }
 
   // Adopts the shard of a parameter that was replaced from outside (a load that set new data). Does nothing
   // if the parameter still holds this group's memory.
@@ -193,9 +195,9 @@ class ShardGroup final : public GradientSink {
   Memory memory() const;
   std::int64_t gathered_bytes() const;
 
-  // Called before shards are written: cancels a gather that was started ahead, because its values will be
-  // outdated, and waits until the device has read offloaded shards, which it does from CPU memory while the
-  // CPU continues.
+  // Called before shards are written: cancels a gather that was started ahead and discards the slice kept
+  // after forward, because their values will be outdated, and waits until the device has read offloaded
+  // shards, which it does from CPU memory while the CPU continues.
   void before_shards_change();
 
   // ---- for the other parts of this folder ----
@@ -270,7 +272,9 @@ class ShardGroup final : public GradientSink {
   // Gathered storages of earlier dtypes, which autograd graphs may still refer to.
   std::vector<c10::intrusive_ptr<c10::StorageImpl>> retired_;
   std::optional<c10::Stream> reads_;  // on which shards may still be read from CPU memory
-  bool writable_ = false;
+  int writers_ = 0;                   // calls of begin_writes without their end_writes
+  // While writable, by parameter: this rank's piece as it was gathered, if rounded; undefined otherwise.
+  std::vector<at::Tensor> before_writes_;
   bool replaced_ = false;  // whether some parameter is replaced
   bool held_ = false;
   bool recorded_ = false;

@@ -8,6 +8,7 @@
 #include <array>
 #include <iterator>
 #include <string_view>
+#include <utility>
 
 #include "penstock/base/describe.h"
 #include "penstock/dtensor.h"
@@ -18,6 +19,7 @@
 #include "penstock/shard/state/shard_context.h"
 #include "penstock/shard/state/shard_group.h"
 #include "penstock/step_context.h"
+#include "penstock/tensor_subclass.h"
 #include "penstock/torch/dispatch/any_operator_hook.h"
 #include "penstock/torch/dispatch/gradient_sink.h"
 
@@ -200,6 +202,30 @@ at::Tensor gathered_result(const Use& use) {
       "compute it inside a forward that records gradients, or in an UnshardedScope"));
 }
 
+// Turns a tensor computed from shards into the whole value, for every handle to it, because an operator with
+// an activation is about to write it. [collective]
+void gather_in_place(const Use& use, const OperatorTraits& traits) {
+  if (detail::dtensor_payload(use.tensor)->local().storage().use_count() > 1)
+    throw StateError(describe(
+        fmt::format("{}: it takes an activation and writes a tensor computed from shards", traits.name),
+        "a tensor that shares memory with another one (a view, detach()), which would not change",
+        "one with its own memory", "use the out-of-place form of the operator"));
+  replace_data(use.tensor, gathered_result(use));
+}
+
+// Whether the operator updates the running statistics it takes, which no schema declares as written.
+bool updates_statistics(const c10::OperatorHandle& op, const Stack& stack, std::size_t base) {
+  const auto& arguments = op.schema().arguments();
+  for (std::size_t i = 0; i < arguments.size(); ++i)
+    if (arguments[i].name() == "training" || arguments[i].name() == "use_input_stats")
+      return stack[base + i].isBool() && stack[base + i].toBool();
+  return false;
+}
+
+bool is_statistic(const c10::Argument& argument) {
+  return argument.name() == "running_mean" || argument.name() == "running_var";
+}
+
 // Returns false, with the stack unchanged, for an operator that distributed tensors do not support. An
 // operator that writes must not fall back to gathered parameters, because its writes would be lost.
 bool runs_on_shards(const c10::OperatorHandle& op, const OperatorTraits& traits, Stack* stack,
@@ -299,8 +325,19 @@ void on_operator(const c10::OperatorHandle& op, Stack* stack) {
   bool handles = !derived.empty();
   for (const Use& use : uses)
     handles = handles || (use.member.parameter < 0 && detail::dtensor_payload(use.tensor));
+  c10::SmallVector<at::Tensor, 1> replaced;  // written: a temporary would take the writes
+  const auto is_replaced = [&](const at::Tensor& tensor) {
+    return std::any_of(replaced.begin(), replaced.end(),
+                       [&](const at::Tensor& other) { return other.is_same(tensor); });
+  };
+  for (const Use& use : derived) {
+    if (!use.written || is_replaced(use.tensor)) continue;
+    gather_in_place(use, traits);
+    replaced.push_back(use.tensor);
+  }
   if (handles)
     map_arguments(op, stack, [&](const at::Tensor& tensor) {
+      if (is_replaced(tensor)) return tensor;
       for (const Use& use : uses)
         if (use.tensor.is_same(tensor)) return gathered_handle(use);
       for (const Use& use : derived)
@@ -310,14 +347,21 @@ void on_operator(const c10::OperatorHandle& op, Stack* stack) {
 
   const MixedPrecision& precision =
       (uses.empty() ? derived : uses)[0].member.group->options().mixed_precision;
+  c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 2> statistics;  // and their copies in the compute dtype
   if (!backward && precision.param_dtype && precision.cast_forward_inputs) {
+    const bool trial =
+        std::any_of(uses.begin(), uses.end(), [](const Use& use) { return use.member.group->in_trial(); });
+    const bool updates = !trial && updates_statistics(op, *stack, base);
     for (std::size_t i = 0; i < traits.arguments.size(); ++i) {
       if (traits.arguments[i].kind == ArgumentTraits::Kind::Other || traits.arguments[i].written) continue;
       c10::IValue& value = (*stack)[base + i];
       value = map_tensors(value, [&](const at::Tensor& tensor) {
         const bool cast = tensor.dim() > 0 && at::isFloatingType(tensor.scalar_type()) &&
                           tensor.scalar_type() != *precision.param_dtype && !is_marked_for_any_hook(tensor);
-        return cast ? tensor.to(*precision.param_dtype) : tensor;
+        if (!cast) return tensor;
+        at::Tensor copy = tensor.to(*precision.param_dtype);
+        if (updates && is_statistic(op.schema().arguments()[i])) statistics.emplace_back(tensor, copy);
+        return copy;
       });
     }
   }
@@ -335,6 +379,10 @@ void on_operator(const c10::OperatorHandle& op, Stack* stack) {
   const std::optional<at::ScalarType> cast_to =
       role == Role::Casts ? requested_dtype(op, *stack, base) : std::nullopt;
   op.callBoxed(stack);
+  if (!statistics.empty()) {
+    const at::NoGradGuard no_grad;
+    for (const auto& [original, copy] : statistics) original.copy_(copy);
+  }
   if (role == Role::Casts && uses.size() == 1 && uses[0].member.parameter >= 0)
     uses[0].member.group->note_cast(static_cast<std::size_t>(uses[0].member.parameter),
                                     stack->back().toTensor(), cast_to);

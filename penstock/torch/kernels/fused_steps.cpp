@@ -45,6 +45,11 @@ bool alike(at::TensorList parameters, std::initializer_list<at::TensorList> othe
   return true;
 }
 
+// The square of a complex number's size is the sum of the squares of its parts.
+at::Tensor in_real_numbers(const at::Tensor& tensor) {
+  return at::isComplexType(tensor.scalar_type()) ? at::view_as_real(tensor.resolve_conj()) : tensor;
+}
+
 void check_lengths(at::TensorList parameters, std::initializer_list<at::TensorList> others) {
   for (const at::TensorList& list : others)
     PENSTOCK_INVARIANT(list.size() == parameters.size(),
@@ -145,11 +150,13 @@ at::Tensor sum_of_squares(at::TensorList tensors) {
   if (!tensors[0].is_cpu()) {
     // float32 and float64 in one call; norms in lower precisions would be rounded.
     std::vector<at::Tensor> wide, norms;
-    for (const at::Tensor& tensor : tensors)
+    for (const at::Tensor& any : tensors) {
+      const at::Tensor tensor = in_real_numbers(any);
       if (tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kDouble)
         wide.push_back(tensor);
       else
         norms.push_back(at::linalg_vector_norm(tensor, 2, c10::nullopt, false, at::kFloat).to(at::kDouble));
+    }
     if (!wide.empty())
       for (const at::Tensor& norm : at::_foreach_norm(wide, 2)) norms.push_back(norm);
     if (std::any_of(norms.begin(), norms.end(),
@@ -159,7 +166,8 @@ at::Tensor sum_of_squares(at::TensorList tensors) {
     return at::dot(all, all);
   }
   double total = 0;
-  for (const at::Tensor& tensor : tensors) {
+  for (const at::Tensor& any : tensors) {
+    const at::Tensor tensor = in_real_numbers(any);
     if (has_memory(tensor) && tensor.scalar_type() == at::kFloat && tensor.is_non_overlapping_and_dense()) {
       const float* values = tensor.data_ptr<float>();
       total += at::parallel_reduce(

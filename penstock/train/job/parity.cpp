@@ -73,7 +73,7 @@ bool adds_over_stages(const TrainConfig& config) {
 // layout rounds.
 double border_rounding(const LayoutConfig& layout) {
   if (layout.pp == 1 || layout.border_dtype == "same") return 0;
-  return layout.border_dtype == "fp8" ? 2e-1 : 3e-2;
+  return layout.border_dtype == "fp8" ? 2e-1 : 1e-1;
 }
 
 std::string copy_text(const TrainingJob& job, const optim::NamedParameter& parameter) {

@@ -65,6 +65,21 @@ bool is_row_major(const Geometry& geometry) {
   return geometry.storage_offset == 0 && !geometry.conjugated && !geometry.negated;
 }
 
+// Operators that LibTorch computes by products of matrices.
+bool is_matrix_product(const std::string& name) {
+  return name == "aten::mm" || name == "aten::bmm" || name == "aten::addmm" || name == "aten::addmm_" ||
+         name == "aten::baddbmm" || name == "aten::baddbmm_";
+}
+
+// Whether LibTorch computes a product into this memory by columns. One into rows is computed as the
+// transpose, by exchanged factors, which may have other bits.
+bool is_computed_by_columns(const Geometry& geometry) {
+  const std::size_t last = geometry.sizes.size() - 1;
+  const std::int64_t rows = geometry.sizes[last - 1], columns = geometry.sizes[last];
+  if (rows < 2 || columns < 2) return false;
+  return geometry.strides[last] != 1 || geometry.strides[last - 1] < columns;
+}
+
 class Functionalizer {
  public:
   Functionalizer(const Graph& from, std::size_t forward_outputs)
@@ -411,11 +426,15 @@ class Functionalizer {
     }
     if (traits_of(*sibling).pure_view) return translate_metadata_write(node, *sibling, std::move(arguments));
 
+    const bool by_columns = is_matrix_product(name) && written.size() == 1 &&
+                            is_computed_by_columns(from_[node.arguments[written[0]].value()].geometry) &&
+                            transpose_product(arguments);
     const Stack shapes = run_on_fake_arguments(to_, *sibling, arguments);
     Node pure{*sibling, std::move(arguments), {}, node.phase, node.grad_enabled};
     for (const IValue& shape : shapes) pure.results.push_back(new_results(shape));
-    const std::vector<Operand> results = pure.results;
+    std::vector<Operand> results = pure.results;
     to_.nodes.push_back(std::move(pure));
+    if (by_columns) results[0] = Operand::of(emit_transposed(results[0].value()));
     // First the operator's own results that it does not write, then the written arguments in order: one
     // result or one list each.
     std::size_t next = 0;
@@ -504,6 +523,31 @@ class Functionalizer {
       emit_scatter(memory, value, place);
     }
     ++memory.version;
+  }
+
+  ValueId emit_transposed(ValueId of) {
+    static const c10::OperatorHandle transpose = find("aten::transpose", "int");
+    Geometry geometry = to_[of].geometry;
+    const std::size_t last = geometry.sizes.size() - 1;
+    std::swap(geometry.sizes[last - 1], geometry.sizes[last]);
+    std::swap(geometry.strides[last - 1], geometry.strides[last]);
+    return emit(
+        transpose,
+        {Operand::of(of), Operand::of(IValue(std::int64_t{-2})), Operand::of(IValue(std::int64_t{-1}))},
+        std::move(geometry), to_[of].storage);
+  }
+
+  // The counterpart of a product that is written by columns makes rows. The transpose of the product, of
+  // transposed and exchanged factors, is the same call of BLAS. Returns false where what is added is
+  // broadcast.
+  bool transpose_product(std::vector<Operand>& arguments) {
+    const std::size_t factors = arguments.size() == 2 ? 0 : 1;  // before them, what is added
+    const std::size_t dims = to_[arguments[factors].value()].geometry.sizes.size();
+    if (factors == 1 && to_[arguments[0].value()].geometry.sizes.size() != dims) return false;
+    for (std::size_t i = 0; i < factors + 2; ++i)
+      arguments[i] = Operand::of(emit_transposed(arguments[i].value()));
+    std::swap(arguments[factors], arguments[factors + 1]);
+    return true;
   }
 
   // transpose_ and similar operators: another view of the same memory.

@@ -44,7 +44,8 @@ Choice tests_of(const std::string& file) {
   return choice;
 }
 
-// Extends GoogleTest's filter to exclude the tests of other files. Prints the reason and returns false if
+// Makes GoogleTest's filter that of the tests of one file, or extends one that was given to exclude the tests
+// of other files. GoogleTest prints it, and the first is far shorter. Prints the reason and returns false if
 // that would run no test or exclude a requested one.
 bool choose(const std::string& file) {
   const Choice choice = tests_of(file);
@@ -52,16 +53,22 @@ bool choose(const std::string& file) {
     std::fprintf(stderr, "--of=%s: this program has no such file with tests\n", file.c_str());
     return false;
   }
-  std::string filter = GTEST_FLAG_GET(filter);
-  bool excludes = filter.find('-') != std::string::npos;
-  for (const std::string& name : choice.others) {
+  for (const std::string& name : choice.others)
     if (choice.wanted.contains(name)) {
       std::fprintf(stderr, "--of=%s: another file also has a test %s; rename one of them\n", file.c_str(),
                    name.c_str());
       return false;
     }
-    filter += (excludes ? ":" : "-") + name;
-    excludes = true;
+  std::string filter = GTEST_FLAG_GET(filter);
+  if (filter == "*") {
+    filter.clear();
+    for (const std::string& name : choice.wanted) filter += (filter.empty() ? "" : ":") + name;
+  } else {
+    bool excludes = filter.find('-') != std::string::npos;
+    for (const std::string& name : choice.others) {
+      filter += (excludes ? ":" : "-") + name;
+      excludes = true;
+    }
   }
   GTEST_FLAG_SET(filter, filter);
   return true;

@@ -493,7 +493,7 @@ TEST(TracePipeline, DistributedTensorsAreRefusedByName) {
     parallelize_module(*model, mesh, {{"0", colwise_parallel()}, {"2", rowwise_parallel()}});
     const std::string of_parameter = message(x);
     EXPECT_TRUE(has_text(of_parameter, "0.weight"));
-    EXPECT_TRUE(has_text(of_parameter, "distribute the stages that it is cut into"));
+    EXPECT_TRUE(has_text(of_parameter, "made of modules (StageModule)"));
     // The model is as it was.
     EXPECT_EQ(to_local(model->named_parameters()["0.weight"]).sizes(), at::IntArrayRef({4, kWidth}));
     EXPECT_FALSE(is_fake(to_local(model->named_parameters()["0.weight"])));

@@ -78,7 +78,7 @@ bool has_identifier(std::string_view text, std::string_view name) {
 struct Tests {
   std::map<std::string, std::set<std::string>> of_suite;
   std::map<std::string, std::set<std::string>> prefixes;  // of parameterized suites, by suite
-  std::set<std::string> files;                            // without folder and extension
+  std::set<std::string> files;                            // without extension, and names that ctest knows
 
   // `word`: "Suite.Name", "Prefix/Suite.Name", "Suite", or a file; with '*'.
   bool have(const std::string& word) const {
@@ -118,11 +118,22 @@ void add_tests(std::string_view text, Tests& tests) {
   }
 }
 
+// What a CMakeLists.txt registers.
+void add_names(std::string_view text, std::set<std::string>& names) {
+  for (const std::string_view command :
+       {"\npenstock_test(", "\n  penstock_test(", "penstock_long_test(", "add_test(NAME "})
+    for (std::size_t at = text.find(command); at != std::string_view::npos; at = text.find(command, at + 1)) {
+      const std::size_t begin = at + command.size();
+      names.emplace(text.substr(begin, text.find_first_of(" \n)", begin) - begin));
+    }
+}
+
 Tests read_tests() {
   Tests tests;
   for (const auto& entry : fs::recursive_directory_iterator(source_root() / "tests")) {
     if (!entry.is_regular_file()) continue;
     const fs::path& path = entry.path();
+    if (path.filename() == "CMakeLists.txt") add_names("\n" + text_of(path), tests.files);
     if (path.extension() != ".h" && path.extension() != ".cpp" && path.extension() != ".sh") continue;
     tests.files.insert(path.stem().string());
     add_tests(text_of(path), tests);

@@ -474,8 +474,8 @@ TEST(ModelStages, EachRankBuildsItsOwnStagesOfTheSchedule) {
         Layout{.name = "three on each rank", .pp = 1, .virtual_stages = 3, .schedule = "LoopedBFS"},
         Layout{.name = "pp4", .pp = 4}}) {
     SCOPED_TRACE(layout.name);
-    const TrainConfig config =
-        config_of(layout, {"--layers", "5", "--tie_head", "false", "--partition", "count"});
+    TrainConfig config = config_of(layout, {"--tie_head", "false", "--partition", "count"});
+    config.model.layers = 5;
     const schedule::Schedule schedule = configured_schedule(config.layout);
     const int count = layout.pp * layout.virtual_stages;
     std::mutex mutex;

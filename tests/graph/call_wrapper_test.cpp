@@ -139,6 +139,41 @@ TEST(FunctionCapture, ItsGraphCanBeReplaced) {
   EXPECT_TRUE(at::equal(call.run({x})[0].toTensor(), x.cos()));
 }
 
+// No stage changes what it gets: the inputs of a function that changes theirs are untouched, and one capture
+// can be partitioned and compiled at any time, and several times.
+TEST(FunctionCapture, StagesLeaveWhatTheyAreGivenAlone) {
+  const Function function = [](const Values& in) -> Values {
+    const at::Tensor x = in[0].toTensor(), w = in[1].toTensor();
+    x.t_();
+    x.mul_(2);
+    return {x.mm(w).tanh()};
+  };
+  torch::manual_seed(3);
+  const at::Tensor x = torch::randn({3, 4}), before = x.clone(), w = torch::randn({3, 2}).requires_grad_();
+  const FunctionCapture capture = capture_function(function, {x, w});
+  EXPECT_EQ(x.sizes(), before.sizes());
+  EXPECT_TRUE(at::equal(x, before));
+  const std::string text = to_text(capture.joint.graph);
+  const ViewAndMutationMeta meta = capture.user_meta();
+  at::Tensor plain_x = before.clone();
+  const at::Tensor expected = function({plain_x, w})[0].toTensor();
+  expected.sum().backward();
+  const at::Tensor gradient = w.grad().clone();
+  for (const Partitioner partitioner : {Partitioner::Default, Partitioner::MinCut, Partitioner::Default}) {
+    const CompiledCall call(partition(FunctionCapture(capture), partitioner),
+                            graph_compiler(kExecutorCompiler));
+    EXPECT_TRUE(at::equal(x, before));
+    w.mutable_grad() = at::Tensor();
+    const at::Tensor input = before.clone(), result = call.run({input, w})[0].toTensor();
+    result.sum().backward();
+    EXPECT_TRUE(at::equal(result, expected));
+    EXPECT_TRUE(input.sizes() == plain_x.sizes() && at::equal(input, plain_x));
+    EXPECT_TRUE(at::equal(w.grad(), gradient));
+    EXPECT_EQ(to_text(capture.joint.graph), text);
+    EXPECT_TRUE(capture.user_meta().same_in_every_field(meta));
+  }
+}
+
 // A user's compiler: runs graphs like the built-in one, and counts what it was asked for.
 class CountingCompiler final : public GraphCompiler {
  public:

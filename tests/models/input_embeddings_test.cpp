@@ -217,10 +217,14 @@ StructureIds some_ids(std::int64_t batch, std::int64_t length) {
           .node_types = random_ids(6, {batch, length}, 5)};
 }
 
-TEST(StructureEmbedding, IsTheSumOfFiveRows) {
+void expect_sum_of_five_rows(at::Device device) {
   StructureEmbedding structure = made_with<StructureEmbedding>(kSmallStructure);
-  const at::Tensor x = leaf(random_tensor({2, 7, kWidth}, 6));
-  const StructureIds ids = some_ids(2, 7);
+  structure->to(device);
+  const at::Tensor x = leaf(random_tensor({2, 7, kWidth}, 6).to(device));
+  StructureIds ids = some_ids(2, 7);
+  for (at::Tensor* each : {&ids.structure_kinds, &ids.dependency_levels, &ids.syntax_depths,
+                           &ids.sibling_indices, &ids.node_types})
+    *each = each->to(device);
   std::vector<at::Tensor> rows;
   for (std::int64_t row = 0; row < 2; ++row)
     for (std::int64_t place = 0; place < 7; ++place) {
@@ -236,6 +240,12 @@ TEST(StructureEmbedding, IsTheSumOfFiveRows) {
   Tensors of{x};
   for (const at::Tensor& parameter : structure->parameters()) of.push_back(parameter);
   expect_gradients({structure->forward(x, ids)}, {at::stack(rows).view({2, 7, kWidth})}, of);
+}
+
+// The tables have their gradients on every device.
+TEST(StructureEmbedding, IsTheSumOfFiveRows) {
+  expect_sum_of_five_rows(at::kCPU);
+  if (torch::cuda::is_available()) expect_sum_of_five_rows(at::Device(at::kCUDA, 0));
 }
 
 TEST(StructureEmbedding, AbsentIdsAddNothing) {

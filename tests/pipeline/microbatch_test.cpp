@@ -194,6 +194,51 @@ TEST(Microbatch, MergeUndoesSplit) {
   }
 }
 
+// Arguments, keyword arguments and target are cut at the same rows, also unevenly, so that metadata of a
+// batch stays with its rows. What has no rows, and what is said to be whole, goes to every microbatch.
+TEST(Microbatch, MetadataIsCutAtTheRowsOfTheArgumentsAndTheTarget) {
+  for (std::int64_t rows = 1; rows <= 13; ++rows)
+    for (int count = 1; count <= rows; ++count) {
+      const at::Tensor x = at::arange(rows * 2).view({rows, 2}), ids = at::arange(rows);
+      const Tree metadata = Tree::dict({{"documents", ids * 10},
+                                        {"relations", ids.view({rows, 1, 1}).expand({rows, 3, 3})},
+                                        {"scale", at::scalar_tensor(0.5)},
+                                        {"bias", at::ones({1})},
+                                        {"slots", 4},
+                                        {"kind", "text"},
+                                        {"none", Tree()}});
+      const Tree spec = Tree::dict({{"documents", Tree()},
+                                    {"relations", Tree()},
+                                    {"scale", Tree()},
+                                    {"bias", whole()},
+                                    {"slots", Tree()},
+                                    {"kind", Tree()},
+                                    {"none", Tree()}});
+      const Microbatches parts =
+          split_microbatches(Tree::tuple({x}), metadata, count, {.args = {}, .kwargs = spec});
+      const std::vector<Tree> targets = split_tree(ids + 100, count);
+      const std::string place = std::to_string(rows) + " rows in " + std::to_string(count);
+      ASSERT_EQ(parts.count(), static_cast<std::size_t>(count)) << place;
+      ASSERT_EQ(targets.size(), parts.count()) << place;
+      for (std::size_t m = 0; m < parts.count(); ++m) {
+        const at::Tensor own = parts.args[m][0].tensor().select(1, 0).div(2, "floor");
+        const Tree& named = parts.kwargs[m];
+        EXPECT_TRUE(at::equal(named["documents"].tensor(), own * 10)) << place;
+        EXPECT_TRUE(at::equal(named["relations"].tensor().select(1, 2).select(1, 1), own)) << place;
+        EXPECT_TRUE(at::equal(targets[m].tensor(), own + 100)) << place;
+        EXPECT_TRUE(at::equal(named["scale"].tensor(), at::scalar_tensor(0.5))) << place;
+        EXPECT_TRUE(at::equal(named["bias"].tensor(), at::ones({1}))) << place;
+        EXPECT_EQ(named["slots"].integer(), 4);
+        EXPECT_EQ(named["kind"].text(), "text");
+        EXPECT_TRUE(named["none"].is_none());
+      }
+      // A tensor with one element is a batch of one row: too few for more microbatches, which a pipeline
+      // refuses.
+      EXPECT_EQ(split_microbatches(Tree::tuple({x}), Tree::dict({{"bias", at::ones({1})}}), count).count(),
+                1U);
+    }
+}
+
 TEST(Microbatch, OneSpecServesAContainer) {
   const at::Tensor x = at::ones({2, 6}), y = at::ones({3, 6});
   const Microbatches parts = split_microbatches(Tree::tuple({Tree::list({x, y}), at::ones({5})}), {}, 3,

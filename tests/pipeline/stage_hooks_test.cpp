@@ -1,10 +1,11 @@
 // Extension points of stages: trial hooks, modules that reduce their own gradients, arguments with a graph,
-// PipeInfo; and the transfer log.
+// PipeInfo; and what is logged of a step.
 #include <gtest/gtest.h>
 #include <spdlog/sinks/ostream_sink.h>
 
 #include <cstdlib>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <sstream>
 
@@ -301,20 +302,24 @@ TEST(PipeInfo, AMismatchIsAnErrorOnEveryRank) {
 }
 
 // -------------------------------------------------------------------------------------------------------------
-// the log of transfers
+// the log of transfers and actions
 
-std::string logged(const char* value, const std::function<void(comm::World&)>& body) {
+std::string logged(const char* value, const std::function<void(comm::World&)>& body,
+                   spdlog::level::level_enum level = spdlog::level::info) {
   value == nullptr ? unsetenv("PENSTOCK_TRACE_TRANSFERS") : setenv("PENSTOCK_TRACE_TRANSFERS", value, 1);
   std::ostringstream out;
   const auto sink = std::make_shared<spdlog::sinks::ostream_sink_mt>(out);
   sink->set_pattern("%v");
   log().sinks().push_back(sink);
   struct Restore {
+    spdlog::level::level_enum level = log().level();
     ~Restore() {
+      log().set_level(level);
       log().sinks().pop_back();
       unsetenv("PENSTOCK_TRACE_TRANSFERS");
     }
   } restore;
+  log().set_level(level);
   comm::run_ranks(2, 20s, body);
   return out.str();
 }
@@ -379,6 +384,77 @@ TEST(TransferLog, OffByDefault) {
   EXPECT_EQ(count_of(logged(nullptr, run_both_ways), "transfers "), 0U);
   EXPECT_EQ(count_of(logged("0", run_both_ways), "transfers "), 0U);
   EXPECT_THROW(logged("maybe", run_both_ways), ConfigError);
+}
+
+// Two stages on each of two ranks, whose results are nested.
+schedule::Schedule run_v_schedule(ScheduleKind kind, comm::World& world) {
+  const schedule::Schedule whole =
+      schedule::generate(kind, {.ranks = 2, .stages_per_rank = 2, .microbatches = 4, .group_size = {}});
+  std::vector<PipelineStage> stages;
+  for (const int index : whole.stages().stages_of(world.rank()))
+    stages.emplace_back(
+        StageModule(
+            [block = Block(index), index](at::Tensor x) mutable {
+              const at::Tensor y = block->forward(x);
+              return index < 3 ? Tree(y) : Tree::tuple({y, Tree::dict({{"rows", y.size(0)}})});
+            },
+            {}),
+        index, 4, at::kCPU);
+  const PipelineLoss loss([](const Tree& output, const Tree& target) {
+    return (output[0].tensor() - target.tensor()).pow(2).mean();
+  });
+  PipelineRuntime pipeline(stages, whole, loss, {world});
+  const test::Batch batch = test::plain_batch(0, 8);
+  pipeline.step(batch.args, {}, batch.target);
+  return pipeline.schedule();
+}
+
+TEST(ActionLog, EveryActionOfEveryStageAtDebugLevel) {
+  // With split backwards and a V; with overlapped units.
+  for (const ScheduleKind kind :
+       {ScheduleKind::ZBVZeroBubble, ScheduleKind::DualPipeV, ScheduleKind::Interleaved1F1B}) {
+    SCOPED_TRACE(schedule::to_text(kind));
+    std::optional<schedule::Schedule> ran;
+    const auto body = [&](comm::World& world) {
+      schedule::Schedule mine = run_v_schedule(kind, world);
+      if (world.rank() == 0) ran = std::move(mine);
+    };
+    const std::string text = logged(nullptr, body, spdlog::level::debug);
+    std::size_t actions = 0;
+    for (const schedule::Row& row : ran->rows())
+      for (const schedule::Slot slot : row)
+        for (const schedule::Action& action : slot) {
+          switch (action.kind()) {
+            case schedule::ActionKind::Forward:
+            case schedule::ActionKind::Backward:
+            case schedule::ActionKind::BackwardInput:
+            case schedule::ActionKind::BackwardWeight:
+            case schedule::ActionKind::ReduceGrad:
+              break;
+            default:
+              continue;
+          }
+          ++actions;
+          const std::string line = "pipeline: stage " + std::to_string(action.stage()) + " runs " +
+                                   schedule::to_text(action) + "\n";
+          EXPECT_EQ(count_of(text, line), 1U) << line;
+        }
+    EXPECT_GE(actions, 2U * 4 * 4);
+    for (const char* part : {"stage 0, microbatch 3: forward made float32[2, 6]\n",
+                             "stage 3, microbatch 1: forward made (float32[2, 6], {'rows': 2})\n",
+                             "stage 0, microbatch 2: backward made ()\n",
+                             "stage 2, microbatch 0: backward made (float32[2, 6],)\n"})
+      EXPECT_EQ(count_of(text, part), 1U) << part;
+    // The transfers between, of both kinds.
+    EXPECT_TRUE(has_text(text, ": send 0SEND_F0 (activation of stage 0 to stage 1)"));
+    EXPECT_TRUE(has_text(text, ": await 0RECV_B3 (gradient of stage 1 to stage 0)"));
+  }
+}
+
+TEST(ActionLog, NothingAtOtherLevels) {
+  const std::string text =
+      logged(nullptr, [](comm::World& world) { run_v_schedule(ScheduleKind::ZBVZeroBubble, world); });
+  EXPECT_EQ(count_of(text, "pipeline: stage"), 0U) << text;
 }
 
 // ------------------------------------------------------------------------------------------------------------------------

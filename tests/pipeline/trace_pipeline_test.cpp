@@ -11,7 +11,10 @@
 #include <vector>
 
 #include "penstock/compiled_stage.h"
+#include "penstock/dtensor.h"
 #include "penstock/errors.h"
+#include "penstock/fake.h"
+#include "penstock/tensor_parallel.h"
 #include "penstock/torch/dispatch/switch_data.h"
 #include "penstock/trace_pipeline.h"
 #include "penstock/world.h"
@@ -472,6 +475,29 @@ TEST(TracePipeline, MistakesAreNamed) {
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { build_stage(pipe, 2, at::kCPU); }), "0 to 1"));
   EXPECT_TRUE(
       has_text(message_of<ValueError>([&] { static_cast<void>(pipe.parameter_names(-1)); }), "0 to 1"));
+}
+
+TEST(TracePipeline, DistributedTensorsAreRefusedByName) {
+  comm::run_ranks(2, 20s, [](comm::World& world) {
+    const comm::MeshGroups mesh = world.mesh("cpu", {{"tp", 2}});
+    const at::Tensor x = values({2, kWidth}, 1);
+    torch::nn::Sequential model(torch::nn::Linear(kWidth, 8), torch::nn::Tanh(),
+                                torch::nn::Linear(8, kWidth));
+    const auto message = [&](const at::Tensor& input) {
+      return message_of<TypeError>(
+          [&] { trace_pipeline(model, Tree::tuple({input}), {}, PipeSplit::into(2)); });
+    };
+    const std::string of_argument = message(distribute_tensor(x, mesh, {Replicate{}}));
+    EXPECT_TRUE(has_text(of_argument, "args[0]"));
+    EXPECT_TRUE(has_text(of_argument, "trace the model with plain tensors"));
+    parallelize_module(*model, mesh, {{"0", colwise_parallel()}, {"2", rowwise_parallel()}});
+    const std::string of_parameter = message(x);
+    EXPECT_TRUE(has_text(of_parameter, "0.weight"));
+    EXPECT_TRUE(has_text(of_parameter, "made of modules (StageModule)"));
+    // The model is as it was.
+    EXPECT_EQ(to_local(model->named_parameters()["0.weight"]).sizes(), at::IntArrayRef({4, kWidth}));
+    EXPECT_FALSE(is_fake(to_local(model->named_parameters()["0.weight"])));
+  });
 }
 
 TEST(TracePipeline, AScheduleForAnotherNumberOfStages) {

@@ -18,7 +18,9 @@
 #include "penstock/errors.h"
 #include "penstock/hybrid_metadata.h"
 #include "penstock/models/hybrid/trainable_hybrid.h"
+#include "penstock/train/config/configured_schedule.h"
 #include "penstock/train/job/configured_model.h"
+#include "penstock/train/job/model_stages.h"
 #include "penstock/trainer.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
@@ -461,6 +463,69 @@ TEST(Job, LowPrecision) {
   for (std::size_t i = 0; i < full.losses.size(); ++i) {
     EXPECT_NE(half.losses[i], full.losses[i]);
     EXPECT_NEAR(half.losses[i], full.losses[i], 0.02 * full.losses[i]);
+  }
+}
+
+// Five blocks cannot be divided evenly. No rank builds more than its own stages; together they are the model.
+TEST(ModelStages, EachRankBuildsItsOwnStagesOfTheSchedule) {
+  for (const Layout& layout :
+       {Layout{.name = "interleaved", .pp = 2, .virtual_stages = 2, .schedule = "Interleaved1F1B"},
+        Layout{.name = "ZBV", .pp = 2, .virtual_stages = 2, .schedule = "ZBVZeroBubble"},
+        Layout{.name = "three on each rank", .pp = 1, .virtual_stages = 3, .schedule = "LoopedBFS"},
+        Layout{.name = "pp4", .pp = 4}}) {
+    SCOPED_TRACE(layout.name);
+    TrainConfig config = config_of(layout, {"--tie_head", "false", "--partition", "count"});
+    config.model.layers = 5;
+    const schedule::Schedule schedule = configured_schedule(config.layout);
+    const int count = layout.pp * layout.virtual_stages;
+    std::mutex mutex;
+    std::vector<std::string> built;
+    std::vector<models::StagePart> parts(static_cast<std::size_t>(count));
+    models::ModelPlan plan;
+    comm::run_ranks(layout.pp, 60s, [&](comm::World& world) {
+      const ModelStages mine(RankLayout(world, config.layout), config, schedule, at::kCPU);
+      const std::vector<int> expected = schedule.stages().stages_of(world.rank());
+      const std::vector<PipelineStage> stages = mine.stages();
+      ASSERT_EQ(stages.size(), expected.size());
+      const std::lock_guard lock(mutex);
+      plan = mine.plan();
+      for (std::size_t i = 0; i < stages.size(); ++i) {
+        const int index = stages[i].index();
+        EXPECT_EQ(index, expected[i]);
+        EXPECT_EQ(stages[i].count(), count);
+        const models::StagePart part = mine.own_parts()[i];
+        parts[static_cast<std::size_t>(index)] = part;
+        std::vector<std::string> own, wanted;
+        const auto want = [&](const std::vector<models::ParameterShape>& parameters) {
+          for (const models::ParameterShape& each : parameters) wanted.push_back(each.name);
+        };
+        if (index == 0) want(plan.embed);
+        for (std::int64_t block = part.first_block; block < part.end_block; ++block)
+          want(plan.blocks[static_cast<std::size_t>(block)].parameters);
+        if (index == count - 1) want(plan.head);
+        for (const optim::NamedParameter& each : mine.parameters_of(index)) {
+          EXPECT_TRUE(each.tensor.device().is_cpu()) << each.name;
+          own.push_back(each.name);
+          built.push_back(each.name);
+        }
+        std::sort(own.begin(), own.end());
+        std::sort(wanted.begin(), wanted.end());
+        EXPECT_EQ(own, wanted) << "stage " << index;
+      }
+    });
+    std::int64_t next = 0;
+    for (const models::StagePart& part : parts) {
+      EXPECT_EQ(part.first_block, next);
+      EXPECT_GE(part.blocks(), 5 / count);
+      EXPECT_LE(part.blocks(), (5 + count - 1) / count);
+      next = part.end_block;
+    }
+    EXPECT_EQ(next, 5);
+    std::vector<std::string> whole;
+    for (const models::ParameterShape& each : models::parameter_shapes(plan)) whole.push_back(each.name);
+    std::sort(whole.begin(), whole.end());
+    std::sort(built.begin(), built.end());
+    EXPECT_EQ(built, whole);
   }
 }
 

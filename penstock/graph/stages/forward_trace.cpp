@@ -93,9 +93,10 @@ class TraceRun {
   }
 
   [[noreturn]] void refuse_subclass(const std::string& what, const c10::IValue& value) const {
-    throw TypeError(describe(
-        fmt::format("graph: {} of a traced forward", what), type_text(value.toTensor()), "a plain tensor",
-        "trace the model with plain tensors, and distribute the stages that it is cut into"));
+    throw TypeError(describe(fmt::format("graph: {} of a traced forward", what), type_text(value.toTensor()),
+                             "a plain tensor",
+                             "trace the model with plain tensors; stages with distributed ones are made of "
+                             "modules (StageModule)"));
   }
 
   at::Tensor fake_input(const at::Tensor& tensor, std::size_t input) const {

@@ -9,6 +9,7 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/base/exception_text.h"
+#include "penstock/base/log.h"
 #include "penstock/base/warnings.h"
 #include "penstock/deferred_linear.h"
 #include "penstock/dtensor.h"
@@ -168,6 +169,13 @@ OptionalTensorMetas StageRunner::made_metas(int microbatch, bool outputs, std::s
 
 std::string StageRunner::at_microbatch(int microbatch) const {
   return fmt::format("stage {}, microbatch {}", stage_.index(), microbatch);
+}
+
+// At debug level; `made` returns a Tree.
+template <class Made>
+void StageRunner::log_made(int microbatch, const char* action, const Made& made) const {
+  if (log().should_log(spdlog::level::debug)) [[unlikely]]
+    log().debug("pipeline: {}: {} made {}", at_microbatch(microbatch), action, made().to_string());
 }
 
 void StageRunner::check_announced(int microbatch, bool inputs, std::size_t place, const TensorMeta& announced,
@@ -367,6 +375,7 @@ bool StageRunner::Forward::advance() {
   }
   if (++s.next == blocks) {
     runner.finish_forward(s.chunk, s.microbatch, result, s.target);
+    runner.log_made(s.microbatch, "forward", [&]() -> const Tree& { return result; });
     s.args = s.kwargs = s.target = Tree();
     return false;
   }
@@ -451,6 +460,7 @@ bool StageRunner::Backward::advance() {
   }
   s.gradients.clear();
   runner.finish_backward(s.chunk, s.microbatch, block.inputs, std::move(input_grads));
+  runner.log_made(s.microbatch, "backward", [&] { return tuple_of(s.chunk.input_grads); });
   block.inputs.clear();
   if (const WeightStepBuilder& builder = runner.stage_.options().weight_step_builder) {
     runner.in_backward(

@@ -127,6 +127,8 @@ class StageRunner {
   std::optional<NoGradientSync> alone(int microbatch) const;
   bool validates() const { return validate_; }
   std::string at_microbatch(int microbatch) const;
+  template <class Made>
+  void log_made(int microbatch, const char* action, const Made& made) const;
 
   PipelineStage stage_;
   bool begins_;

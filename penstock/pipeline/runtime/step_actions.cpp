@@ -71,6 +71,12 @@ TensorMeta announced_meta(const at::Tensor& rows, std::size_t tensor, const Tens
   return DistributedRecord(std::move(local), part(2), part(3), whole->placements(), whole->mesh_key());
 }
 
+// At debug level one line for each action; StageRunner adds what it made.
+void log_action(const Action& action) {
+  if (log().should_log(spdlog::level::debug)) [[unlikely]]
+    log().debug("pipeline: stage {} runs {}", action.stage(), schedule::to_text(action));
+}
+
 // A second stream is useful if overlapped units run on one device that supports it.
 std::optional<OverlapStreams> streams_of(const std::vector<StageRunner>& runners, bool overlaps) {
   if (!overlaps || runners.empty()) return std::nullopt;
@@ -204,8 +210,7 @@ void TorchStepActions::run_alone(const Action& action) {
 }
 
 void TorchStepActions::run_action(const Action& action) {
-  if (log().should_log(spdlog::level::debug)) [[unlikely]]
-    log().debug("pipeline: stage {} runs {}", action.stage(), schedule::to_text(action));
+  log_action(action);
   StageRunner& stage = runner(action.stage());
   const int microbatch = *action.microbatch();
   const auto m = static_cast<std::size_t>(microbatch);
@@ -301,6 +306,8 @@ void TorchStepActions::run_unit(std::span<const Instruction> unit) {
     if (stream) (streams_->is_second(*stream) ? on_second : on_first) = true;
     std::optional<c10::StreamGuard> guard;
     if (stream) guard.emplace(*stream);
+    // A weight gradient is logged by run_action().
+    if (action.kind() != ActionKind::BackwardWeight) log_action(action);
     if (action.kind() == ActionKind::Forward) {
       parts.forwards.push_back({member, stream,
                                 stage.start_forward(microbatch, context_of(action), step_->args[m],
@@ -527,6 +534,7 @@ void TorchStepActions::pass(const Instruction& instruction, const Channel& chann
 
 void TorchStepActions::stage_wide(const Instruction& instruction) {
   const int stage = instruction.action.stage();
+  log_action(instruction.action);
   StageRunner& of = runner(stage);
   switch (instruction.action.kind()) {
     case ActionKind::Unshard:

@@ -1,8 +1,8 @@
 // Logs every transfer of a pipeline, if PENSTOCK_TRACE_TRANSFERS=1.
 //
-//   transfers 7: send 0SEND_F3 (activation of stage 0 to stage 1): send to rank 1 float32[2, 6] on cpu,
-//   requires grad transfers 8: post 0RECV_B2 (gradient of stage 1 to stage 0): nothing                     an
-//   empty batch transfers 9: await 0RECV_B2 (gradient of stage 1 to stage 0): no wait, nothing is on its way
+//   transfers 7: send 0SEND_F3 (activation of stage 0 to stage 1): send to rank 1 int64[2] on cpu, no grad
+//   transfers 8: post 0RECV_B2 (gradient of stage 1 to stage 0): nothing
+//   transfers 9: await 0RECV_B2 (gradient of stage 1 to stage 0): no wait, nothing is on its way
 //
 // Off by default, without overhead. At debug level (PENSTOCK_LOG=debug) the same lines are logged at debug
 // level. The number counts the lines of this rank's pipeline. Thread safety: one thread.

@@ -254,13 +254,18 @@ void TracedStage::refuse_as_ambiguous(const Variant& one, const Variant& other) 
 
 const TracedStage::Variant& TracedStage::choose(const Tree& args, const Tree& kwargs, Given& given) const {
   check_surroundings();
-  std::string why_not;
+  std::string why_not, missing;
   const Variant* chosen = nullptr;
   for (const Variant& variant : variants_) {
     if (!in_mode_of(*variant.traced) || (chosen && chosen->program == variant.program)) continue;
     Given own = given_to(variant, args, kwargs);
     if (!own.why_not.empty()) {
       if (why_not.empty()) why_not = std::move(own.why_not);
+      if (missing.empty() && !own.missing.empty())
+        missing = fmt::format(
+            ", and {} is not passed, which this stage uses in an example (Pipe::keywords has its keyword "
+            "arguments)",
+            own.missing);
       continue;
     }
     if (chosen) refuse_as_ambiguous(*chosen, variant);
@@ -285,10 +290,10 @@ const TracedStage::Variant& TracedStage::choose(const Tree& args, const Tree& kw
         stage_, reason.empty() ? std::string() : fmt::format(" (evaluation: {})", reason)));
   }
   throw ValueError(
-      fmt::format("stage {} of a traced pipeline: {}; pass microbatches like the example, or trace an "
+      fmt::format("stage {} of a traced pipeline: {}{}; pass microbatches like the example, or trace an "
                   "example of them, too "
                   "(TraceOptions::more)",
-                  stage_, why_not));
+                  stage_, why_not, missing));
 }
 
 Tree TracedStage::forward(const Tree& args, const Tree& kwargs) const {

@@ -79,8 +79,9 @@ struct StepContext {
   StepContext recomputation() const;
 
   // Returns the box of a tensor whose dim 0 consists of the rows of the microbatch, or of a multiple of them
-  // (rows and tokens merged), as `rows` says; the whole tensor if `rows` is empty. Throws ValueError if dim 0
-  // is not a multiple of rows->count.
+  // (rows and tokens merged), as `rows` says; the whole tensor if `rows` is empty. While a pipeline is traced
+  // (trace_pipeline.h), the box stands for that of the step in which an operator with it runs. Throws
+  // ValueError if dim 0 is not a multiple of rows->count.
   GlobalBox box_of(at::IntArrayRef sizes) const;
 };
 

@@ -24,10 +24,11 @@
 // The records of all tensors between stages come from the trace: no stage makes a trial run.
 //
 // What a trace fixes: control flow, the values of plain arguments and settings (the probability of a
-// Dropout), sizes. Training and evaluation are traced both. A forward that depends on values is a
-// DataDependentError. Tensors of a step (loss scale, random keys, dropout masks) are those of each step.
-// User-defined autograd functions keep their backward. Trace a model of plain tensors: distributed ones are
-// refused.
+// Dropout), sizes, autocast and the default dtype. Training and evaluation are traced both. A forward that
+// depends on values is a DataDependentError, one that computes with numbers of the running step (the loss
+// scale, for example) a StateError. Random keys and the rows of this replica (StepContext::key and box_of)
+// are those of each step. User-defined autograd functions keep their backward. Trace a model of plain
+// tensors: distributed ones are refused.
 //
 // Thread safety: a Pipe is immutable and may be read by any thread; tracing and building use the module.
 #pragma once
@@ -172,7 +173,7 @@ class Pipe {
   std::vector<std::string> parameter_names(int stage) const;
   // Names of the buffers of a stage.
   std::vector<std::string> buffer_names(int stage) const;
-  // Names of the keyword arguments that a stage uses.
+  // Names of the keyword arguments that a stage uses, or by which it tells two examples apart.
   std::vector<std::string> keywords(int stage) const;
   // Parameters that several stages use, for SharedParameters.
   std::vector<ParameterTie> ties() const;
@@ -201,8 +202,8 @@ class Pipe {
 // Throws ValueError that names module and operator for a split at a module that does not exist (with the
 // nearest name) or does not run, for stages without operators, for splits through a chain of in-place
 // operators, and for more stages than there are places; DataDependentError for a forward that depends on
-// values; TypeError for distributed tensors; NotImplemented for autograd functions that write their
-// arguments.
+// values; StateError for one that computes with numbers of the running step; TypeError for distributed
+// tensors; NotImplemented for autograd functions that write their arguments.
 Pipe trace_pipeline(const StageModule& module, const Tree& args, const Tree& kwargs, const PipeSplit& split,
                     const TraceOptions& options = {});
 
@@ -227,8 +228,10 @@ struct BuildStageOptions {
 // model, in submodules with the names of the model's. The parameters are those of the traced module itself,
 // moved to the device; a parameter that an earlier stage uses too is a leaf of its own.
 //
-// Its forward throws ValueError for tensors of sizes without an example, and for plain values that differ
-// from the example.
+// Its forward throws ValueError for tensors of sizes without an example, for plain values that differ from
+// the example, for missing keyword arguments, in a mode that was not traced, and under another autocast or
+// default dtype than the trace. Throws ValueError if an operator of the trace has no kernel on this kind of
+// device.
 StageModule stage_module(const Pipe& pipe, int index, at::Device device,
                          const BuildStageOptions& options = {});
 

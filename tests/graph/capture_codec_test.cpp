@@ -406,6 +406,9 @@ TEST(CaptureFields, OfGuards) {
   at::globalContext().setDeterministicAlgorithms(true, false);
   EXPECT_TRUE(has_text(guard.difference(inputs), "deterministic"));
   at::globalContext().setDeterministicAlgorithms(false, false);
+  torch::set_default_dtype(caffe2::TypeMeta::Make<double>());
+  EXPECT_TRUE(has_text(guard.difference(inputs), "default dtype"));
+  torch::set_default_dtype(caffe2::TypeMeta::Make<float>());
   const at::Tensor shared = torch::randn({4});
   const CallGuard sharing =
       decode_guard(encode_guard(CallGuard({shared, shared}, {2, {"a", "b"}})), {}, "test");

@@ -333,6 +333,10 @@ TEST(Compiled, AnotherCallIsCapturedAgainOrRefused) {
   const std::string deterministic = refusal(torch::ones({2}));
   at::globalContext().setDeterministicAlgorithms(false, false);
   EXPECT_TRUE(has_text(deterministic, "deterministic algorithms is on, in the capture not")) << deterministic;
+  torch::set_default_dtype(caffe2::TypeMeta::Make<double>());
+  const std::string dtype = refusal(torch::ones({2}, torch::kFloat));
+  torch::set_default_dtype(caffe2::TypeMeta::Make<float>());
+  EXPECT_TRUE(has_text(dtype, "the default dtype is Double, in the capture Float")) << dtype;
   once({torch::ones({2})});
 
   Compiled of_leaf(function, {.recapture = false});
@@ -340,6 +344,22 @@ TEST(Compiled, AnotherCallIsCapturedAgainOrRefused) {
   of_leaf({leaf});
   EXPECT_TRUE(has_text(message_of<StateError>([&] { of_leaf({leaf * 2}); }),
                        "input 0 is not a leaf, in the capture it is"));
+}
+
+// Folded constants have the default dtype of the capture.
+TEST(Compiled, AnotherDefaultDtypeIsAnotherCall) {
+  const Function function =
+      over_tensors([](const Tensors& in) { return Tensors{in[0] + torch::ones({2}) / 3}; });
+  Compiled compiled(function);
+  const at::Tensor x = torch::ones({2}, torch::kDouble);
+  const at::Tensor in_float = compiled({x})[0].toTensor();
+  torch::set_default_dtype(caffe2::TypeMeta::Make<double>());
+  const at::Tensor in_double = compiled({x})[0].toTensor(), expected = function({x})[0].toTensor();
+  torch::set_default_dtype(caffe2::TypeMeta::Make<float>());
+  EXPECT_TRUE(torch::equal(in_double, expected));
+  EXPECT_TRUE(torch::equal(in_float, function({x})[0].toTensor()));
+  EXPECT_FALSE(torch::equal(in_float, in_double)) << "the test would not notice";
+  EXPECT_EQ(compiled.captures(), 2u);
 }
 
 TEST(Compiled, BackwardTwiceIsAnError) {

@@ -1,6 +1,7 @@
 #include "penstock/graph/run/call_guard.h"
 
 #include <ATen/Context.h>
+#include <c10/core/DefaultDtype.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <fmt/format.h>
@@ -83,7 +84,8 @@ std::vector<CallGuard::Input> CallGuard::describe_all(const Values& inputs, Reco
 
 CallGuard::Modes CallGuard::current_modes() {
   return {c10::GradMode::is_enabled(), c10::InferenceMode::is_enabled(),
-          at::globalContext().deterministicAlgorithms(), autocast_state()};
+          at::globalContext().deterministicAlgorithms(), autocast_state(),
+          c10::get_default_dtype_as_scalartype()};
 }
 
 std::string CallGuard::difference(const Modes& is, const Modes& was) {
@@ -93,6 +95,9 @@ std::string CallGuard::difference(const Modes& is, const Modes& was) {
   if (is.grad != was.grad) return differs("grad mode", is.grad);
   if (is.inference != was.inference) return differs("inference mode", is.inference);
   if (is.deterministic != was.deterministic) return differs("deterministic algorithms", is.deterministic);
+  if (is.default_dtype != was.default_dtype)
+    return fmt::format("the default dtype is {}, in the capture {}", c10::toString(is.default_dtype),
+                       c10::toString(was.default_dtype));
   const auto casts = [](const AutocastState& state) {
     return fmt::format("cpu {}, cuda {}{}", state.cpu ? c10::toString(state.cpu_dtype) : "off",
                        state.cuda ? c10::toString(state.cuda_dtype) : "off",

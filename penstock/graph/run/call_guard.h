@@ -71,6 +71,7 @@ class CallGuard {
   struct Modes {
     bool grad = true, inference = false, deterministic = false;
     AutocastState autocast;
+    at::ScalarType default_dtype = at::kFloat;  // of tensors that are made without a dtype
     friend bool operator==(const Modes&, const Modes&) = default;
   };
   static Modes current_modes();

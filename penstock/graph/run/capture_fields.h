@@ -55,8 +55,8 @@ struct CallGuardFields {
 
 template <class Archive, Is<CallGuardFields::Modes> T>
 void fields(Archive& archive, T& modes) {
-  auto& [grad, inference, deterministic, autocast] = modes;
-  archive(grad, inference, deterministic, autocast);
+  auto& [grad, inference, deterministic, autocast, default_dtype] = modes;
+  archive(grad, inference, deterministic, autocast, default_dtype);
 }
 
 template <class Archive, Is<CallGuardFields::Input> T>

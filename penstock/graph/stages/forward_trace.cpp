@@ -121,10 +121,9 @@ class TraceRun {
   std::vector<std::size_t> input_of_graph_;
 };
 
-// What LibTorch says if a module of a Sequential takes or returns anything but one tensor.
+// What LibTorch says if a forward takes a module out of a Sequential by its type.
 bool is_about_any_module(const std::string& text) {
-  return text.find("Expected argument #") != std::string::npos ||
-         text.find("cast AnyValue") != std::string::npos || text.find("argument(s)") != std::string::npos;
+  return text.find("Attempted to cast module") != std::string::npos;
 }
 
 }  // namespace

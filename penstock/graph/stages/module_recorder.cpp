@@ -1,6 +1,6 @@
 #include "penstock/graph/stages/module_recorder.h"
 
-#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/container/any.h>
 
 #include <algorithm>
 #include <utility>
@@ -87,42 +87,72 @@ std::vector<std::string> ModuleRecorder::paths(
 
 namespace {
 
-// Stands for a module of a Sequential.
-struct ReportingModule : torch::nn::Module {
-  explicit ReportingModule(torch::nn::AnyModule wrapped) : original(std::move(wrapped)) {}
-  at::Tensor forward(at::Tensor x) {
-    const ModuleScope scope(*original.ptr());
-    return original.any_forward(std::move(x)).get<at::Tensor>();
-  }
-  torch::nn::AnyModule original;
+using torch::nn::AnyModulePlaceholder;
+
+// What an AnyModule contains is private. Explicit instantiation may name private members.
+template <class Tag, typename Tag::Type member>
+struct PrivateMemberOfAnyModule {
+  friend typename Tag::Type reveal(Tag) { return member; }
 };
+struct ContentOfAnyModule {
+  using Type = std::unique_ptr<AnyModulePlaceholder> torch::nn::AnyModule::*;
+  friend Type reveal(ContentOfAnyModule);
+};
+template struct PrivateMemberOfAnyModule<ContentOfAnyModule, &torch::nn::AnyModule::content_>;
+
+// Reports a module and calls it, whatever it takes and returns. To everyone who looks, it is the module
+// itself, except that LibTorch refuses to return it by its type (AnyModule::get), since this is not the
+// object it expects then.
+struct ReportingContent final : AnyModulePlaceholder {
+  explicit ReportingContent(std::unique_ptr<AnyModulePlaceholder> reported)
+      : AnyModulePlaceholder(typeid(ReportingContent)), original(std::move(reported)) {}
+
+  torch::nn::AnyValue forward(std::vector<torch::nn::AnyValue>&& arguments) override {
+    const ModuleScope scope(*original->ptr());
+    return original->forward(std::move(arguments));
+  }
+  std::shared_ptr<torch::nn::Module> ptr() override { return original->ptr(); }
+  std::unique_ptr<AnyModulePlaceholder> copy() const override {
+    return std::make_unique<ReportingContent>(original->copy());
+  }
+  // A clone reports nothing: the model has not registered it.
+  std::unique_ptr<AnyModulePlaceholder> clone_module(c10::optional<at::Device> device) const override {
+    return original->clone_module(device);
+  }
+
+  std::unique_ptr<AnyModulePlaceholder> original;
+};
+
+std::unique_ptr<AnyModulePlaceholder>& content_of(torch::nn::AnyModule& module) {
+  return module.*reveal(ContentOfAnyModule{});
+}
 
 }  // namespace
-
-struct SequentialScopes::Replaced {
-  std::shared_ptr<torch::nn::SequentialImpl> sequential;
-  std::vector<torch::nn::AnyModule> modules;
-};
 
 SequentialScopes::SequentialScopes(const std::vector<std::shared_ptr<torch::nn::Module>>& roots) {
   for (const auto& root : roots)
     for (const auto& module : root->modules(true)) {
       auto sequential = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(module);
-      if (!sequential || std::any_of(replaced_.begin(), replaced_.end(),
-                                     [&](const Replaced& known) { return known.sequential == sequential; }))
+      if (!sequential ||
+          std::find(sequentials_.begin(), sequentials_.end(), sequential) != sequentials_.end())
         continue;
-      replaced_.push_back(
-          {sequential, std::vector<torch::nn::AnyModule>(sequential->begin(), sequential->end())});
       for (torch::nn::AnyModule& each : *sequential)
-        each = torch::nn::AnyModule(std::make_shared<ReportingModule>(each));
+        if (std::unique_ptr<AnyModulePlaceholder>& content = content_of(each))
+          content = std::make_unique<ReportingContent>(std::move(content));
+      sequentials_.push_back(std::move(sequential));
     }
 }
 
-bool SequentialScopes::any() const { return !replaced_.empty(); }
+bool SequentialScopes::any() const { return !sequentials_.empty(); }
 
 SequentialScopes::~SequentialScopes() {
-  for (Replaced& replaced : replaced_)
-    std::move(replaced.modules.begin(), replaced.modules.end(), replaced.sequential->begin());
+  for (const auto& sequential : sequentials_)
+    for (torch::nn::AnyModule& each : *sequential) {
+      std::unique_ptr<AnyModulePlaceholder>& content = content_of(each);
+      // The forward may have added modules.
+      if (auto* reporting = dynamic_cast<ReportingContent*>(content.get()))
+        content = std::unique_ptr<AnyModulePlaceholder>(std::move(reporting->original));
+    }
 }
 
 }  // namespace penstock::graph

@@ -10,6 +10,8 @@
 // Private to this folder. Thread safety: one thread.
 #pragma once
 
+#include <torch/nn/modules/container/sequential.h>
+
 #include <cstddef>
 #include <exception>
 #include <map>
@@ -57,9 +59,9 @@ class ModuleRecorder final : public ScopeListener {
   std::vector<Event> events_;  // the module is the current one from this node on
 };
 
-// Reports the modules of every torch::nn::Sequential below some roots, for a scope: they are replaced by ones
-// that report themselves and call them. Modules must take one tensor and return one; LibTorch throws a
-// c10::Error where one takes or returns anything else, and the forward must then run without this.
+// Reports the modules of every torch::nn::Sequential below some roots, for a scope. Their AnyModules call
+// them as before, and ptr() returns them; only AnyModule::get, with Sequential::at and ptr of a type, throws
+// a c10::Error ("Attempted to cast module"), and the forward must then run without this.
 class SequentialScopes {
  public:
   explicit SequentialScopes(const std::vector<std::shared_ptr<torch::nn::Module>>& roots);
@@ -69,8 +71,7 @@ class SequentialScopes {
   bool any() const;
 
  private:
-  struct Replaced;
-  std::vector<Replaced> replaced_;
+  std::vector<std::shared_ptr<torch::nn::SequentialImpl>> sequentials_;
 };
 
 }  // namespace penstock::graph

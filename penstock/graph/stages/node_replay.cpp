@@ -17,6 +17,7 @@
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/operator_traits.h"
+#include "penstock/step_context.h"
 #include "penstock/torch/compat/autograd_node.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/torch/dispatch/once_differentiable.h"
@@ -74,7 +75,7 @@ constexpr ReplaySlot kNoReplaySlot = ReplaySteps::kNoSlot;
 class TracedFunction final : public torch::autograd::Node {
  public:
   explicit TracedFunction(std::shared_ptr<const ReplaySteps::Function> function)
-      : function_(std::move(function)) {}
+      : function_(std::move(function)), step_(StepContext::current()) {}
 
   std::string name() const override { return "Traced<" + function_->name + ">"; }
   void save(const at::Tensor& tensor) { saved_.emplace_back(tensor, tensor.grad_fn().get() == this); }
@@ -101,6 +102,9 @@ class TracedFunction final : public torch::autograd::Node {
     variable_list results;
     {
       const c10::AutoGradMode unrecorded(false);
+      // Random operators of the backward complete their keys now, and are to draw what forward has drawn.
+      std::optional<StepGuard> of_forward;
+      if (step_->running) of_forward.emplace(step_);
       for (const c10::IValue& gradient : function_->backward->run(std::move(inputs)))
         results.push_back(gradient.isTensor() ? gradient.toTensor() : at::Tensor());
     }
@@ -121,6 +125,7 @@ class TracedFunction final : public torch::autograd::Node {
   }
 
   std::shared_ptr<const ReplaySteps::Function> function_;
+  std::shared_ptr<const StepContext> step_;  // of forward
   std::vector<torch::autograd::SavedVariable> saved_;
   bool released_ = false;
 };

@@ -5,8 +5,9 @@
 //   std::vector<c10::IValue> results = replay.run(tensors);
 //
 // Values are released after their last use. Nodes that were recorded without grad mode run without it. A
-// user-defined autograd function becomes one autograd node, which replays the backward that was recorded.
-// Differentiating that backward again works as far as its operators have derivatives.
+// user-defined autograd function becomes one autograd node, which replays the backward that was recorded,
+// under the StepContext of its forward, so that it draws the same random numbers. Differentiating that
+// backward again works as far as its operators have derivatives.
 //
 // Immutable. Thread safety: `run` may be called by several threads if the operators may.
 #pragma once

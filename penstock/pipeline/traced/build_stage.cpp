@@ -1,5 +1,6 @@
 // Stages of a traced pipeline: their tensors on their device, their modules, their examples.
 #include <ATen/ATen.h>
+#include <c10/core/TensorOptions.h>
 #include <fmt/format.h>
 
 #include <memory>
@@ -28,6 +29,34 @@ struct BuiltStage {
         {root});
   }
 };
+
+// What a model computes may depend on the device it was traced on: LibTorch has operators for one kind of
+// device.
+void check_kernels(const PipeState& state, int stage, at::Device device) {
+  if (device.type() == state.device.type() || device.is_meta()) return;
+  const c10::DispatchKey key = c10::computeDispatchKey(at::kFloat, at::kStrided, device);
+  const auto check = [&](const graph::Node& node, const std::string& line) {
+    if (node.op.hasComputedKernelForDispatchKey(key)) return;
+    throw ValueError(
+        fmt::format("build_stage: stage {} on {}: {} has no kernel for {}: it was recorded on {}, where the "
+                    "model may run "
+                    "operators that {} does not have; trace it with its parameters and example on {}, or "
+                    "with parameters on "
+                    "the meta device and TraceOptions::device",
+                    stage, device.str(), line, device.str(), state.device.str(), device.str(), device.str()));
+  };
+  for (const PipeVariant& variant : state.variants) {
+    const graph::CutStage& cut = variant.cut.stages[static_cast<std::size_t>(stage)];
+    for (std::size_t i = cut.first; i < cut.end; ++i)
+      check(variant.trace.graph.nodes[i], "'" + variant.trace.line(i) + "'");
+    for (const std::size_t index : cut.functions) {
+      const graph::CustomFunction& function = variant.trace.functions[index];
+      for (const graph::Node& node : function.backward)
+        check(node, fmt::format("'{}' in the backward of {}", c10::toString(node.op.operator_name()),
+                                function.name));
+    }
+  }
+}
 
 // Gives a tensor of the model memory on the device, in place.
 void give_memory(const at::Tensor& tensor, const std::string& name, at::Device device,
@@ -75,6 +104,7 @@ BuiltStage built(const Pipe& pipe, int index, at::Device device, const BuildStag
                               "(BuildStageOptions::copies)"));
   if (options.group) pipe.check_equal(*options.group);
   const int stage = index % state.stages();
+  check_kernels(state, stage, device);
   const bool is_copy = index >= state.stages();
   std::vector<at::Tensor> tensors(state.tensors.size());
   std::vector<StageTensor> named;

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "penstock/graph/stages/pipe_cut.h"
+#include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/trace_pipeline.h"
 
 namespace penstock {
@@ -32,8 +33,9 @@ struct PipeVariant {
   graph::PipeCut cut;
   TreeSpec result;
   std::vector<bool> training;  // by module of the model
-  // Whether another mode would compute the same: the modes are then not compared.
-  bool any_mode = false;
+  // By module: whether it may also be in the other mode. So are modules in training if all of them in
+  // evaluation compute the same; one that was in evaluation was traced in that mode only.
+  std::vector<bool> any_mode;
 
   // The leaf of args and kwargs that an input of the graph is.
   std::size_t leaf_of(std::size_t input) const { return trace.input_of_graph[input] - trace.found; }
@@ -55,6 +57,8 @@ struct PipeState {
   std::size_t parameters = 0;                   // how many of them are parameters
   std::vector<std::vector<OwnedTensor>> state;  // by stage, ascending by index
   at::Device device = at::kCPU;                 // where operators that make tensors made them in the trace
+  AutocastState autocast;                       // around the trace
+  at::ScalarType default_dtype = at::kFloat;    // in the trace
   PipeGraph outer;
 
   int stages() const { return static_cast<int>(state.size()); }

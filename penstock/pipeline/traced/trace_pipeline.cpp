@@ -1,5 +1,6 @@
 #include "penstock/trace_pipeline.h"
 
+#include <c10/core/DefaultDtype.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -64,6 +65,8 @@ struct PipeTracer {
     collect_model(module, pipe);
     aliases = aliases_of(module, pipe);
     pipe.device = traced_device(args, kwargs);
+    pipe.autocast = autocast_state();
+    pipe.default_dtype = c10::get_default_dtype_as_scalartype();
     const PipeExample example = checked_example({args, kwargs});
     PipeVariant first = trace_variant(module, pipe, aliases, example, options.device);
     const std::vector<std::size_t> places = places_of(first);
@@ -134,13 +137,15 @@ struct PipeTracer {
   // same in both.
   void refuse_a_twin(const PipeVariant& variant) const {
     for (const PipeVariant& known : pipe.variants) {
-      if (known.training != variant.training) continue;
+      if (&known == &variant || !in_same_mode(known, variant) || !telling_keywords(known, variant).empty())
+        continue;
       for (std::size_t stage = 1; stage < known.cut.stages.size(); ++stage)
-        if (same_arguments(known, variant, stage) && !same_stage(known, variant, stage))
+        if (same_tensors(known, variant, stage) && !same_stage(known, variant, stage))
           throw ValueError(fmt::format(
               "trace_pipeline: stage {} is given tensors of the same sizes in two examples, but computes "
-              "something else with them; cut elsewhere, or pass on as a tensor what makes the difference",
-              stage));
+              "something else with them, beginning with '{}'; cut elsewhere, or pass on as a tensor, or as a "
+              "keyword argument, what makes the difference",
+              stage, variant.trace.line(variant.cut.stages[stage].first)));
     }
   }
 
@@ -154,7 +159,7 @@ struct PipeTracer {
       pipe.why_no_evaluation = "TraceOptions::evaluation is false";
       return;
     }
-    if (std::find(training.begin(), training.end(), true) == training.end()) return;
+    if (training == std::vector<bool>(training.size(), false)) return;
     const EvaluationScope evaluation(module);
     std::vector<PipeExample> examples = {example};
     for (const PipeExample& more : options.more) examples.push_back(checked_example(more));
@@ -162,7 +167,7 @@ struct PipeTracer {
       try {
         PipeVariant variant = like_first(examples[i], places);
         if (same_operators(variant, pipe.variants[i]))
-          pipe.variants[i].any_mode = true;
+          evaluate_with(pipe.variants[i]);
         else
           pipe.variants.push_back(std::move(variant));
       } catch (const std::exception&) {
@@ -171,6 +176,19 @@ struct PipeTracer {
         log().debug("trace_pipeline: no evaluation: {}", pipe.why_no_evaluation);
         return;
       }
+    }
+  }
+
+  // A trace in training that evaluation would repeat serves both modes.
+  void evaluate_with(PipeVariant& variant) const {
+    const std::vector<bool> before = variant.any_mode;
+    for (std::size_t i = 0; i < variant.training.size(); ++i)
+      if (variant.training[i]) variant.any_mode[i] = true;
+    try {
+      refuse_a_twin(variant);
+    } catch (...) {
+      variant.any_mode = before;
+      throw;
     }
   }
 
@@ -350,14 +368,19 @@ std::vector<std::string> Pipe::buffer_names(int stage) const { return tensor_nam
 std::vector<std::string> Pipe::keywords(int stage) const {
   check_stage(*state_, stage);
   std::vector<std::string> names;
-  for (const PipeVariant& variant : state_->variants)
-    for (const std::size_t input : variant.cut.stages[static_cast<std::size_t>(stage)].keywords) {
-      // "kwargs['mask'][0]" -> "mask"
-      const std::string& path = variant.trace.graph.inputs[input].name;
-      const std::size_t begin = path.find('\'') + 1;
-      const std::string name = path.substr(begin, path.find('\'', begin) - begin);
-      if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
-    }
+  const auto at = static_cast<std::size_t>(stage);
+  const auto add = [&](const std::string& name) {
+    if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
+  };
+  const std::vector<PipeVariant>& variants = state_->variants;
+  for (const PipeVariant& variant : variants)
+    for (const std::size_t input : variant.cut.stages[at].keywords)
+      add(keyword_of(variant.trace.graph.inputs[input].name));
+  for (std::size_t i = 0; i < variants.size(); ++i)
+    for (std::size_t j = 0; j < i; ++j)
+      if (in_same_mode(variants[i], variants[j]) && same_tensors(variants[i], variants[j], at) &&
+          !same_stage(variants[i], variants[j], at))
+        for (const std::string& name : telling_keywords(variants[j], variants[i])) add(name);
   return names;
 }
 

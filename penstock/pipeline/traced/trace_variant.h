@@ -22,7 +22,8 @@ void collect_model(const StageModule& module, PipeState& pipe);
 using TensorAliases = std::map<std::size_t, std::vector<std::string>>;
 TensorAliases aliases_of(const StageModule& module, const PipeState& pipe);
 
-// Everything but the cut.
+// Everything but the cut. Throws StateError, with the operator and its module, for a forward that computes
+// with values of the running step: it is traced in two of them.
 PipeVariant trace_variant(const StageModule& module, const PipeState& pipe, const TensorAliases& aliases,
                           const PipeExample& example, at::Device device);
 
@@ -30,13 +31,14 @@ PipeVariant trace_variant(const StageModule& module, const PipeState& pipe, cons
 std::vector<std::shared_ptr<torch::nn::Module>> modules_of(const StageModule& module);
 
 // The places of `other` that correspond to those of a trace of the same module with other sizes or in another
-// mode: before the same occurrence of the same operator in the same module. Throws ValueError if there is
-// none.
+// mode: before the corresponding operator (align_traces.h), or the next one that has one. Throws ValueError
+// if there is none.
 std::vector<std::size_t> matching_places(const graph::ForwardTrace& trace,
                                          const std::vector<std::size_t>& places,
                                          const graph::ForwardTrace& other);
 
-// Why stages that exchange the values of one cut cannot exchange those of the other; empty if they can.
+// Why stages that exchange the values of one cut, and own its parameters and buffers, cannot run the other;
+// empty if they can.
 std::string difference(const PipeVariant& expected, const PipeVariant& actual);
 
 }  // namespace penstock

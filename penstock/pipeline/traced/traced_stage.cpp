@@ -1,6 +1,7 @@
 #include "penstock/pipeline/traced/traced_stage.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/DefaultDtype.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -12,6 +13,7 @@
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/graph/run/leaf_values.h"
+#include "penstock/pipeline/traced/same_program.h"
 #include "penstock/torch/tree/dense_layout.h"
 #include "penstock/torch/tree/same_leaf.h"
 
@@ -35,6 +37,16 @@ std::string misfit(const at::Tensor& tensor, const graph::Geometry& geometry) {
   return {};
 }
 
+std::string text_of(const AutocastState& state) {
+  if (!state.cpu && !state.cuda) return "off";
+  const auto on = [](const char* device, at::ScalarType dtype) {
+    return fmt::format("{} on {}", c10::toString(dtype), device);
+  };
+  return fmt::format("{}{}{}{}", state.cpu ? on("cpu", state.cpu_dtype) : "",
+                     state.cpu && state.cuda ? " and " : "", state.cuda ? on("cuda", state.cuda_dtype) : "",
+                     state.cached ? ", with cached weights" : "");
+}
+
 // In the layout of the example, which operators that were recorded may rely on. A copy only of a tensor in
 // another dense layout: what was not dense when it was recorded arrives dense.
 at::Tensor in_example_layout(const at::Tensor& tensor, const graph::Geometry& geometry) {
@@ -52,8 +64,16 @@ TracedStage::TracedStage(Pipe pipe, int stage, ModuleTree tree, std::vector<at::
       tree_(std::move(tree)),
       tensors_(std::move(tensors)),
       device_(device) {
-  for (const PipeVariant& traced : state_of(pipe_).variants)
-    variants_.push_back(make_variant(traced, device));
+  for (const PipeVariant& traced : state_of(pipe_).variants) {
+    Variant variant = make_variant(traced, device);
+    variant.program = variants_.size();
+    for (const Variant& known : variants_)
+      if (same_stage(*known.traced, traced, static_cast<std::size_t>(stage_))) {
+        variant.program = known.program;
+        break;
+      }
+    variants_.push_back(std::move(variant));
+  }
 }
 
 TracedStage::Variant TracedStage::make_variant(const PipeVariant& traced, at::Device device) const {
@@ -80,13 +100,13 @@ TracedStage::Variant TracedStage::make_variant(const PipeVariant& traced, at::De
     for (const auto* values : {&cut.main_outputs, &cut.skip_outputs})
       for (const ValueId value : *values) part.outputs.push_back(graph::Operand::of(value));
   }
-  return {&traced, &cut, cut.state, std::move(received), graph::NodeReplay(traced.trace, part)};
+  return {&traced, &cut, cut.state, std::move(received), graph::NodeReplay(traced.trace, part), 0};
 }
 
 bool TracedStage::in_mode_of(const PipeVariant& traced) const {
-  if (traced.any_mode) return true;
   for (std::size_t i = 0; i < tree_.modules.size(); ++i)
-    if (tree_.modules[i] && tree_.modules[i]->is_training() != traced.training[i]) return false;
+    if (tree_.modules[i] && !traced.any_mode[i] && tree_.modules[i]->is_training() != traced.training[i])
+      return false;
   return true;
 }
 
@@ -143,29 +163,41 @@ void TracedStage::take_keywords(const Variant& variant, const Tree& kwargs, Give
     std::vector<std::string> own = flat.spec.leaf_paths(fmt::format("kwargs['{}']", kwargs.keys()[i]));
     for (std::size_t j = 0; j < own.size(); ++j) by_path.emplace(std::move(own[j]), flat.leaves[j]);
   }
+  const auto is_passed = [&](const std::string& path) {
+    const std::string name = keyword_of(path);
+    return std::find(kwargs.keys().begin(), kwargs.keys().end(), name) != kwargs.keys().end();
+  };
   for (std::size_t i = 0; i < paths.size(); ++i) {
-    const auto found = by_path.find(paths[i]);
-    if (found == by_path.end()) continue;
+    const Tree& leaf = traced.leaves[first_leaf + i];
     const bool was_tensor = std::any_of(
         graph.inputs.begin() + static_cast<std::ptrdiff_t>(traced.trace.found), graph.inputs.end(),
         [&](const graph::Placeholder& input) { return input.name == paths[i]; });
-    if (was_tensor ? !found->second.is_tensor() : !same_leaf(found->second, traced.leaves[first_leaf + i]))
-      given.why_not =
-          fmt::format("{} is {}, in the example {}", paths[i], found->second.to_string(),
-                      was_tensor ? std::string("a tensor") : traced.leaves[first_leaf + i].to_string());
+    const auto found = by_path.find(paths[i]);
+    if (found == by_path.end()) {
+      // One that is not passed at all may be any. Nothing and None are the same.
+      if (is_passed(paths[i]) && (was_tensor || !leaf.is_none()))
+        given.why_not = fmt::format("{} is of another structure than in the example, which has {}",
+                                    fmt::format("kwargs['{}']", keyword_of(paths[i])), paths[i]);
+    } else if (was_tensor ? !found->second.is_tensor() : !same_leaf(found->second, leaf)) {
+      given.why_not = fmt::format("{} is {}, in the example {}", paths[i], found->second.to_string(),
+                                  was_tensor ? std::string("a tensor") : leaf.to_string());
+    }
   }
   for (const auto& [path, leaf] : by_path)
-    if (std::find(paths.begin(), paths.end(), path) == paths.end())
+    if (!leaf.is_none() && std::find(paths.begin(), paths.end(), path) == paths.end())
       given.why_not = fmt::format("{} is not in the example", path);
   for (const std::size_t input : variant.cut->keywords) {
     const auto found = by_path.find(graph.inputs[input].name);
-    if (found == by_path.end())
-      throw ValueError(describe(fmt::format("stage {}: {}", stage_, graph.inputs[input].name), "nothing",
-                                "a tensor, which this stage uses",
-                                "pass keyword arguments to `step` on every rank whose stages use them "
-                                "(Pipe::keywords)"));
-    given.tensors.push_back(found->second.is_tensor() ? found->second.tensor() : at::Tensor());
+    if (found == by_path.end() && given.missing.empty()) given.missing = graph.inputs[input].name;
+    given.tensors.push_back(found != by_path.end() && found->second.is_tensor() ? found->second.tensor()
+                                                                                : at::Tensor());
   }
+}
+
+ValueId TracedStage::value_of(const Variant& variant, std::size_t given) {
+  const std::vector<std::size_t>& keywords = variant.cut->keywords;
+  return given < keywords.size() ? variant.traced->trace.graph.inputs[keywords[given]].value
+                                 : variant.received[given - keywords.size()];
 }
 
 TracedStage::Given TracedStage::given_to(const Variant& variant, const Tree& args, const Tree& kwargs) const {
@@ -178,26 +210,77 @@ TracedStage::Given TracedStage::given_to(const Variant& variant, const Tree& arg
   const std::size_t keywords = variant.cut->keywords.size();
   for (std::size_t i = 0; i < given.tensors.size() && given.why_not.empty(); ++i) {
     const bool is_keyword = i < keywords;
+    if (is_keyword && !given.tensors[i].defined()) continue;  // missing
     const graph::Placeholder* argument =
         is_keyword ? &traced.trace.graph.inputs[variant.cut->keywords[i]] : nullptr;
-    const ValueId value = is_keyword ? argument->value : variant.received[i - keywords];
-    const std::string why = misfit(given.tensors[i], traced.geometry(value));
+    const std::string why = misfit(given.tensors[i], traced.geometry(value_of(variant, i)));
     if (!why.empty())
       given.why_not =
           fmt::format("{} has {}", is_keyword ? argument->name : name_of(variant, i - keywords), why);
-    else
-      given.tensors[i] = in_example_layout(given.tensors[i], traced.geometry(value));
   }
   return given;
 }
 
+void TracedStage::check_surroundings() const {
+  const PipeState& state = state_of(pipe_);
+  if (const at::ScalarType dtype = c10::get_default_dtype_as_scalartype(); dtype != state.default_dtype)
+    throw ValueError(
+        fmt::format("stage {} of a traced pipeline: the default dtype is {}, in the trace it was {}; call "
+                    "torch::set_default_dtype before trace_pipeline, and leave it so",
+                    stage_, c10::toString(dtype), c10::toString(state.default_dtype)));
+  const AutocastState now = autocast_state();
+  const AutocastState& traced = state.autocast;
+  if (now == traced) return;
+  throw ValueError(
+      fmt::format("stage {} of a traced pipeline: autocast is {}, in the trace it was {}; run steps under "
+                  "the autocast that "
+                  "was on around trace_pipeline, or let the forward of the model set it",
+                  stage_, text_of(now), text_of(traced)));
+}
+
+void TracedStage::refuse_as_ambiguous(const Variant& one, const Variant& other) const {
+  const std::vector<std::string> names = telling_keywords(*one.traced, *other.traced);
+  throw ValueError(fmt::format(
+      "stage {} of a traced pipeline: what it is given fits several examples, for which it computes "
+      "something "
+      "else; {}",
+      stage_,
+      names.empty()
+          ? std::string("trace them as pipelines of their own")
+          : fmt::format("pass the keyword arguments {} to `step` on the rank of this stage, too, as "
+                        "None where an example has none (Pipe::keywords)",
+                        fmt::join(names, ", "))));
+}
+
 const TracedStage::Variant& TracedStage::choose(const Tree& args, const Tree& kwargs, Given& given) const {
-  std::string why_not;
+  check_surroundings();
+  std::string why_not, missing;
+  const Variant* chosen = nullptr;
   for (const Variant& variant : variants_) {
-    if (!in_mode_of(*variant.traced)) continue;
-    given = given_to(variant, args, kwargs);
-    if (given.why_not.empty()) return variant;
-    if (why_not.empty()) why_not = given.why_not;
+    if (!in_mode_of(*variant.traced) || (chosen && chosen->program == variant.program)) continue;
+    Given own = given_to(variant, args, kwargs);
+    if (!own.why_not.empty()) {
+      if (why_not.empty()) why_not = std::move(own.why_not);
+      if (missing.empty() && !own.missing.empty())
+        missing = fmt::format(
+            ", and {} is not passed, which this stage uses in an example (Pipe::keywords has its keyword "
+            "arguments)",
+            own.missing);
+      continue;
+    }
+    if (chosen) refuse_as_ambiguous(*chosen, variant);
+    chosen = &variant;
+    given = std::move(own);
+  }
+  if (chosen) {
+    if (!given.missing.empty())
+      throw ValueError(describe(fmt::format("stage {}: {}", stage_, given.missing), "nothing",
+                                "a tensor, which this stage uses",
+                                "pass keyword arguments to `step` on every rank whose stages use them "
+                                "(Pipe::keywords)"));
+    for (std::size_t i = 0; i < given.tensors.size(); ++i)
+      given.tensors[i] = in_example_layout(given.tensors[i], chosen->traced->geometry(value_of(*chosen, i)));
+    return *chosen;
   }
   if (why_not.empty()) {
     const std::string& reason = state_of(pipe_).why_no_evaluation;
@@ -207,10 +290,10 @@ const TracedStage::Variant& TracedStage::choose(const Tree& args, const Tree& kw
         stage_, reason.empty() ? std::string() : fmt::format(" (evaluation: {})", reason)));
   }
   throw ValueError(
-      fmt::format("stage {} of a traced pipeline: {}; pass microbatches like the example, or trace an "
+      fmt::format("stage {} of a traced pipeline: {}{}; pass microbatches like the example, or trace an "
                   "example of them, too "
                   "(TraceOptions::more)",
-                  stage_, why_not));
+                  stage_, why_not, missing));
 }
 
 Tree TracedStage::forward(const Tree& args, const Tree& kwargs) const {

@@ -25,7 +25,8 @@ class TracedStage {
   // `tensors`: by index in the model; undefined where the stage has none.
   TracedStage(Pipe pipe, int stage, ModuleTree tree, std::vector<at::Tensor> tensors, at::Device device);
 
-  // Throws ValueError for tensors without an example, and for plain values that differ from the example.
+  // Throws ValueError for tensors without an example, for plain values that differ from the example, for
+  // keyword arguments that are missing, and under another autocast or default dtype than the trace.
   Tree forward(const Tree& args, const Tree& kwargs) const;
 
   // The records of inputs and outputs for the main example, as tensors without memory.
@@ -40,11 +41,13 @@ class TracedStage {
     // Then the keyword arguments, then these.
     std::vector<graph::ValueId> received;
     graph::NodeReplay replay;
+    std::size_t program;  // the first variant for which this stage computes the same
   };
   // The tensors that a call passes: keyword arguments and what was received.
   struct Given {
     std::vector<at::Tensor> tensors;
     std::string why_not;  // they do not belong to the variant
+    std::string missing;  // a keyword argument that it takes, and the call does not have
   };
   bool is_first() const { return stage_ == 0; }
   bool is_last() const { return stage_ + 1 == state_of(pipe_).stages(); }
@@ -54,7 +57,11 @@ class TracedStage {
   void take_arguments(const Variant& variant, const Tree& args, Given& given) const;
   void take_keywords(const Variant& variant, const Tree& kwargs, Given& given) const;
   void take_received(const Variant& variant, const Tree& args, Given& given) const;
+  // What one of the tensors of `Given` is in the trace.
+  static graph::ValueId value_of(const Variant& variant, std::size_t given);
   const Variant& choose(const Tree& args, const Tree& kwargs, Given& given) const;
+  void check_surroundings() const;
+  [[noreturn]] void refuse_as_ambiguous(const Variant& one, const Variant& other) const;
   std::string name_of(const Variant& variant, std::size_t received) const;
   at::Tensor example(const PipeVariant& traced, graph::ValueId value) const;
 

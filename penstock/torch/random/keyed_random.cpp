@@ -11,6 +11,7 @@
 
 #include "penstock/errors.h"
 #include "penstock/torch/random/random_arguments.h"
+#include "penstock/torch/random/running_step.h"
 
 namespace penstock {
 
@@ -78,7 +79,8 @@ struct FillOperator {
 
   static Tensor& kernel(Tensor& self, IntArrayRef key, IntArrayRef shape, IntArrayRef offset,
                         Arguments... arguments) {
-    const DrawArguments given{Draw::kName, key, shape, offset};
+    const CompletedBox box(shape, offset);
+    const DrawArguments given{Draw::kName, key, box.global_shape(), box.offset()};
     const AnyConstants constants = checked(given, self, arguments...);
     at::assert_no_internal_overlap(self);
     run(random::make_job(given, Draw::kKind, constants, self), self.device());
@@ -184,7 +186,8 @@ AnyConstants checked_dropout(const DrawArguments& given, const Tensor& input, do
 }
 
 Tensor dropout_kernel(const Tensor& input, IntArrayRef key, IntArrayRef shape, IntArrayRef offset, double p) {
-  const DrawArguments given{kDropoutName, key, shape, offset};
+  const CompletedBox box(shape, offset);
+  const DrawArguments given{kDropoutName, key, box.global_shape(), box.offset()};
   const AnyConstants constants = checked_dropout(given, input, p);
   Tensor output = at::empty_like(input);
   run(random::make_job(given, Kind::Dropout, constants, output, input), input.device());

@@ -39,9 +39,10 @@ std::shared_ptr<c10::DebugInfoBase> info_of(std::shared_ptr<const StepContext> c
   if (context == nullptr)
     throw ValueError("step context: got a null pointer; pass a snapshot from StepContext::current()");
   check(*context);
-  // A scope inside of a half of an overlapped unit belongs to that half.
+  // A scope inside of a half of an overlapped unit belongs to that half, one inside of a capture to that.
   const detail::StepInfo* outer = detail::current_step_info();
-  return std::make_shared<detail::StepInfo>(std::move(context), outer == nullptr ? nullptr : outer->half);
+  return std::make_shared<detail::StepInfo>(std::move(context), outer == nullptr ? nullptr : outer->half,
+                                            outer != nullptr && outer->any_rows);
 }
 
 }  // namespace
@@ -89,6 +90,10 @@ StepContext StepContext::recomputation() const {
 }
 
 GlobalBox StepContext::box_of(at::IntArrayRef sizes) const {
+  if (captured) {
+    const detail::StepInfo* info = detail::current_step_info();
+    if (info != nullptr && info->any_rows) return box_of_running_step(sizes);
+  }
   if (!rows) return {};
   if (sizes.empty() || sizes[0] % rows->count != 0)
     throw ValueError(describe("step context: dim 0 of a tensor that is split by the rows of the microbatch",

@@ -13,7 +13,10 @@ std::shared_ptr<UnitHalf> UnitHalf::current() {
 }
 
 UnitHalfGuard::UnitHalfGuard(std::shared_ptr<UnitHalf> half)
-    : guard_(detail::step_info_kind(),
-             std::make_shared<detail::StepInfo>(StepContext::current(), std::move(half))) {}
+    : guard_(detail::step_info_kind(), [&] {
+        const detail::StepInfo* outer = detail::current_step_info();
+        return std::make_shared<detail::StepInfo>(StepContext::current(), std::move(half),
+                                                  outer != nullptr && outer->any_rows);
+      }()) {}
 
 }  // namespace penstock

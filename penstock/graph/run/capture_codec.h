@@ -26,7 +26,7 @@
 namespace penstock::graph {
 
 // Increment it with every change of what is stored or of what it means; it is part of every key.
-inline constexpr std::uint32_t kCaptureVersion = 4;
+inline constexpr std::uint32_t kCaptureVersion = 5;
 
 Bytes encode_capture(const PartitionedCapture& capture);
 PartitionedCapture decode_capture(std::span<const std::uint8_t> bytes,

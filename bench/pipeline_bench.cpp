@@ -263,7 +263,8 @@ int main(int argc, char** argv) {
     } else {
       fmt::print(
           "usage: pipeline_bench [--schedule NAME] [--d N] [--mb N] [--nmb N] [--steps N] [--repeats N] "
-          "[--p2p auto|gloo|ucx] [--linear joined|deferred|plain|captured] [--beside LINEAR] [--trace FILE] [--peer "
+          "[--p2p auto|gloo|ucx] [--linear joined|deferred|plain|captured] [--beside LINEAR] [--trace FILE] "
+          "[--peer "
           "\"python3 bench/pipeline_peer.py\"]\n");
       return flag == "--help" ? 0 : 2;
     }

@@ -53,7 +53,7 @@ struct StageCapture {
   std::size_t nodes = 0;   // operators, forward and backward
   // Operators of the second part of a split backward (CompileOptions::split_backward).
   std::size_t deferred = 0;
-  double seconds = 0;      // for capturing or loading, compiling and checking, with the first run
+  double seconds = 0;  // for capturing or loading, compiling and checking, with the first run
   // Why the graph before it was not valid: "args[0] has sizes [1, 8], in the capture [2, 8]"; empty for the
   // first one.
   std::string reason = {};

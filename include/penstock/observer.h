@@ -63,7 +63,7 @@ struct CompiledForward {
   std::int64_t nodes = 0;  // operators, forward and backward
   // Operators that run in the W actions of a schedule that splits the backward.
   std::int64_t deferred = 0;
-  double seconds = 0;      // for capturing and compiling, or loading
+  double seconds = 0;  // for capturing and compiling, or loading
   // Why the graphs that the stage had before were not valid: the input and the difference; empty for the
   // first.
   std::string reason = {};

@@ -96,11 +96,12 @@ TEST(BackwardSplit, ProductsOfParametersWait) {
   torch::manual_seed(1);
   const at::Tensor up = parameter({16, 8}), down = parameter({8, 16}), bias = parameter({16}),
                    gain = parameter({8});
-  const WithParameters net{[=](const Tensors& in) {
-                             const at::Tensor h = torch::layer_norm(in[0], {8}, gain);
-                             return Tensors{in[0] + torch::linear(torch::gelu(torch::linear(h, up, bias)), down)};
-                           },
-                           {up, down, bias, gain}};
+  const WithParameters net{
+      [=](const Tensors& in) {
+        const at::Tensor h = torch::layer_norm(in[0], {8}, gain);
+        return Tensors{in[0] + torch::linear(torch::gelu(torch::linear(h, up, bias)), down)};
+      },
+      {up, down, bias, gain}};
   const BackwardParts parts = net.parts({torch::randn({4, 8}).set_requires_grad(true)});
   // Two products for the gradients of activations, two for those of the weights.
   EXPECT_EQ(count_of(parts.inputs.graph, "aten::mm"), 2u);
@@ -145,7 +146,8 @@ TEST(BackwardSplit, NothingWaitsWithoutMatrices) {
 // The first stage: nobody waits for its chain, but all that waits would keep all that was saved.
 TEST(BackwardSplit, TheChainOfAFirstStageDoesNotWait) {
   torch::manual_seed(1);
-  const at::Tensor table = parameter({5, 8}), a = parameter({8, 8}), b = parameter({8, 8}), c = parameter({8, 8});
+  const at::Tensor table = parameter({5, 8}), a = parameter({8, 8}), b = parameter({8, 8}),
+                   c = parameter({8, 8});
   const WithParameters net{[=](const Tensors& in) {
                              at::Tensor h = torch::embedding(table, in[0]);
                              for (const at::Tensor& w : {a, b, c}) h = torch::linear(h.sin(), w).tanh();
@@ -177,10 +179,9 @@ TEST(BackwardSplit, ConvolutionsAreDivided) {
 TEST(BackwardSplit, RecomputationIsWhereItIsNeeded) {
   torch::manual_seed(1);
   const at::Tensor up = parameter({16, 8}), down = parameter({8, 16});
-  const WithParameters net{[=](const Tensors& in) {
-                             return Tensors{torch::linear(torch::gelu(torch::linear(in[0], up)), down)};
-                           },
-                           {up, down}};
+  const WithParameters net{
+      [=](const Tensors& in) { return Tensors{torch::linear(torch::gelu(torch::linear(in[0], up)), down)}; },
+      {up, down}};
   const BackwardParts parts =
       net.parts({torch::randn({4, 8}).set_requires_grad(true)}, {.activations = {.budget = "0"}});
   // gelu's argument: computed again for its derivative, and kept. Its result: for the weight of `down` alone.
@@ -227,7 +228,8 @@ struct Gradients {
 
 using Call = std::function<Tensors(const Tensors&)>;
 
-Call call_of(const WithParameters& net, const CompileOptions& options, std::shared_ptr<Compiled>* made = nullptr) {
+Call call_of(const WithParameters& net, const CompileOptions& options,
+             std::shared_ptr<Compiled>* made = nullptr) {
   const auto compiled = std::make_shared<Compiled>(net.of_values(), options, net.convention());
   if (made) *made = compiled;
   return [net, compiled](const Tensors& inputs) {
@@ -334,9 +336,11 @@ struct Sample {
 TEST(BackwardSplit, GradientsOfSomeAlone) {
   const Sample s;
   const Call call = call_of(s.net, {.split_backward = true});
-  for (const Tensors& asked : {Tensors{s.x}, Tensors{s.weight}, Tensors{s.gain}, Tensors{s.gain, s.weight, s.x}}) {
+  for (const Tensors& asked :
+       {Tensors{s.x}, Tensors{s.weight}, Tensors{s.gain}, Tensors{s.gain, s.weight, s.x}}) {
     const at::Tensor plain = s.net.function({s.x})[0].pow(2).sum(), fast = call({s.x})[0].pow(2).sum();
-    graph::expect_same(torch::autograd::grad({fast}, asked), torch::autograd::grad({plain}, asked), "gradient");
+    graph::expect_same(torch::autograd::grad({fast}, asked), torch::autograd::grad({plain}, asked),
+                       "gradient");
   }
   // First without the second part, then with it.
   const at::Tensor fast = call({s.x})[0].pow(2).sum(), plain = s.net.function({s.x})[0].pow(2).sum();
@@ -368,8 +372,9 @@ TEST(BackwardSplit, IsDifferentiatedAgain) {
   const Sample s;
   const Call call = call_of(s.net, {.split_backward = true});
   const auto derivatives = [&](const Call& of) {
-    const Tensors first = torch::autograd::grad({of({s.x})[0].pow(2).sum()}, {s.x, s.weight, s.gain}, {}, true,
-                                                /*create_graph=*/true);
+    const Tensors first =
+        torch::autograd::grad({of({s.x})[0].pow(2).sum()}, {s.x, s.weight, s.gain}, {}, true,
+                              /*create_graph=*/true);
     at::Tensor sum = torch::zeros({});
     for (const at::Tensor& each : first) sum = sum + each.pow(2).sum();
     Tensors all = torch::autograd::grad({sum}, {s.x, s.weight, s.gain});
@@ -420,14 +425,17 @@ TEST(BackwardSplit, ACallThatIsDroppedIsFreed) {
   const at::Tensor x = torch::randn({4, 8}).set_requires_grad(true);
   call({x});
   for (const bool backward : {false, true}) {
-    c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> first(c10::make_intrusive<c10::TensorImpl>(
-        c10::Storage(), c10::DispatchKeySet(), caffe2::TypeMeta::Make<float>())),
+    c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> first(
+        c10::make_intrusive<c10::TensorImpl>(c10::Storage(), c10::DispatchKeySet(),
+                                             caffe2::TypeMeta::Make<float>())),
         second = first;
     std::weak_ptr<int> nothing;
     {
       Tensors results = call({x});
-      first = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(results[0].getIntrusivePtr());
-      second = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(results[1].getIntrusivePtr());
+      first =
+          c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(results[0].getIntrusivePtr());
+      second =
+          c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(results[1].getIntrusivePtr());
       if (backward) (results[0].sum() + results[1].sum()).backward();
     }
     EXPECT_TRUE(first.expired()) << backward;
@@ -463,8 +471,7 @@ TEST(BackwardSplit, ForAllSizes) {
   const Call call = call_of(s.net, options, &compiled);
   for (const std::int64_t rows : {4, 7, 3}) {
     const auto inputs_of = [&](unsigned i) {
-      return Tensors{
-          at::randn({rows, 8}, at::detail::createCPUGenerator(i)).set_requires_grad(true)};
+      return Tensors{at::randn({rows, 8}, at::detail::createCPUGenerator(i)).set_requires_grad(true)};
     };
     expect_same(gradients_of(call, s.net.parameters, inputs_of),
                 gradients_of(s.net.function, s.net.parameters, inputs_of));
@@ -478,7 +485,8 @@ TEST(BackwardSplit, ForAllSizes) {
 // Keeps what it was asked for. Its code is the number of nodes.
 struct NotingCompiler final : GraphCompiler {
   std::string_view name() const override { return "noting"; }
-  std::shared_ptr<const CompiledGraph> compile(const Graph& graph, const CompileRequest& request) const override {
+  std::shared_ptr<const CompiledGraph> compile(const Graph& graph,
+                                               const CompileRequest& request) const override {
     requests.push_back({graph, request});
     return graph_compiler(kExecutorCompiler)->compile(graph, request);
   }
@@ -547,8 +555,8 @@ TEST(BackwardSplit, CodeOfBothPartsIsKept) {
         SCOPED_TRACE(std::to_string(again) + std::to_string(split) + identity);
         noting()->loaded = 0;
         std::shared_ptr<Compiled> compiled;
-        const CompileOptions options = folder.options(
-            identity, {.compiler = "noting", .split_backward = split});
+        const CompileOptions options =
+            folder.options(identity, {.compiler = "noting", .split_backward = split});
         expect_same(gradients_of(call_of(s.net, options, &compiled), s.net.parameters, inputs_of), plain);
         EXPECT_EQ(compiled->partition(0).deferred.empty(), !split);
         const bool graphs_stored = again || *identity != '\0';
@@ -570,11 +578,11 @@ TEST(BackwardSplit, IsStoredWithTheCapture) {
     spoil(spoiled);
     return message_of<ValueError>([&] { decode_capture(encode_capture(spoiled)); });
   };
-  EXPECT_TRUE(has_text(refusal([](auto& c) { c.halves.deferred.push_back(1000); }), "nodes that do not exist"));
-  EXPECT_TRUE(has_text(refusal([](auto& c) {
-                         std::reverse(c.halves.deferred.begin(), c.halves.deferred.end());
-                       }),
-                       "nodes that do not exist, or in another order"));
+  EXPECT_TRUE(
+      has_text(refusal([](auto& c) { c.halves.deferred.push_back(1000); }), "nodes that do not exist"));
+  EXPECT_TRUE(
+      has_text(refusal([](auto& c) { std::reverse(c.halves.deferred.begin(), c.halves.deferred.end()); }),
+               "nodes that do not exist, or in another order"));
   EXPECT_TRUE(has_text(refusal([](auto& c) { c.halves.deferred = {0}; }), "which is deferred"));
 }
 

@@ -96,7 +96,8 @@ class WeightNet {
           pool.push_back(torch::conv1d(x.unsqueeze(1), others_[1], {}, 1, 1).squeeze(1));
           break;
         case 15:
-          pool.push_back(torch::linear(x, torch::cat({matrix().narrow(0, 0, 3), matrix().narrow(0, 3, 3)}, 0)));
+          pool.push_back(
+              torch::linear(x, torch::cat({matrix().narrow(0, 0, 3), matrix().narrow(0, 3, 3)}, 0)));
           break;
         case 16:
           pool.push_back((x * 1.5).mul_(0.5));

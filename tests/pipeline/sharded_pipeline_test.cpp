@@ -140,7 +140,8 @@ void check(const Layout& layout) {
       stage_options.trial = layout.trial;
       CompiledStageOptions compiled;
       compiled.compile.split_backward = true;
-      mine.emplace_back(layout.graphs ? compiled_stage(module, compiled) : module, stage, stages, at::kCPU, stage_options);
+      mine.emplace_back(layout.graphs ? compiled_stage(module, compiled) : module, stage, stages, at::kCPU,
+                        stage_options);
     }
     PipelineOptions options{world};
     for (int rank = 0; rank < kPipeline; ++rank) options.ranks.push_back(rank * layout.dp + replica);

@@ -122,8 +122,9 @@ TEST_F(SplitBackwardMemory, HalvesOfACapturedStageFreeMemory) {
   options.compile.second_derivatives = graph::SecondDerivatives::Refuse;
   for (const bool first_stage : {false, true}) {
     const StageModule stage = compiled_stage(
-        StageModule([this, first_stage](at::Tensor x) { return forward(first_stage ? at::embedding(table, x) : x); },
-                    {module}),
+        StageModule(
+            [this, first_stage](at::Tensor x) { return forward(first_stage ? at::embedding(table, x) : x); },
+            {module}),
         options);
     at::Tensor x =
         first_stage ? at::randint(50, {kRows}, at::kLong) : at::randn({kRows, kWidth}).requires_grad_(true);

@@ -41,7 +41,8 @@ CompiledStageOptions in_two_graphs(std::vector<StageCapture>* captures = nullptr
 struct NetModuleImpl : torch::nn::Module {
   explicit NetModuleImpl(const std::shared_ptr<WeightNet>& net) {
     for (std::size_t i = 0; i < net->parameters().size(); ++i)
-      register_parameter("weight" + std::to_string(i), net->parameters()[i], net->parameters()[i].requires_grad());
+      register_parameter("weight" + std::to_string(i), net->parameters()[i],
+                         net->parameters()[i].requires_grad());
   }
 };
 
@@ -80,16 +81,18 @@ TEST(SplitStage, RandomStagesInHalves) {
         test::run_way(test::Way::Autograd, forward_of(plain), microbatches, net->parameters());
     std::vector<StageCapture> captures;
     const test::Forward fast = forward_of(compiled_stage(plain, in_two_graphs(&captures)));
-    test::expect_same(wanted, test::run_way(test::Way::Autograd, fast, microbatches, net->parameters()), "whole");
-    test::expect_same(wanted, test::run_way(test::Way::AtOnce, fast, microbatches, net->parameters()), "at once");
-    const test::Gradients halves =
-        test::run_way(test::Way::Halves, fast, microbatches, net->parameters());
+    test::expect_same(wanted, test::run_way(test::Way::Autograd, fast, microbatches, net->parameters()),
+                      "whole");
+    test::expect_same(wanted, test::run_way(test::Way::AtOnce, fast, microbatches, net->parameters()),
+                      "at once");
+    const test::Gradients halves = test::run_way(test::Way::Halves, fast, microbatches, net->parameters());
     test::expect_same(wanted, halves, "in halves");
     ASSERT_EQ(captures.size(), 1u);
     // Whatever the graph defers, the second half computes, and nothing else.
     EXPECT_EQ(halves.pending, captures[0].deferred > 0 ? 3 : 0);
     pending += halves.pending > 0;
-    firsts += halves.pending > 0 && !microbatches[0][0].requires_grad() && !microbatches[0][1].requires_grad();
+    firsts +=
+        halves.pending > 0 && !microbatches[0][0].requires_grad() && !microbatches[0][1].requires_grad();
   }
   EXPECT_GE(pending * 2, static_cast<int>(programs()));
   EXPECT_GT(firsts, 2);
@@ -99,8 +102,8 @@ TEST(SplitStage, RandomStagesInHalves) {
 TEST(SplitStage, OneGraphLeavesNothingForTheSecondHalf) {
   const auto net = std::make_shared<WeightNet>(4);
   std::vector<Tensors> microbatches{net->inputs(0), net->inputs(1), net->inputs(2)};
-  const test::Gradients halves = test::run_way(
-      test::Way::Halves, forward_of(compiled_stage(stage_of(net))), microbatches, net->parameters());
+  const test::Gradients halves = test::run_way(test::Way::Halves, forward_of(compiled_stage(stage_of(net))),
+                                               microbatches, net->parameters());
   EXPECT_EQ(halves.pending, 0);
 }
 
@@ -156,7 +159,8 @@ TEST_P(SplitStages, HaveTheBitsOfPlainOnes) {
   const test::Layout layout = GetParam();
   for (const test::Scenario& scenario : test::parity_scenarios()) {
     // Rows that depend on values cannot be captured; one product for all microbatches is that of a layer.
-    if (scenario.name == "shapes that depend on values" || scenario.name == "joined weight gradients") continue;
+    if (scenario.name == "shapes that depend on values" || scenario.name == "joined weight gradients")
+      continue;
     SCOPED_TRACE(scenario.name);
     std::vector<test::Outcome> outcomes(2);
     const auto captures = std::make_shared<std::vector<StageCapture>>();
@@ -193,8 +197,8 @@ TEST_P(SplitStages, HaveTheBitsOfPlainOnes) {
 std::vector<test::Layout> split_layouts() {
   std::vector<test::Layout> all;
   for (const ScheduleKind kind :
-       {ScheduleKind::ZBVZeroBubble, ScheduleKind::InterleavedZeroBubble, ScheduleKind::VHalf, ScheduleKind::VMin,
-        ScheduleKind::ZB2P, ScheduleKind::DualPipe, ScheduleKind::DualPipeV})
+       {ScheduleKind::ZBVZeroBubble, ScheduleKind::InterleavedZeroBubble, ScheduleKind::VHalf,
+        ScheduleKind::VMin, ScheduleKind::ZB2P, ScheduleKind::DualPipe, ScheduleKind::DualPipeV})
     all.push_back({kind, 2});
   all.push_back({ScheduleKind::ZBVZeroBubble, 4});
   all.push_back({ScheduleKind::DualPipeV, 4});

@@ -121,8 +121,9 @@ INSTANTIATE_TEST_SUITE_P(
         Case{{.name = "ShardedZBV", .pp = 2, .virtual_stages = 2, .dp = 2, .schedule = "ZBVZeroBubble"},
              kEverything,
              {"--shard", "2"}},
-        Case{{.name = "TensorParallelZBV", .pp = 2, .virtual_stages = 2, .tp = 2, .schedule = "ZBVZeroBubble"},
-             kTransformer},
+        Case{
+            {.name = "TensorParallelZBV", .pp = 2, .virtual_stages = 2, .tp = 2, .schedule = "ZBVZeroBubble"},
+            kTransformer},
         Case{{.name = "SequenceParallelZBV",
               .pp = 2,
               .virtual_stages = 2,
@@ -406,8 +407,8 @@ TEST(CompiledJobs, ScheduleIsChosenAsWithoutGraphs) {
 // Which operators run in W is reported for schedules that have W, and only for those.
 TEST(CompiledJobs, OperatorsThatWaitAreReported) {
   for (const char* schedule : {"ZBVZeroBubble", "Interleaved1F1B"}) {
-    const TrainedJob job =
-        train({.name = "pp2", .pp = 2, .virtual_stages = 2, .schedule = schedule}, with(kTransformer, kGraph), 1);
+    const TrainedJob job = train({.name = "pp2", .pp = 2, .virtual_stages = 2, .schedule = schedule},
+                                 with(kTransformer, kGraph), 1);
     std::int64_t deferred = 0;
     for (const CompiledForward& forward : job.steps.at(0).compiled) {
       deferred += forward.deferred;

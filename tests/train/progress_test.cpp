@@ -174,7 +174,8 @@ TEST(Progress, SaysWhatIsCompiled) {
   outcome.recaptures = 1;
   outcome.loads = 3;
   progress.on_step(outcome, made_extras(1));
-  EXPECT_TRUE(has_text(text, "step 1: stage 0 captured as a graph: 412 operators (31 of them in W) in 0.35 s\n"));
+  EXPECT_TRUE(
+      has_text(text, "step 1: stage 0 captured as a graph: 412 operators (31 of them in W) in 0.35 s\n"));
   EXPECT_TRUE(
       has_text(text,
                "step 1: stage 2 captured again as graph 2: 400 operators in 0.25 s, because args[0] has "

@@ -140,9 +140,8 @@ class DeferredChoice {
         connect(nodes + group, i, MaxFlow::kUnlimited);
       });
       connect(i, sink,
-              must_wait_[i]
-                  ? MaxFlow::kUnlimited
-                  : kBytesForWork * static_cast<double>(cost_of_node(graph_, graph_.nodes[i])));
+              must_wait_[i] ? MaxFlow::kUnlimited
+                            : kBytesForWork * static_cast<double>(cost_of_node(graph_, graph_.nodes[i])));
     }
     for (std::size_t group = 0; group < groups.count(); ++group)
       if (is_used[group])
@@ -268,7 +267,7 @@ class BackwardCut {
   const Graph& graph_;
   const BackwardRoles& roles_;
   const MemoryGroups groups_;
-  const std::vector<char> waits_;                          // by node
+  const std::vector<char> waits_;                         // by node
   std::vector<char> made_late_, used_late_, used_early_;  // by value
   std::vector<ValueId> kept_;
   BackwardParts parts_;
@@ -283,8 +282,7 @@ Graph with_divided_convolutions(Graph backward) {
   for (Node& node : backward.nodes) {
     const bool divides = node.op.operator_name().name == "aten::convolution_backward" &&
                          node.arguments.size() == kMask + 1 && node.results.size() == 3 &&
-                         node.arguments[kMask].constant.isBoolList() &&
-                         node.results[0].value() != kNoValue &&
+                         node.arguments[kMask].constant.isBoolList() && node.results[0].value() != kNoValue &&
                          (node.results[1].value() != kNoValue || node.results[2].value() != kNoValue);
     if (divides) {
       const c10::List<bool> mask = node.arguments[kMask].constant.toBoolList();

@@ -19,7 +19,8 @@
 
 namespace penstock::graph {
 
-// The second part of a split backward. It holds what it needs of the saved tensors; the rest is carried to it.
+// The second part of a split backward. It holds what it needs of the saved tensors; the rest is carried to
+// it.
 class WeightsNode final : public SavingNode, public LaterPart {
  public:
   WeightsNode(c10::intrusive_ptr<GraphCall> call, CallSizes sizes)

@@ -27,8 +27,7 @@ at::Tensor carry(CarriedValues values, at::Device device) {
 
 std::optional<CarriedValues> take_carried(at::Tensor carrier) {
   if (!carrier.defined() || !carrier.has_storage()) return std::nullopt;
-  CarriedValues* values =
-      carrier.storage().data_ptr().cast_context<CarriedValues>(&delete_carried);
+  CarriedValues* values = carrier.storage().data_ptr().cast_context<CarriedValues>(&delete_carried);
   if (!values) return std::nullopt;
   if (carrier.use_count() == 1 && carrier.storage().use_count() == 1) return std::move(*values);
   return *values;

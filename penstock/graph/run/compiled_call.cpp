@@ -119,8 +119,7 @@ CompiledCall::CompiledCall(PartitionedCapture capture, const CompilerChoice& com
   if (has_states(StateKind::Token))
     graph_wrappers_.push_back(std::make_shared<const EffectTokens>(function.joint));
   if (has_states(StateKind::Generator))
-    graph_wrappers_.push_back(
-        std::make_shared<const RandomNumbers>(function.joint, parts ? parts->kept : 0));
+    graph_wrappers_.push_back(std::make_shared<const RandomNumbers>(function.joint, parts ? parts->kept : 0));
   forward_ = std::make_shared<const CompiledHalf>(
       partitioned_.halves.forward,
       forward_request(partitioned_, inference ? GraphRole::Inference : GraphRole::Forward),

@@ -240,8 +240,7 @@ std::vector<at::Tensor> GraphCall::run(const std::vector<at::Tensor>& primals, c
     weights = make_node<WeightsNode>(self, sizes);
     weights->add_input_metadata(carry({}, device_of_gradients));
     for (std::size_t i = 0; i < edges.size(); ++i)
-      if (halves.is_deferred[i])
-        weights->add_next_edge(std::exchange(edges[i], torch::autograd::Edge()));
+      if (halves.is_deferred[i]) weights->add_next_edge(std::exchange(edges[i], torch::autograd::Edge()));
     edges.emplace_back(NodePtr(weights), 0);
   }
   const auto node = make_node<CapturedNode>(self, sizes);

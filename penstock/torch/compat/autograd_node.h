@@ -17,8 +17,8 @@ namespace penstock {
 using NodePtr = decltype(torch::autograd::Edge::function);
 using WeakNodePtr = decltype(torch::autograd::AutogradMeta::grad_accumulator_);
 
-// Marks a node that computes only gradients which nothing waits for, from what the node before it left for it:
-// a schedule that splits the backward may run it later (pipeline/backward/split_backward.h).
+// Marks a node that computes only gradients which nothing waits for, from what the node before it left for
+// it: a schedule that splits the backward may run it later (pipeline/backward/split_backward.h).
 class LaterPart {
  public:
   virtual ~LaterPart() = default;

@@ -159,14 +159,14 @@ void read_compiled(const Line& line, StepOutcome& outcome) {
       line.fail("\"compiled\"", "graphs with a reason");
     if (each.contains("source") && !each["source"].is_string())
       line.fail("\"compiled\"", "graphs whose source is a text");
-    outcome.compiled.push_back({.stage = static_cast<int>(line.number(each, "stage")),
-                                .graph = std::llround(line.number(each, "graph")),
-                                .nodes = std::llround(line.number(each, "nodes")),
-                                .deferred =
-                                    each.contains("deferred") ? std::llround(line.number(each, "deferred")) : 0,
-                                .seconds = line.number(each, "seconds"),
-                                .reason = each["reason"].get<std::string>(),
-                                .source = each.value("source", std::string("captured"))});
+    outcome.compiled.push_back(
+        {.stage = static_cast<int>(line.number(each, "stage")),
+         .graph = std::llround(line.number(each, "graph")),
+         .nodes = std::llround(line.number(each, "nodes")),
+         .deferred = each.contains("deferred") ? std::llround(line.number(each, "deferred")) : 0,
+         .seconds = line.number(each, "seconds"),
+         .reason = each["reason"].get<std::string>(),
+         .source = each.value("source", std::string("captured"))});
   }
 }
 

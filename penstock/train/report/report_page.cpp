@@ -408,7 +408,8 @@ class PageWriter {
         one_ ? "" : " of " + escape_xml(name_of(run)), first + again, again, loaded, seconds);
     out_ +=
         "<div class=\"wide\"><table><thead><tr><th class=\"n\">step</th><th class=\"n\">stage</th>"
-        "<th class=\"n\">graph</th><th>from</th><th class=\"n\">operators</th><th class=\"n\">of them in W</th>"
+        "<th class=\"n\">graph</th><th>from</th><th class=\"n\">operators</th><th class=\"n\">of them in "
+        "W</th>"
         "<th class=\"n\">seconds</th>"
         "<th>why again</th>"
         "</tr></thead><tbody>";

@@ -15,7 +15,7 @@
 namespace penstock::graph {
 namespace {
 
-constexpr std::size_t kNoNode = static_cast<std::size_t>(-1);
+constexpr std::size_t kNoSuchNode = static_cast<std::size_t>(-1);
 
 // Bytes of memory for a unit of work: a node is computed early only if that frees at least so much of what it
 // would move.
@@ -26,7 +26,7 @@ class DeferredChoice {
   DeferredChoice(const Graph& graph, const BackwardRoles& roles)
       : graph_(graph),
         roles_(roles),
-        maker_(graph.values.size(), kNoNode),
+        maker_(graph.values.size(), kNoSuchNode),
         early_(graph.nodes.size(), 0),
         heavy_(graph.nodes.size(), 0),
         must_wait_(graph.nodes.size(), 0) {
@@ -119,11 +119,11 @@ class DeferredChoice {
       flow.set_capacity(flow.add_edge(from, to), capacity);
     };
     // Who makes a memory: a node that may wait, or the source.
-    std::vector<std::size_t> made_by(groups.count(), kNoNode);
+    std::vector<std::size_t> made_by(groups.count(), kNoSuchNode);
     for (std::size_t i = 0; i < nodes; ++i)
       for_each_value(graph_.nodes[i].results, [&](ValueId value) {
         std::size_t& by = made_by[groups.of(value)];
-        if (by == kNoNode) by = early_[i] || groups.is_given(groups.of(value)) ? source : i;
+        if (by == kNoSuchNode) by = early_[i] || groups.is_given(groups.of(value)) ? source : i;
       });
     std::vector<char> is_free(groups.count(), 0), is_used(groups.count(), 0);
     for (std::size_t i = 0; i < roles_.saved; ++i)
@@ -134,7 +134,7 @@ class DeferredChoice {
       for_each_value(graph_.nodes[i].arguments, [&](ValueId value) {
         const std::size_t group = groups.of(value), maker = maker_[index_of(value)];
         // What is computed early can need nothing that waits.
-        if (maker != kNoNode && !early_[maker]) connect(i, maker, MaxFlow::kUnlimited);
+        if (maker != kNoSuchNode && !early_[maker]) connect(i, maker, MaxFlow::kUnlimited);
         if (is_free[group] || made_by[group] == i) return;
         is_used[group] = 1;
         connect(nodes + group, i, MaxFlow::kUnlimited);
@@ -145,7 +145,7 @@ class DeferredChoice {
     }
     for (std::size_t group = 0; group < groups.count(); ++group)
       if (is_used[group])
-        connect(made_by[group] == kNoNode ? source : made_by[group], nodes + group,
+        connect(made_by[group] == kNoSuchNode ? source : made_by[group], nodes + group,
                 static_cast<double>(groups.bytes(group)));
     flow.run(source, sink);
     std::vector<std::size_t> deferred;
@@ -160,7 +160,7 @@ class DeferredChoice {
   std::vector<char> early_, heavy_, must_wait_;  // by node
 };
 
-std::vector<char> flags_of(const std::vector<std::size_t>& places, std::size_t count) {
+std::vector<char> marks_of(const std::vector<std::size_t>& places, std::size_t count) {
   std::vector<char> flags(count, 0);
   for (const std::size_t place : places) flags[place] = 1;
   return flags;
@@ -173,7 +173,7 @@ class BackwardCut {
       : graph_(graph),
         roles_(roles),
         groups_(graph),
-        waits_(flags_of(deferred, graph.nodes.size())),
+        waits_(marks_of(deferred, graph.nodes.size())),
         made_late_(graph.values.size(), 0),
         used_late_(graph.values.size(), 0),
         used_early_(graph.values.size(), 0) {
@@ -308,8 +308,8 @@ std::string why_not_deferred(const Graph& backward, const BackwardRoles& roles,
   for (std::size_t i = 0; i < deferred.size(); ++i)
     if (deferred[i] >= backward.nodes.size() || (i > 0 && deferred[i] <= deferred[i - 1]))
       return "nodes that do not exist, or in another order, are deferred";
-  const std::vector<char> waits = flags_of(deferred, backward.nodes.size());
-  std::vector<std::size_t> late(backward.values.size(), kNoNode);  // by value: the deferred node
+  const std::vector<char> waits = marks_of(deferred, backward.nodes.size());
+  std::vector<std::size_t> late(backward.values.size(), kNoSuchNode);  // by value: the deferred node
   for (const std::size_t node : deferred) {
     if (must_run(backward.nodes[node]))
       return fmt::format("node {}, which must keep its order, is deferred", node);
@@ -319,13 +319,13 @@ std::string why_not_deferred(const Graph& backward, const BackwardRoles& roles,
   for (std::size_t i = 0; i < backward.nodes.size() && why.empty(); ++i)
     if (!waits[i])
       for_each_value(backward.nodes[i].arguments, [&](ValueId value) {
-        if (late[index_of(value)] != kNoNode)
+        if (late[index_of(value)] != kNoSuchNode)
           why = fmt::format("node {} needs node {}, which is deferred", i, late[index_of(value)]);
       });
   for (std::size_t i = 0; i < backward.outputs.size() && why.empty(); ++i)
     if (i >= roles.tensor.size() || !roles.is_parameter[roles.tensor[i]])
       for (const ValueId value : backward.outputs[i].values)
-        if (value != kNoValue && late[index_of(value)] != kNoNode)
+        if (value != kNoValue && late[index_of(value)] != kNoSuchNode)
           why = fmt::format("output {} needs node {}, which is deferred", i, late[index_of(value)]);
   return why;
 }

@@ -426,7 +426,7 @@ TEST(CompiledJobs, SchedulesFromFiles) {
   read.schedule = (folder / "schedule.csv").string();
   {
     std::ofstream file(read.schedule);
-    file << schedule::to_text(configured_schedule(config_of(generated, {}).layout));
+    file << schedule::to_csv(configured_schedule(config_of(generated, {}).layout));
   }
   const TrainedJob plain = train(generated, kTransformer);
   const TrainedJob graphs = train(read, with(kTransformer, kGraph));

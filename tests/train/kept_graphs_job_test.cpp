@@ -87,7 +87,7 @@ void expect_loaded(const TrainedJob& job, const Layout& layout, const std::strin
   ASSERT_FALSE(job.steps[0].compiled.empty());
   for (const CompiledForward& forward : job.steps[0].compiled) {
     EXPECT_EQ(forward.source, source);
-    EXPECT_GT(forward.nodes, 10);
+    EXPECT_GE(forward.nodes, 10);
   }
 }
 

@@ -7,10 +7,13 @@
 //   pipeline_bench --d 256 --schedule ZBVZeroBubble --repeats 5 --p2p ucx
 //   pipeline_bench --d 256 --schedule 1F1B --trace step.json
 //       also writes the last step, for penstock trace and Perfetto
+//   pipeline_bench --schedule ZBVZeroBubble --linear captured --beside plain
+//       in turns with another way to run the stages: both medians, their ratio, and that of the CPU time
 //
 // --linear: "joined" computes the weight gradients of linear layers for all microbatches at once
 // (StageOptions::join_weight_gradients), "deferred" those of each microbatch in its weight pass, "plain"
-// leaves them to autograd, "captured" replays stages as graphs (graph::compile), whose backward is not split.
+// leaves them to autograd, "captured" replays stages as graphs (graph::compile), whose backward consists of
+// two graphs if the schedule splits it.
 // Efficiency is the simulated time of the step, from the medians of its own actions, divided by the measured
 // time. "one process" is a plain loop over the microbatches on one core. Penstock and the peer run
 // alternately; the result is the median over the repeats of each run's median step. Export OMP_NUM_THREADS=1
@@ -23,6 +26,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstdio>
+#include <ctime>
 #include <map>
 
 #include "bench/block.h"
@@ -66,9 +70,20 @@ struct BlocksImpl : torch::nn::Module {
   std::vector<Block> blocks;
 };
 
-StageModule captured(std::vector<Block> blocks) {
-  const auto module = graph::compile(std::make_shared<BlocksImpl>(std::move(blocks)));
+StageModule captured(std::vector<Block> blocks, bool split) {
+  const auto module =
+      graph::compile(std::make_shared<BlocksImpl>(std::move(blocks)), {.split_backward = split});
   return StageModule([module](const at::Tensor& x) { return module->forward(x); }, {module});
+}
+
+bool splits_backward(schedule::ScheduleKind kind, int stages_per_rank, int nmb) {
+  const schedule::Schedule whole = schedule::generate(
+      kind, {.ranks = 2, .stages_per_rank = stages_per_rank, .microbatches = nmb, .group_size = {}});
+  for (const schedule::Row& row : whole.rows())
+    for (const schedule::Slot slot : row)
+      for (const schedule::Action& action : slot)
+        if (action.kind() == schedule::ActionKind::BackwardWeight) return true;
+  return false;
 }
 
 std::vector<Block> make_blocks(const Config& config, bool deferred) {
@@ -89,9 +104,9 @@ at::Tensor loss_of(const at::Tensor& output, const at::Tensor& target) {
   return torch::mse_loss(output, target);
 }
 
-void say(const std::vector<double>& times, double loss, double norm, double efficiency) {
-  fmt::print("step_ms {:.3f} loss {:.6f} norm {:.6f} efficiency {:.4f}\n", median(times), loss, norm,
-             efficiency);
+void say(const std::vector<double>& times, double loss, double norm, double efficiency, double cpu_ms = 0) {
+  fmt::print("step_ms {:.3f} loss {:.6f} norm {:.6f} efficiency {:.4f} cpu_ms {:.3f}\n", median(times), loss,
+             norm, efficiency, cpu_ms);
   std::fflush(stdout);
 }
 
@@ -154,7 +169,8 @@ int run_rank(const Config& config) {
       how.input_args = how.output_args = std::vector<at::Tensor>{example};
       how.output_args->front() = example.clone().requires_grad_();
       if (index > 0) how.input_args = how.output_args;
-      stages.emplace_back(captured(own), index, count, at::kCPU, how);
+      stages.emplace_back(captured(own, splits_backward(kind, per_rank, config.nmb)), index, count, at::kCPU,
+                          how);
       continue;
     }
     stages.emplace_back(StageModule::chain({own.begin(), own.end()}), index, count, at::kCPU, how);
@@ -170,7 +186,9 @@ int run_rank(const Config& config) {
   const auto [x, target] = make_batch(config);
   std::vector<double> times, efficiencies;
   StepResult result;
+  std::clock_t cpu = 0;
   for (int step = 0; step < kWarmup + config.steps; ++step) {
+    if (step == kWarmup) cpu = std::clock();
     for (const PipelineStage& stage : stages)
       for (const at::Tensor& parameter : stage.parameters()) parameter.mutable_grad() = at::Tensor();
     world.group().barrier().wait();
@@ -184,14 +202,16 @@ int run_rank(const Config& config) {
       efficiencies.push_back(compare_with_simulation(*trace).efficiency());
   }
   if (!config.trace.empty()) pipeline.write_trace(config.trace);
-  at::Tensor sums = at::zeros({2}, at::kDouble);
+  at::Tensor sums = at::zeros({3}, at::kDouble);
+  sums[2] = 1e3 * static_cast<double>(std::clock() - cpu) / CLOCKS_PER_SEC / config.steps;
   for (const PipelineStage& stage : stages)
     for (const at::Tensor& parameter : stage.parameters())
       sums[0] += parameter.grad().to(at::kDouble).pow(2).sum();
   if (!result.losses.empty()) sums[1] = at::stack(result.losses).mean();
   world.group().all_reduce(sums).wait();
   if (world.rank() == 0)
-    say(times, sums[1].item<double>(), std::sqrt(sums[0].item<double>()), median(efficiencies));
+    say(times, sums[1].item<double>(), std::sqrt(sums[0].item<double>()), median(efficiencies),
+        sums[2].item<double>());
   return 0;
 }
 
@@ -216,7 +236,7 @@ int main(int argc, char** argv) {
   Config config;
   bool is_rank = false, alone = false, all_d = true, all_schedules = true;
   int repeats = 3;
-  std::string peer;
+  std::string peer, beside;
   const std::map<std::string, int*> numbers{{"--d", &config.d},
                                             {"--mb", &config.mb},
                                             {"--nmb", &config.nmb},
@@ -226,6 +246,7 @@ int main(int argc, char** argv) {
                                                   {"--p2p", &config.p2p},
                                                   {"--linear", &config.linear},
                                                   {"--peer", &peer},
+                                                  {"--beside", &beside},
                                                   {"--trace", &config.trace}};
   for (int i = 1; i < argc; ++i) {
     const std::string flag = argv[i];
@@ -242,8 +263,9 @@ int main(int argc, char** argv) {
     } else {
       fmt::print(
           "usage: pipeline_bench [--schedule NAME] [--d N] [--mb N] [--nmb N] [--steps N] [--repeats N] "
-          "[--p2p auto|gloo|ucx] [--linear joined|deferred|plain|captured] [--trace FILE] [--peer \"python3 "
-          "bench/pipeline_peer.py\"]\n");
+          "[--p2p auto|gloo|ucx] [--linear joined|deferred|plain|captured] [--beside LINEAR] [--trace FILE] "
+          "[--peer "
+          "\"python3 bench/pipeline_peer.py\"]\n");
       return flag == "--help" ? 0 : 2;
     }
   }
@@ -251,8 +273,9 @@ int main(int argc, char** argv) {
   if (is_rank) return run_rank(config);
   fmt::print("LibTorch {}, 2 ranks, mb {}, nmb {}, {} transfers, {} linear layers; median step in ms\n",
              torch_version(), config.mb, config.nmb, config.p2p, config.linear);
-  fmt::print("{:<22} {:>4} {:>9} {:>10}{}\n", "schedule", "d", "ours", "efficiency",
-             peer.empty() ? "" : "      peer   ratio   loss and norm");
+  fmt::print("{:<22} {:>4} {:>9} {:>10}{}{}\n", "schedule", "d", "ours", "efficiency",
+             peer.empty() ? "" : "      peer   ratio   loss and norm",
+             beside.empty() ? "" : fmt::format("  {:>9}   ratio   CPU time   loss and norm", beside));
   int port = 29700 + static_cast<int>(getpid() % 200);
   for (const int d : all_d ? std::vector<int>{32, 256} : std::vector<int>{config.d}) {
     std::vector<std::string> schedules{
@@ -263,12 +286,20 @@ int main(int argc, char** argv) {
       Config each = config;
       each.d = d;
       each.schedule = name;
-      std::vector<double> ours, theirs, efficiencies;
-      Figure mine, other;
+      std::vector<double> ours, theirs, efficiencies, second, cpu, second_cpu;
+      Figure mine, other, next;
       for (int repeat = 0; repeat < repeats; ++repeat) {
         mine = run_ours(each, ++port);
         ours.push_back(mine["step_ms"]);
         efficiencies.push_back(mine["efficiency"]);
+        if (!beside.empty() && name != "one process") {
+          Config with = each;
+          with.linear = beside;
+          next = run_ours(with, ++port);
+          second.push_back(next["step_ms"]);
+          cpu.push_back(mine["cpu_ms"]);
+          second_cpu.push_back(next["cpu_ms"]);
+        }
         if (peer.empty() || name == "one process") continue;
         other = read_figure(fmt::format("{} {} --port {}", peer, flags(each), ++port));
         theirs.push_back(other["step_ms"]);
@@ -277,6 +308,9 @@ int main(int argc, char** argv) {
       if (!theirs.empty())
         fmt::print(" {:>9.2f}  {:>6.3f}   {}", median(theirs), median(ours) / median(theirs),
                    same_training(mine, other));
+      if (!second.empty())
+        fmt::print("  {:>9.2f}  {:>6.3f}     {:>6.3f}   {}", median(second), median(ours) / median(second),
+                   median(cpu) / median(second_cpu), same_training(mine, next));
       fmt::print("\n");
       std::fflush(stdout);
     }

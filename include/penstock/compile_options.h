@@ -171,6 +171,11 @@ struct CompileOptions {
   CacheOptions cache = {};                                             // what is kept between runs
   SecondDerivatives second_derivatives = SecondDerivatives::RunAgain;  // create_graph in backward
   CompileBackward compile_backward = CompileBackward::AtOnce;          // when backward is compiled
+  // Backward consists of two graphs and two autograd nodes: the first one computes the gradients of the
+  // arguments, the second one those gradients of parameters that can wait (docs/capture.md). A backward runs
+  // one after the other, with the same bits as one graph; a pipeline whose schedule splits the backward
+  // (ZBVZeroBubble, DualPipeV) runs the second one later.
+  bool split_backward = false;
   // Operators ("aten::silu") that do not get into graphs: where one is called, in forward or backward, what
   // its decomposition calls is recorded. It must return what the operator returns; sizes and dtypes are
   // checked. For operators that write nothing and return new tensors; others are a ValueError.

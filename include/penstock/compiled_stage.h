@@ -17,8 +17,11 @@
 //   capture is valid for.
 //   Sharded modules (fully_shard.h): all parameters of the stage are gathered for its forward, and freed
 //   after it unless the schedule holds them. Not with MixedPrecision::param_dtype and cast_forward_inputs.
-//   Schedules that split the backward (ZBVZeroBubble, DualPipeV): not supported, because a graph has one
-//   backward.
+//   Schedules that split the backward (ZBVZeroBubble, DualPipeV): set compile.split_backward. The backward
+//   then consists of two graphs, I runs the first one and W the second one, and what W does not need is freed
+//   after I. Without it, I runs the whole backward, and W does nothing. Gradients that the graph sums over
+//   ranks, and those of operators that compute them together with the gradient of an input, are computed in
+//   I.
 //   Blocks of a chain become one graph.
 //   Trial runs, recomputations and forwards under a mode (mode.h) call the original module.
 //
@@ -48,7 +51,9 @@ struct StageCapture {
   std::size_t graph = 1;   // which graph of this kind of call it is, from 1; larger: it was captured again
   std::size_t graphs = 1;  // of the stage, all kinds together
   std::size_t nodes = 0;   // operators, forward and backward
-  double seconds = 0;      // for capturing or loading, compiling and checking, with the first run
+  // Operators of the second part of a split backward (CompileOptions::split_backward).
+  std::size_t deferred = 0;
+  double seconds = 0;  // for capturing or loading, compiling and checking, with the first run
   // Why the graph before it was not valid: "args[0] has sizes [1, 8], in the capture [2, 8]"; empty for the
   // first one.
   std::string reason = {};

@@ -61,7 +61,9 @@ struct CompiledForward {
   std::int64_t graph =
       0;  // how many graphs this stage has now; more than one for training: it was captured again
   std::int64_t nodes = 0;  // operators, forward and backward
-  double seconds = 0;      // for capturing and compiling, or loading
+  // Operators that run in the W actions of a schedule that splits the backward.
+  std::int64_t deferred = 0;
+  double seconds = 0;  // for capturing and compiling, or loading
   // Why the graphs that the stage had before were not valid: the input and the difference; empty for the
   // first.
   std::string reason = {};

@@ -179,7 +179,7 @@ struct TrainingConfig {
   std::vector<std::int64_t> recompute_stages;        // recompute in these stages only; empty: in all
   std::vector<std::int64_t> recompute_microbatches;  // recompute for these microbatches only; empty: for all
   // How stages run their forward and backward: off (operator by operator) or graph (captured once, then
-  // replayed, with the same bits). graph needs a schedule that does not split the backward.
+  // replayed, with the same bits).
   std::string compile = "off";
   // Folder that penstock compile has written for this configuration: its graphs are used, and nothing is
   // captured; empty: graphs are loaded from the cache if PENSTOCK_CACHE names a folder, else captured.

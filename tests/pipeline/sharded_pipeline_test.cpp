@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "penstock/compiled_stage.h"
 #include "penstock/dtensor.h"
 #include "penstock/fully_shard.h"
 #include "penstock/gradients.h"
@@ -91,6 +92,7 @@ struct Layout {
   Mode mode;
   int dp;
   TrialRun trial = TrialRun::Fake;  // a trial that needs real tensors would fail
+  bool graphs = false;              // captured, with a backward in two graphs
 };
 
 void wrap(const StageModule& module, const comm::MeshGroups& mesh, Mode mode) {
@@ -136,7 +138,10 @@ void check(const Layout& layout) {
       for (const auto& each : named(module, stage)) parameters.push_back(each);
       StageOptions stage_options;
       stage_options.trial = layout.trial;
-      mine.emplace_back(module, stage, stages, at::kCPU, stage_options);
+      CompiledStageOptions compiled;
+      compiled.compile.split_backward = true;
+      mine.emplace_back(layout.graphs ? compiled_stage(module, compiled) : module, stage, stages, at::kCPU,
+                        stage_options);
     }
     PipelineOptions options{world};
     for (int rank = 0; rank < kPipeline; ++rank) options.ranks.push_back(rank * layout.dp + replica);
@@ -188,6 +193,11 @@ TEST(ShardedPipeline, TriedOnRealTensors) {
   check({"1F1B", 1, Mode::Shard, 2, TrialRun::Real});
   check({"Interleaved1F1B", 2, Mode::Replicate, 2, TrialRun::Real});
   check({"1F1B", 1, Mode::KeepASlice, 4, TrialRun::Real});
+}
+TEST(ShardedPipeline, CapturedInTwoGraphs) {
+  check({"ZBVZeroBubble", 2, Mode::Shard, 2, TrialRun::Fake, true});
+  check({"DualPipeV", 2, Mode::Shard, 2, TrialRun::Fake, true});
+  check({"InterleavedZeroBubble", 2, Mode::Both, 4, TrialRun::Fake, true});
 }
 TEST(ShardedPipeline, KeepingASlice) { check({"1F1B", 1, Mode::KeepASlice, 4}); }
 

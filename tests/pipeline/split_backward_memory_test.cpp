@@ -7,8 +7,11 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <new>
+#include <string>
 
+#include "penstock/compiled_stage.h"
 #include "penstock/deferred_linear.h"
 #include "penstock/pipeline/backward/split_backward.h"
 
@@ -100,6 +103,61 @@ TEST_F(SplitBackwardMemory, HalvesFreeMemory) {
     EXPECT_LT(peak, before * 5 / 4);  // freed on the way, not at the end
     EXPECT_GT(after, 0);
     half.weights.run();
+    EXPECT_EQ(live_bytes - start, 0);
+  }
+}
+
+// The same of a captured stage whose backward consists of two graphs.
+TEST_F(SplitBackwardMemory, HalvesOfACapturedStageFreeMemory) {
+  const auto module = std::make_shared<torch::nn::Module>();
+  for (std::size_t i = 0; i < norms.size(); ++i) {
+    module->register_parameter("norm" + std::to_string(i), norms[i]);
+    module->register_parameter("up" + std::to_string(i), ups[i]);
+    module->register_parameter("down" + std::to_string(i), downs[i]);
+  }
+  module->register_parameter("table", table);
+  CompiledStageOptions options;
+  options.compile.split_backward = true;
+  // Inputs that nobody holds are not kept for a second derivative anyway.
+  options.compile.second_derivatives = graph::SecondDerivatives::Refuse;
+  for (const bool first_stage : {false, true}) {
+    const StageModule stage = compiled_stage(
+        StageModule(
+            [this, first_stage](at::Tensor x) { return forward(first_stage ? at::embedding(table, x) : x); },
+            {module}),
+        options);
+    at::Tensor x =
+        first_stage ? at::randint(50, {kRows}, at::kLong) : at::randn({kRows, kWidth}).requires_grad_(true);
+    for (const bool warm : {false, true}) {
+      const std::int64_t start = live_bytes;
+      at::Tensor y = stage.forward(Tree::tuple({x}), Tree()).tensor();
+      at::Tensor grad = at::ones_like(y);
+      const std::int64_t before = live_bytes - start;
+      OutputEdges edges = OutputEdges::of({y});
+      y.reset();
+      peak_bytes = live_bytes.load();
+      InputBackward half = stage_backward_input(std::move(edges), {grad}, {x});
+      grad.reset();
+      half.input_grads.clear();
+      const std::int64_t after = live_bytes - start, peak = peak_bytes - start;
+      EXPECT_TRUE(half.weights.pending());
+      if (warm) {
+        EXPECT_LT(after, before * 6 / 10);
+        EXPECT_LT(peak, before * 5 / 4);
+        EXPECT_GT(after, 0);
+      }
+      half.weights.run();
+      if (warm) {
+        EXPECT_EQ(live_bytes - start, 0);
+      }
+    }
+    // A half that is dropped.
+    const std::int64_t start = live_bytes;
+    {
+      const at::Tensor y = stage.forward(Tree::tuple({x}), Tree()).tensor();
+      const InputBackward half = stage_backward_input(OutputEdges::of({y}), {at::ones_like(y)}, {x});
+      EXPECT_TRUE(half.weights.pending());
+    }
     EXPECT_EQ(live_bytes - start, 0);
   }
 }

@@ -1,5 +1,5 @@
 // Training with captured graphs (training.compile = graph): losses, gradients and parameters have the bits of
-// training that runs operator by operator, in every layout and schedule that graphs support.
+// training that runs operator by operator, in every layout and schedule.
 #include <gtest/gtest.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
@@ -7,13 +7,16 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
+#include <fstream>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "penstock/errors.h"
 #include "penstock/random.h"
+#include "penstock/schedule.h"
 #include "penstock/step_context.h"
+#include "penstock/train/config/configured_schedule.h"
 #include "penstock/train/job/configured_activations.h"
 #include "penstock/train/job/configured_model.h"
 #include "penstock/train/job/job.h"
@@ -104,6 +107,33 @@ INSTANTIATE_TEST_SUITE_P(
         Case{{.name = "OneF1B", .pp = 2}}, Case{{.name = "GPipe", .pp = 2, .schedule = "GPipe"}, kLetters},
         Case{{.name = "Interleaved", .pp = 2, .virtual_stages = 2, .schedule = "Interleaved1F1B"}},
         Case{{.name = "LoopedBFS", .pp = 2, .virtual_stages = 2, .schedule = "LoopedBFS"}, kLetters},
+        Case{{.name = "ZBV", .pp = 2, .virtual_stages = 2, .schedule = "ZBVZeroBubble"}},
+        Case{{.name = "InterleavedZeroBubble",
+              .pp = 2,
+              .virtual_stages = 2,
+              .schedule = "InterleavedZeroBubble"},
+             kLetters},
+        Case{{.name = "VHalf", .pp = 2, .virtual_stages = 2, .schedule = "VHalf"}, kTransformer},
+        Case{{.name = "VMin", .pp = 2, .virtual_stages = 2, .schedule = "VMin"}, kLetters},
+        Case{{.name = "ZB2P", .pp = 2, .schedule = "ZB2P"}},
+        Case{{.name = "DualPipeV", .pp = 2, .virtual_stages = 2, .schedule = "DualPipeV"}},
+        Case{{.name = "DualPipe", .pp = 2, .virtual_stages = 2, .schedule = "DualPipe"}},
+        Case{{.name = "ShardedZBV", .pp = 2, .virtual_stages = 2, .dp = 2, .schedule = "ZBVZeroBubble"},
+             kEverything,
+             {"--shard", "2"}},
+        Case{
+            {.name = "TensorParallelZBV", .pp = 2, .virtual_stages = 2, .tp = 2, .schedule = "ZBVZeroBubble"},
+            kTransformer},
+        Case{{.name = "SequenceParallelZBV",
+              .pp = 2,
+              .virtual_stages = 2,
+              .tp = 2,
+              .schedule = "ZBVZeroBubble"},
+             kTransformer,
+             {"--sequence_parallel", "true"}},
+        Case{{.name = "Bfloat16ZBV", .pp = 2, .virtual_stages = 2, .schedule = "ZBVZeroBubble"},
+             kEverything,
+             {"--precision", "bf16"}},
         Case{{.name = "Replicated", .dp = 2}}, Case{{.name = "Accumulated", .accumulation = 2}},
         Case{{.name = "AccumulatedStages", .pp = 2, .accumulation = 2}, kTransformer},
         Case{{.name = "Bfloat16", .pp = 2}, kEverything, {"--precision", "bf16"}},
@@ -141,6 +171,9 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Values(Case{{.name = "Transformer"}, kTransformer}, Case{{.name = "Letters"}, kLetters},
                       Case{{.name = "Everything"}}, Case{{.name = "OneF1B", .pp = 2}},
                       Case{{.name = "GPipe", .pp = 2, .schedule = "GPipe"}, kLetters},
+                      Case{{.name = "ZBV", .pp = 2, .virtual_stages = 2, .schedule = "ZBVZeroBubble"}},
+                      Case{{.name = "DualPipeV", .pp = 2, .virtual_stages = 2, .schedule = "DualPipeV"},
+                           kTransformer},
                       Case{{.name = "Bfloat16", .pp = 2}, kTransformer, {"--precision", "bf16"}},
                       Case{{.name = "Sharded", .dp = 2}, kEverything, {"--shard", "2"}},
                       Case{{.name = "Replicated", .dp = 2}, kTransformer},
@@ -196,8 +229,10 @@ void expect_same_at(std::uint32_t seed) {
   Layout layout{.name = "random"};
   layout.pp = coin() ? 2 : 1;
   if (layout.pp == 2) {
-    layout.schedule = one_of({"1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"});
-    layout.virtual_stages = layout.schedule == "Interleaved1F1B" || layout.schedule == "LoopedBFS" ? 2 : 1;
+    layout.schedule = one_of({"1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "ZBVZeroBubble", "ZB2P",
+                              "InterleavedZeroBubble", "DualPipeV", "DualPipe"});
+    layout.virtual_stages =
+        layout.schedule == "1F1B" || layout.schedule == "GPipe" || layout.schedule == "ZB2P" ? 1 : 2;
   }
   layout.dp = coin() ? 2 : 1;
   layout.accumulation = coin() ? 2 : 1;
@@ -242,6 +277,8 @@ TEST(CompiledJobs, HaveParityWithOneProcess) {
   for (const Layout& layout :
        {Layout{.name = "1F1B", .pp = 2}, Layout{.name = "GPipe", .pp = 2, .schedule = "GPipe"},
         Layout{.name = "interleaved", .pp = 2, .virtual_stages = 2, .schedule = "Interleaved1F1B"},
+        Layout{.name = "ZBV", .pp = 2, .virtual_stages = 2, .schedule = "ZBVZeroBubble"},
+        Layout{.name = "DualPipeV", .pp = 2, .virtual_stages = 2, .schedule = "DualPipeV"},
         Layout{.name = "dp", .dp = 2}, Layout{.name = "shard", .pp = 2, .dp = 2},
         Layout{.name = "tp", .tp = 2}}) {
     SCOPED_TRACE(layout.name);
@@ -356,18 +393,47 @@ TEST(CompiledJobs, RefuseByNameWhatGraphsDoNotSupport) {
     }
     return std::string("accepted");
   };
-  for (const char* schedule : {"ZBVZeroBubble", "DualPipeV", "VHalf"}) {
-    const std::string text =
-        message({.name = "split", .pp = 2, .virtual_stages = 2, .schedule = schedule}, {});
-    EXPECT_TRUE(has_text(text, "training.compile = \"graph\"")) << text;
-    EXPECT_TRUE(has_text(text, schedule)) << text;
-    EXPECT_TRUE(has_text(text, "set layout.schedule to GPipe, 1F1B, Interleaved1F1B, LoopedBFS")) << text;
-  }
   EXPECT_TRUE(has_text(message({.name = "one"}, {"--recompute", "block"}), "training.recompute"));
   EXPECT_TRUE(has_text(message({.name = "ep", .dp = 2}, with(kEverything, {"--ep", "2"})), "layout.ep"));
+}
+
+// The best schedule is chosen with graphs as without.
+TEST(CompiledJobs, ScheduleIsChosenAsWithoutGraphs) {
   EXPECT_EQ(
       config_of({.name = "auto", .pp = 2, .virtual_stages = 2, .schedule = "auto"}, kGraph).layout.schedule,
-      "Interleaved1F1B");
+      "ZBVZeroBubble");
+}
+
+// Which operators run in W is reported for schedules that have W, and only for those.
+TEST(CompiledJobs, OperatorsThatWaitAreReported) {
+  for (const char* schedule : {"ZBVZeroBubble", "Interleaved1F1B"}) {
+    const TrainedJob job = train({.name = "pp2", .pp = 2, .virtual_stages = 2, .schedule = schedule},
+                                 with(kTransformer, kGraph), 1);
+    std::int64_t deferred = 0;
+    for (const CompiledForward& forward : job.steps.at(0).compiled) {
+      deferred += forward.deferred;
+      EXPECT_LT(forward.deferred, forward.nodes / 2);
+    }
+    EXPECT_EQ(deferred > 0, std::string(schedule) == "ZBVZeroBubble");
+  }
+}
+
+// A schedule from a file is split if it has weight backwards.
+TEST(CompiledJobs, SchedulesFromFiles) {
+  const ScratchFolder folder;
+  const Layout generated{.name = "pp2", .pp = 2, .virtual_stages = 2, .schedule = "ZBVZeroBubble"};
+  Layout read = generated;
+  read.schedule = (folder / "schedule.csv").string();
+  {
+    std::ofstream file(read.schedule);
+    file << schedule::to_csv(configured_schedule(config_of(generated, {}).layout));
+  }
+  const TrainedJob plain = train(generated, kTransformer);
+  const TrainedJob graphs = train(read, with(kTransformer, kGraph));
+  expect_same(graphs, plain);
+  std::int64_t deferred = 0;
+  for (const CompiledForward& forward : graphs.steps.at(0).compiled) deferred += forward.deferred;
+  EXPECT_GT(deferred, 0);
 }
 
 }  // namespace compiled_job_test

@@ -169,7 +169,7 @@ TEST(Metrics, AuxiliaryLossesAreWrittenAndReadByName) {
 TEST(Metrics, GraphsAreWrittenAndRead) {
   StepOutcome outcome = made_step(1);
   outcome.compiled = {
-      {.stage = 2, .graph = 3, .nodes = 40, .seconds = 0.5, .reason = "args[0] has sizes [1]"},
+      {.stage = 2, .graph = 3, .nodes = 40, .deferred = 7, .seconds = 0.5, .reason = "args[0] has sizes [1]"},
       {.stage = 1, .graph = 1, .nodes = 30, .seconds = 0.25, .source = "cache"}};
   outcome.first_captures = 4;
   outcome.recaptures = 1;
@@ -177,7 +177,7 @@ TEST(Metrics, GraphsAreWrittenAndRead) {
   EXPECT_TRUE(has_text(
       step_line(outcome, {}, 1.5),
       "\"compiled\":{\"first\":4,\"again\":1,\"loaded\":2,\"here\":[{\"stage\":2,\"graph\":3,\"nodes\":40,"
-      "\"seconds\":0.5,\"reason\":\"args[0] has sizes [1]\",\"source\":\"captured\"},"));
+      "\"deferred\":7,\"seconds\":0.5,\"reason\":\"args[0] has sizes [1]\",\"source\":\"captured\"},"));
   EXPECT_EQ(step_line(made_step(2), {}, 1.5).find("compiled"), std::string::npos);
   const ScratchFolder folder;
   {
@@ -197,6 +197,8 @@ TEST(Metrics, GraphsAreWrittenAndRead) {
   EXPECT_EQ(read.compiled[0].stage, 2);
   EXPECT_EQ(read.compiled[0].graph, 3);
   EXPECT_EQ(read.compiled[0].nodes, 40);
+  EXPECT_EQ(read.compiled[0].deferred, 7);
+  EXPECT_EQ(read.compiled[1].deferred, 0);
   EXPECT_EQ(read.compiled[0].seconds, 0.5);
   EXPECT_EQ(read.compiled[0].reason, "args[0] has sizes [1]");
   EXPECT_TRUE(run.metrics.steps.at(1).outcome.compiled.empty());

@@ -167,14 +167,15 @@ TEST(Progress, SaysWhatIsCompiled) {
   progress.on_start(made_description("/runs/first"));
   StepOutcome outcome = made_step(1);
   outcome.compiled = {
-      {.stage = 0, .graph = 1, .nodes = 412, .seconds = 0.35},
+      {.stage = 0, .graph = 1, .nodes = 412, .deferred = 31, .seconds = 0.35},
       {.stage = 2, .graph = 2, .nodes = 400, .seconds = 0.25, .reason = "args[0] has sizes [1]"},
       {.stage = 4, .graph = 1, .nodes = 300, .seconds = 0.02, .source = "artifact"}};
   outcome.first_captures = 2;
   outcome.recaptures = 1;
   outcome.loads = 3;
   progress.on_step(outcome, made_extras(1));
-  EXPECT_TRUE(has_text(text, "step 1: stage 0 captured as a graph: 412 operators in 0.35 s\n"));
+  EXPECT_TRUE(
+      has_text(text, "step 1: stage 0 captured as a graph: 412 operators (31 of them in W) in 0.35 s\n"));
   EXPECT_TRUE(
       has_text(text,
                "step 1: stage 2 captured again as graph 2: 400 operators in 0.25 s, because args[0] has "

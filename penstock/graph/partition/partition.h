@@ -27,6 +27,9 @@ namespace penstock::graph {
 struct Partition {
   Graph forward, backward;
   std::vector<ValueId> saved;  // values of the joint graph that are saved for backward
+  // Nodes of backward that run later, as a graph of their own (backward_split.h). Empty: backward is one
+  // graph.
+  std::vector<std::size_t> deferred = {};
   std::size_t saved_bytes(const Graph& joint) const;
   // Indices into `saved` of tensors whose memory is shared with no input, result or gradient, so that
   // backward may overwrite it.

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/graph/partition/cheap_operators.h"
 #include "penstock/graph/partition/partition.h"
 #include "penstock/operator_traits.h"
 
@@ -28,122 +29,6 @@ using FlowGraph = boost::adjacency_list<
 // Large, but many of them can be added without overflow.
 constexpr std::int64_t kUnlimited = std::numeric_limits<std::int64_t>::max() / (1 << 20);
 
-// Pointwise operators, reductions and factories: one pass over memory, no more expensive than reading the
-// saved value.
-constexpr std::array kCheap = std::to_array<std::string_view>({"aten::_to_copy",
-                                                               "aten::_unsafe_view",
-                                                               "aten::abs",
-                                                               "aten::acos",
-                                                               "aten::add",
-                                                               "aten::addcdiv",
-                                                               "aten::addcmul",
-                                                               "aten::all",
-                                                               "aten::amax",
-                                                               "aten::amin",
-                                                               "aten::any",
-                                                               "aten::arange",
-                                                               "aten::argmax",
-                                                               "aten::argmin",
-                                                               "aten::asin",
-                                                               "aten::atan",
-                                                               "aten::atan2",
-                                                               "aten::bitwise_and",
-                                                               "aten::bitwise_not",
-                                                               "aten::bitwise_or",
-                                                               "aten::bitwise_xor",
-                                                               "aten::ceil",
-                                                               "aten::clamp",
-                                                               "aten::clamp_max",
-                                                               "aten::clamp_min",
-                                                               "aten::clone",
-                                                               "aten::cos",
-                                                               "aten::cosh",
-                                                               "aten::div",
-                                                               "aten::empty",
-                                                               "aten::empty_like",
-                                                               "aten::eq",
-                                                               "aten::erf",
-                                                               "aten::erfc",
-                                                               "aten::exp",
-                                                               "aten::expm1",
-                                                               "aten::fill",
-                                                               "aten::floor",
-                                                               "aten::fmod",
-                                                               "aten::frac",
-                                                               "aten::full",
-                                                               "aten::full_like",
-                                                               "aten::gather",
-                                                               "aten::ge",
-                                                               "aten::gelu",
-                                                               "aten::gelu_backward",
-                                                               "aten::gt",
-                                                               "aten::hardtanh",
-                                                               "aten::index",
-                                                               "aten::isinf",
-                                                               "aten::isnan",
-                                                               "aten::le",
-                                                               "aten::leaky_relu",
-                                                               "aten::lerp",
-                                                               "aten::lgamma",
-                                                               "aten::log",
-                                                               "aten::log10",
-                                                               "aten::log1p",
-                                                               "aten::log2",
-                                                               "aten::logical_and",
-                                                               "aten::logical_not",
-                                                               "aten::logical_or",
-                                                               "aten::logical_xor",
-                                                               "aten::lt",
-                                                               "aten::masked_fill",
-                                                               "aten::max",
-                                                               "aten::maximum",
-                                                               "aten::mean",
-                                                               "aten::min",
-                                                               "aten::minimum",
-                                                               "aten::mul",
-                                                               "aten::ne",
-                                                               "aten::neg",
-                                                               "aten::new_empty",
-                                                               "aten::new_full",
-                                                               "aten::new_ones",
-                                                               "aten::new_zeros",
-                                                               "aten::ones",
-                                                               "aten::ones_like",
-                                                               "aten::pow",
-                                                               "aten::reciprocal",
-                                                               "aten::relu",
-                                                               "aten::remainder",
-                                                               "aten::round",
-                                                               "aten::rsqrt",
-                                                               "aten::rsub",
-                                                               "aten::scalar_tensor",
-                                                               "aten::sigmoid",
-                                                               "aten::sigmoid_backward",
-                                                               "aten::sign",
-                                                               "aten::silu",
-                                                               "aten::sin",
-                                                               "aten::sinh",
-                                                               "aten::softplus",
-                                                               "aten::sqrt",
-                                                               "aten::square",
-                                                               "aten::std",
-                                                               "aten::sub",
-                                                               "aten::sum",
-                                                               "aten::tan",
-                                                               "aten::tanh",
-                                                               "aten::tanh_backward",
-                                                               "aten::threshold",
-                                                               "aten::threshold_backward",
-                                                               "aten::tril",
-                                                               "aten::triu",
-                                                               "aten::trunc",
-                                                               "aten::var",
-                                                               "aten::var_mean",
-                                                               "aten::where",
-                                                               "aten::zero",
-                                                               "aten::zeros",
-                                                               "aten::zeros_like"});
-
 // Random operators with one pass over memory. Drawing costs more than computing, but less than the memory of
 // what was drawn.
 constexpr std::array kCheapRandom = std::to_array<std::string_view>(
@@ -155,12 +40,11 @@ constexpr std::array kCheapRandom = std::to_array<std::string_view>(
 bool is_recomputable(const Node& node) {
   if (must_run(node)) return false;
   if (traits_of(node.op).pure_view) return true;
-  const std::string& name = node.op.operator_name().name;
   if (const auto inside = operator_inside(node.op)) {
     const std::string& drawing = inside->op.operator_name().name;
     return std::find(kCheapRandom.begin(), kCheapRandom.end(), drawing) != kCheapRandom.end();
   }
-  return std::find(kCheap.begin(), kCheap.end(), name) != kCheap.end();
+  return is_cheap(node);
 }
 
 // Nodes of backward that do not depend on tangents: forward may run them instead, if their results are

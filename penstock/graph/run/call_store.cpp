@@ -14,6 +14,7 @@
 #include "penstock/graph/codec/graph_decoder.h"
 #include "penstock/graph/codec/graph_encoder.h"
 #include "penstock/graph/partition/activation_plan.h"
+#include "penstock/graph/partition/backward_split.h"
 #include "penstock/graph/run/capture_codec.h"
 #include "penstock/graph/run/capture_fields.h"
 #include "penstock/graph/run/graph_call.h"
@@ -127,6 +128,7 @@ std::string option_fields(const CompileOptions& options, const std::string& pass
   for (const std::string& line : options.activations.policy) out.text(line);
   choice(options.second_derivatives);
   choice(options.compile_backward);
+  out.number(std::int64_t{options.split_backward ? kBackwardSplitVersion : 0});
   out.flag(options.joint_checks);
   out.flag(options.keep_input_mutations);
   out.flag(options.explicit_random_states);
@@ -476,6 +478,8 @@ void CallStore::verify(const PartitionedCapture& stored, const PartitionedCaptur
   if (what.empty())
     what = text_difference(to_text(now.halves.forward) + to_text(now.halves.backward),
                            to_text(stored.halves.forward) + to_text(stored.halves.backward));
+  if (what.empty() && now.halves.deferred != stored.halves.deferred)
+    what = "which gradients of parameters backward computes later";
   if (what.empty()) what = "the values of tensors that it uses, or layouts of subclasses";
   throw StateError(fmt::format(
       "compile cache: the entry of {} is that of another function: {}; add to the identity what decides this",

@@ -8,7 +8,9 @@
 #include "penstock/errors.h"
 #include "penstock/graph/codec/graph_decoder.h"
 #include "penstock/graph/codec/graph_encoder.h"
+#include "penstock/graph/partition/backward_split.h"
 #include "penstock/graph/run/capture_fields.h"
+#include "penstock/graph/run/half_requests.h"
 
 namespace penstock::graph {
 namespace {
@@ -82,6 +84,7 @@ class CaptureCheck {
     check_run_again();
     check_halves();
     if (joint.subclasses) check(*joint.subclasses);
+    check_deferred();
     check_symbols();
   }
 
@@ -202,7 +205,9 @@ class CaptureCheck {
             "a function that runs again with other inputs or results");
   }
   void check_halves() const {
-    const auto& [forward, backward, saved] = partitioned_.halves;
+    const Partition& halves = partitioned_.halves;
+    const Graph &forward = halves.forward, &backward = halves.backward;
+    const std::vector<ValueId>& saved = halves.saved;
     const JointGraph& joint = capture_.joint;
     for (const ValueId value : saved)
       require(static_cast<std::int32_t>(value) >= 0 && index_of(value) < joint.graph.values.size(),
@@ -214,6 +219,15 @@ class CaptureCheck {
                 backward.inputs.size() == saved.size() + joint.tangents.size() + of_backward &&
                 backward.outputs.size() == joint.backward_returns() + of_backward,
             "halves that do not fit the joint graph");
+  }
+  void check_deferred() const {
+    const Partition& halves = partitioned_.halves;
+    if (halves.deferred.empty()) return;
+    require(!capture_.joint.tangents.empty(), "a backward that is split, of a function without one");
+    const BackwardRoles roles = backward_roles(capture_, halves);
+    require(roles.tensor.size() <= roles.results, "inconsistent number of gradients");
+    const std::string why = why_not_deferred(halves.backward, roles, halves.deferred);
+    require(why.empty(), why.c_str());
   }
   void check(const SubclassLayout& layout) const {
     const auto within = [&](const std::vector<FlattenRecord>& records, std::size_t count) {

@@ -37,8 +37,8 @@ void fields(Archive& archive, T& symbol) {
 
 template <class Archive, Is<Partition> T>
 void fields(Archive& archive, T& halves) {
-  auto& [forward, backward, saved] = halves;
-  archive(forward, backward, saved);
+  auto& [forward, backward, saved, deferred] = halves;
+  archive(forward, backward, saved, deferred);
 }
 
 // Gives the list of fields access to those of a guard.
@@ -73,8 +73,8 @@ void fields(Archive& archive, T& guard) {
 
 template <class Archive, Is<CompiledCode> T>
 void fields(Archive& archive, T& code) {
-  auto& [forward, backward] = code;
-  archive(forward, backward);
+  auto& [forward, backward, weights] = code;
+  archive(forward, backward, weights);
 }
 
 // Gives the list of fields access to those of what runs a function again.

@@ -183,10 +183,12 @@ CompiledCall& Compiled::add(FunctionCapture capture, const std::string& why, Clo
   if (options_.log) {
     const CompiledCall& call = *calls_.back();
     options_.log(fmt::format(
-        "graph: capture {}{}: {} nodes, {} in forward, {} in backward, {} bytes saved, compiled in {:.1f} "
+        "graph: capture {}{}: {} nodes, {} in forward, {} in backward{}, {} bytes saved, compiled in {:.1f} "
         "ms{}{}{}{}",
         calls_.size(), call.dynamic() ? " for all sizes" : "", call.capture().joint.graph.nodes.size(),
         call.halves().forward.nodes.size(), call.halves().backward.nodes.size(),
+        options_.split_backward ? fmt::format(" ({} for parameters later)", call.halves().deferred.size())
+                                : std::string(),
         call.halves().saved_bytes(call.capture().joint.graph), in_ms(time_since(start)),
         why.empty() ? "" : "; ", why, passes.text().empty() ? "" : "; passes: ", passes.text()));
   }

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <utility>
 
+#include "penstock/graph/partition/backward_split.h"
 #include "penstock/graph/run/epilogue.h"
 #include "penstock/graph/run/graph_call.h"
 #include "penstock/graph/run/half_requests.h"
@@ -101,10 +102,16 @@ CompiledCall::CompiledCall(PartitionedCapture capture, const CompilerChoice& com
       wrappers_(partitioned_.capture.wrappers),
       graph_wrappers_(std::move(options.outside)) {
   const FunctionCapture& function = partitioned_.capture;
+  const bool inference = function.joint.tangents.empty();
+  std::optional<BackwardParts> parts;
+  if (!inference && !partitioned_.halves.deferred.empty())
+    parts = split_backward_graph(partitioned_.halves.backward, backward_roles(function, partitioned_.halves),
+                                 partitioned_.halves.deferred);
   wrappers_.push_back({std::make_shared<const Epilogue>(function), function.meta});
   if (function.joint.subclasses)
     graph_wrappers_.push_back(
         std::make_shared<const Subclasses>(function.joint, function.meta, function.convention));
+  const GraphWrappers without_states = graph_wrappers_;
   const auto has_states = [&](StateKind kind) {
     return std::any_of(function.joint.states.begin(), function.joint.states.end(),
                        [&](const StateChain& state) { return state.kind == kind; });
@@ -112,8 +119,7 @@ CompiledCall::CompiledCall(PartitionedCapture capture, const CompilerChoice& com
   if (has_states(StateKind::Token))
     graph_wrappers_.push_back(std::make_shared<const EffectTokens>(function.joint));
   if (has_states(StateKind::Generator))
-    graph_wrappers_.push_back(std::make_shared<const RandomNumbers>(function.joint));
-  const bool inference = function.joint.tangents.empty();
+    graph_wrappers_.push_back(std::make_shared<const RandomNumbers>(function.joint, parts ? parts->kept : 0));
   forward_ = std::make_shared<const CompiledHalf>(
       partitioned_.halves.forward,
       forward_request(partitioned_, inference ? GraphRole::Inference : GraphRole::Forward),
@@ -121,11 +127,24 @@ CompiledCall::CompiledCall(PartitionedCapture capture, const CompilerChoice& com
       CompileBackward::AtOnce);
   if (!inference)
     backward_ = std::make_shared<const CompiledHalf>(
-        partitioned_.halves.backward, backward_request(partitioned_), compilers.backward, graph_wrappers_,
-        std::move(options.code.backward), options.compile_backward);
-  Call graphs = [call = c10::make_intrusive<GraphCall>(
-                     partitioned_, CompiledHalves{CompiledHalf::runnable(forward_),
-                                                  CompiledHalf::runnable(backward_), graph_wrappers_})](
+        parts ? parts->inputs.graph : partitioned_.halves.backward,
+        parts ? request_of(parts->inputs) : backward_request(partitioned_), compilers.backward,
+        graph_wrappers_, std::move(options.code.backward), options.compile_backward);
+  CompiledHalves halves{.forward = CompiledHalf::runnable(forward_),
+                        .backward = CompiledHalf::runnable(backward_),
+                        .wrappers = graph_wrappers_};
+  if (parts) {
+    // Operators with states are in the first part.
+    weights_ = std::make_shared<const CompiledHalf>(
+        parts->weights.graph, request_of(parts->weights), compilers.backward, without_states,
+        std::move(options.code.weights), options.compile_backward);
+    halves.weights = CompiledHalf::runnable(weights_);
+    halves.saved_for_backward = std::move(parts->inputs.saved);
+    halves.saved_for_weights = std::move(parts->weights.saved);
+    halves.is_deferred = std::move(parts->is_deferred);
+    halves.kept = parts->kept;
+  }
+  Call graphs = [call = c10::make_intrusive<GraphCall>(partitioned_, std::move(halves))](
                     const Values& inputs, const CallSizes& sizes) {
     std::vector<at::Tensor> returned = call->run(tensors_among(inputs), sizes);
     return Values(std::make_move_iterator(returned.begin()), std::make_move_iterator(returned.end()));
@@ -136,7 +155,8 @@ CompiledCall::CompiledCall(PartitionedCapture capture, const CompilerChoice& com
 }
 
 CompiledCode CompiledCall::code() const {
-  return {forward_->code(), backward_ ? backward_->code() : std::nullopt};
+  return {forward_->code(), backward_ ? backward_->code() : std::nullopt,
+          weights_ ? weights_->code() : std::nullopt};
 }
 
 std::vector<std::string> CompiledCall::wrappers() const {

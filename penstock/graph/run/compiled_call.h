@@ -28,9 +28,10 @@ struct CompilerChoice {
   std::shared_ptr<const GraphCompiler> forward, backward, inference;
 };
 
-// The code of both halves, of compilers that keep some (GraphCompiler::artifact).
+// The code of both halves, of compilers that keep some (GraphCompiler::artifact). `weights`: of the second
+// part of a backward that is split.
 struct CompiledCode {
-  std::optional<std::vector<std::uint8_t>> forward, backward;
+  std::optional<std::vector<std::uint8_t>> forward, backward, weights;
 };
 
 struct CompiledCallOptions {
@@ -65,7 +66,8 @@ class CompiledCall {
 
  private:
   PartitionedCapture partitioned_;
-  std::shared_ptr<const CompiledHalf> forward_, backward_;  // no backward in a call for inference
+  // No backward in a call for inference; no weights unless backward is split.
+  std::shared_ptr<const CompiledHalf> forward_, backward_, weights_;
   std::vector<WrapperInUse> wrappers_;
   GraphWrappers graph_wrappers_;
   Call call_;

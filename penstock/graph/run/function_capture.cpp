@@ -10,10 +10,12 @@
 #include "penstock/errors.h"
 #include "penstock/graph/ir/functionalize.h"
 #include "penstock/graph/partition/activation_plan.h"
+#include "penstock/graph/partition/backward_split.h"
 #include "penstock/graph/partition/written_inputs.h"
 #include "penstock/graph/passes/pass_list.h"
 #include "penstock/graph/run/graph_call.h"
 #include "penstock/graph/run/graph_passes.h"
+#include "penstock/graph/run/half_requests.h"
 #include "penstock/graph/saving/activation_budget.h"
 #include "penstock/graph/saving/activation_policy.h"
 #include "penstock/graph/trace/capture.h"
@@ -219,6 +221,12 @@ PartitionedCapture partition(FunctionCapture capture, const SplitOptions& option
   PartitionedCapture split{std::move(capture), std::move(halves)};
   run_passes_on_halves(split, passes, log);
   const JointGraph& joint = split.capture.joint;
+  if (options.split_backward && !joint.tangents.empty()) {
+    const BackwardRoles roles = backward_roles(split.capture, split.halves);
+    Graph backward = with_divided_convolutions(split.halves.backward);
+    split.halves.deferred = choose_deferred(backward, roles);
+    if (!split.halves.deferred.empty()) split.halves.backward = std::move(backward);
+  }
   // Afterwards, since passes work on graphs without writes.
   write_inputs_in_graph(joint, split.halves.forward);
   const std::size_t symbols = count_symbols_for_backward(joint, split.halves);

@@ -79,10 +79,13 @@ void for_each_meta(Capture& capture, Visit&& visit) {
 struct SplitOptions {
   SplitOptions(Partitioner how = Partitioner::Default) : partitioner(how) {}
   explicit SplitOptions(const CompileOptions& options)
-      : partitioner(options.partitioner), activations(options.activations) {}
+      : partitioner(options.partitioner),
+        activations(options.activations),
+        split_backward(options.split_backward) {}
 
   Partitioner partitioner;
   ActivationOptions activations = {};
+  bool split_backward = false;  // CompileOptions::split_backward
 };
 // Throws ValueError for options that contradict each other or are malformed.
 void check_split(const SplitOptions& options);

@@ -9,6 +9,7 @@
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/graph/run/captured_node.h"
+#include "penstock/graph/run/carried_values.h"
 
 namespace penstock::graph {
 namespace {
@@ -104,6 +105,10 @@ GraphCall::GraphCall(const PartitionedCapture& capture, CompiledHalves compiled)
   plan_returned(capture.capture);
   plan_tangents(capture.capture);
   plan_saved(capture);
+  if (!joint.tangents.empty()) device_of_gradients = joint.tangents[0].geometry.device;
+  if (!halves.is_deferred.empty())
+    PENSTOCK_INVARIANT(halves.is_deferred.size() == Parts(joint).primals(),
+                       "a backward that is split has another number of gradients");
   if (capture.capture.second_derivatives == SecondDerivatives::Refuse) return;
   run_again = capture.capture.run_again;
   if (capture.capture.second_derivatives == SecondDerivatives::RunAgainKeepingInputs)
@@ -227,8 +232,19 @@ std::vector<at::Tensor> GraphCall::run(const std::vector<at::Tensor>& primals, c
     count_writes_in_graph(primals);
     return results;
   }
-  const auto node = make_node<CapturedNode>(c10::intrusive_ptr<GraphCall>::reclaim_copy(this), sizes);
-  node->set_next_edges(torch::autograd::collect_next_edges(at::TensorList(primals)));
+  const auto self = c10::intrusive_ptr<GraphCall>::reclaim_copy(this);
+  torch::autograd::edge_list edges = torch::autograd::collect_next_edges(at::TensorList(primals));
+  // Made first: a backward runs it right after the other node.
+  decltype(make_node<WeightsNode>(self, sizes)) weights;
+  if (halves.weights) {
+    weights = make_node<WeightsNode>(self, sizes);
+    weights->add_input_metadata(carry({}, device_of_gradients));
+    for (std::size_t i = 0; i < edges.size(); ++i)
+      if (halves.is_deferred[i]) weights->add_next_edge(std::exchange(edges[i], torch::autograd::Edge()));
+    edges.emplace_back(NodePtr(weights), 0);
+  }
+  const auto node = make_node<CapturedNode>(self, sizes);
+  node->set_next_edges(std::move(edges));
   const std::vector<c10::IValue> values = halves.forward->run(primals, sizes.get());
   count_writes_in_graph(primals);
   {
@@ -237,7 +253,7 @@ std::vector<at::Tensor> GraphCall::run(const std::vector<at::Tensor>& primals, c
   }
   for (const std::size_t output : differentiated_)
     torch::autograd::set_history(results[output], NodePtr(node));
-  node->save_all(values, primals, results);
+  node->save_all(values, primals, results, weights ? &*weights : nullptr);
   node->hold(primals);
   for (const WrittenInBackward& written : written_in_backward)
     node->write_in_backward(primals[written.primal]);

@@ -1,5 +1,6 @@
 // The two graphs of a capture as one differentiable function: tensors in, what the forward graph returns out.
-// To autograd it is a single node, which holds what forward saved and runs the backward graph.
+// To autograd it is a single node, which holds what forward saved and runs the backward graph. If backward is
+// split, a second node follows it, which the parameters whose gradients wait come after.
 #pragma once
 
 #include <torch/custom_class.h>
@@ -21,6 +22,13 @@ std::vector<at::Tensor> tensors_among(const Values& values);
 struct CompiledHalves {
   std::shared_ptr<const CompiledGraph> forward, backward;
   GraphWrappers wrappers = {};  // around both, outermost first
+
+  // Of a backward that is split (partition/backward_split.h), otherwise null and empty. Each part takes some
+  // of the saved tensors: places among them.
+  std::shared_ptr<const CompiledGraph> weights = {};
+  std::vector<std::size_t> saved_for_backward = {}, saved_for_weights = {};
+  std::vector<char> is_deferred = {};  // by gradient: computed by `weights`
+  std::size_t kept = 0;                // values that `backward` returns for `weights`
 };
 
 // Over the tensors that the compiled halves take and return: plain ones, or subclasses if these are wrapped
@@ -62,6 +70,7 @@ class GraphCall final : public torch::CustomClassHolder {
   std::vector<Saved> saved;
   Watched watched;
   std::vector<WrittenInBackward> written_in_backward;
+  at::Device device_of_gradients = at::kCPU;  // of the first one
   std::shared_ptr<const RunAgain> run_again;  // null: second derivatives are refused
   std::vector<char> kept_inputs;              // by primal: kept alive for a second derivative
 

@@ -1,5 +1,6 @@
 #include "penstock/graph/run/half_requests.h"
 
+#include <algorithm>
 #include <numeric>
 #include <vector>
 
@@ -13,6 +14,22 @@ std::size_t tensor_of_primal(const JointGraph& joint, std::size_t primal) {
   std::size_t tensor = 0;
   while (primal >= inputs[tensor].first_flat() + inputs[tensor].count()) ++tensor;
   return tensor;
+}
+
+// Which of the saved tensors are parameters and buffers. A parameter that forward writes is saved as a copy.
+std::vector<std::size_t> static_saved(const FunctionCapture& capture, const Partition& halves) {
+  const JointGraph& joint = capture.joint;
+  const std::size_t found = static_primals(capture);
+  std::vector<char> is_static(joint.graph.values.size(), 0);  // by value
+  for (std::size_t primal = 0; primal < found; ++primal)
+    is_static[index_of(joint.graph.inputs[primal].value)] =
+        !capture.primal_written[tensor_of_primal(joint, primal)];
+  for (const std::size_t primal : joint.written_in_graph)
+    is_static[index_of(joint.graph.inputs[primal].value)] = 0;
+  std::vector<std::size_t> places;
+  for (std::size_t i = 0; i < halves.saved.size(); ++i)
+    if (is_static[index_of(halves.saved[i])]) places.push_back(i);
+  return places;
 }
 
 }  // namespace
@@ -32,19 +49,42 @@ CompileRequest forward_request(const PartitionedCapture& capture, GraphRole role
 }
 
 CompileRequest backward_request(const PartitionedCapture& capture) {
-  const JointGraph& joint = capture.capture.joint;
-  CompileRequest request{.role = GraphRole::Backward, .donated_inputs = capture.halves.donated(joint)};
-  // Backward takes the saved tensors first. A parameter that forward writes is saved as a copy.
-  const std::size_t found = static_primals(capture.capture);
-  std::vector<char> is_static(joint.graph.values.size(), 0);  // by value
-  for (std::size_t primal = 0; primal < found; ++primal)
-    is_static[index_of(joint.graph.inputs[primal].value)] =
-        !capture.capture.primal_written[tensor_of_primal(joint, primal)];
-  for (const std::size_t primal : joint.written_in_graph)
-    is_static[index_of(joint.graph.inputs[primal].value)] = 0;
-  for (std::size_t i = 0; i < capture.halves.saved.size(); ++i)
-    if (is_static[index_of(capture.halves.saved[i])]) request.static_inputs.push_back(i);
-  return request;
+  // Backward takes the saved tensors first.
+  return {.role = GraphRole::Backward,
+          .static_inputs = static_saved(capture.capture, capture.halves),
+          .donated_inputs = capture.halves.donated(capture.capture.joint)};
+}
+
+BackwardRoles backward_roles(const FunctionCapture& capture, const Partition& halves) {
+  const JointGraph& joint = capture.joint;
+  BackwardRoles roles{.saved = halves.saved.size(),
+                      .tangents = joint.tangents.size(),
+                      .results = joint.backward_returns(),
+                      .tensor = {},
+                      .is_parameter = {},
+                      .is_static = std::vector<char>(halves.saved.size(), 0),
+                      .is_donated = std::vector<char>(halves.saved.size(), 0)};
+  if (joint.subclasses) {
+    const std::vector<FlattenRecord>& gradients = joint.subclasses->input_gradients;
+    for (std::size_t i = 0; i < gradients.size(); ++i)
+      roles.tensor.insert(roles.tensor.end(), gradients[i].count(), i);
+    roles.is_parameter.assign(gradients.size(), 0);
+  } else {
+    roles.tensor.resize(joint.primals);
+    std::iota(roles.tensor.begin(), roles.tensor.end(), std::size_t{0});
+    roles.is_parameter.assign(joint.primals, 0);
+  }
+  std::fill_n(roles.is_parameter.begin(), std::min(capture.convention.found, roles.is_parameter.size()),
+              char{1});
+  for (const std::size_t i : static_saved(capture, halves)) roles.is_static[i] = 1;
+  for (const std::size_t i : halves.donated(joint)) roles.is_donated[i] = 1;
+  return roles;
+}
+
+CompileRequest request_of(const BackwardPart& part) {
+  return {.role = GraphRole::Backward,
+          .static_inputs = part.static_inputs,
+          .donated_inputs = part.donated_inputs};
 }
 
 }  // namespace penstock::graph

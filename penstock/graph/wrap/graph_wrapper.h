@@ -8,6 +8,10 @@
 // differentiable call: what it does to inputs and results is differentiated. A wrapper of graphs acts inside
 // the one autograd node of a call, on forward and backward separately: what the node takes and returns, and
 // so what has gradients, is what the outermost wrapper takes and returns.
+//
+// A backward that is split (CompileOptions::split_backward) consists of two graphs with the role Backward.
+// The first one returns what it keeps for the second one after its other results. The second one takes saved
+// tensors and what was kept, no tangents, and returns undefined gradients in place of those of the first.
 #pragma once
 
 #include <memory>

@@ -140,13 +140,14 @@ class RandomNumbers::WithStates final : public CompiledGraph {
   Half half_;
 };
 
-RandomNumbers::RandomNumbers(const JointGraph& joint) : decision_(states_text(joint, StateKind::Generator)) {
+RandomNumbers::RandomNumbers(const JointGraph& joint, std::size_t kept)
+    : decision_(states_text(joint, StateKind::Generator)) {
   for (const StateChain& state : joint.states)
     if (state.kind == StateKind::Generator)
       (state.phase == Phase::Forward ? forward_ : backward_).generators.push_back(state);
   // Tokens come before the results of forward, and after everything else of backward.
   forward_.first_output = joint.states_of(Phase::Forward, StateKind::Token) + joint.forward_returns();
-  backward_.first_output = joint.backward_returns();
+  backward_.first_output = joint.backward_returns() + kept;
 }
 
 std::shared_ptr<const CompiledGraph> RandomNumbers::around(std::shared_ptr<const CompiledGraph> inner,

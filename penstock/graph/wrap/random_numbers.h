@@ -39,7 +39,9 @@ void remove_idle_generator_accesses(Graph& graph);
 // Around the halves of a graph with explicit states.
 class RandomNumbers final : public GraphWrapper {
  public:
-  explicit RandomNumbers(const JointGraph& joint);
+  // `kept`: what backward returns between its results and the states, for its second graph
+  // (partition/backward_split.h).
+  explicit RandomNumbers(const JointGraph& joint, std::size_t kept = 0);
 
   std::string_view name() const override { return "random numbers"; }
   std::string decision() const override { return decision_; }

@@ -164,8 +164,19 @@ class BackwardOverSubclasses final : public CompiledGraph {
     for (const c10::IValue& value : inner_->run(std::move(inputs), sizes))
       flat_gradients.push_back(tensor_or_none(value));
     std::vector<c10::IValue> gradients;
-    for (const FlattenRecord& record : how_->layout_->input_gradients)
-      gradients.emplace_back(record.rebuild(flat_gradients));
+    std::size_t end = 0;
+    for (const FlattenRecord& record : how_->layout_->input_gradients) {
+      const auto first = flat_gradients.begin() + static_cast<std::ptrdiff_t>(end);
+      end += record.count();
+      // None of a subclass: the other graph of a backward that is split computes it.
+      const bool is_there = !record.is_subclass() || record.count() == 0 ||
+                            std::any_of(first, first + static_cast<std::ptrdiff_t>(record.count()),
+                                        [](const at::Tensor& part) { return part.defined(); });
+      gradients.emplace_back(is_there ? record.rebuild(flat_gradients) : at::Tensor());
+    }
+    // What is kept for that graph.
+    gradients.insert(gradients.end(), flat_gradients.begin() + static_cast<std::ptrdiff_t>(end),
+                     flat_gradients.end());
     return gradients;
   }
 

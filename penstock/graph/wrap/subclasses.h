@@ -28,8 +28,9 @@ void reject_shared_writes(const Values& inputs, const ViewAndMutationMeta& meta,
                           const Convention& convention);
 
 // Around forward: one input for each tensor among the inputs of the function, one output for each of the
-// forward returns, then the saved tensors, which are plain. Around backward: one gradient for each input; its
-// tangents are one for each of SubclassLayout::tangents.
+// forward returns, then the saved tensors, which are plain. Around backward: one gradient for each input,
+// then what is kept for its second graph, which is plain; its tangents are one for each of
+// SubclassLayout::tangents.
 class Subclasses final : public GraphWrapper, public std::enable_shared_from_this<Subclasses> {
  public:
   // Throws NotImplemented if a result shares memory with a written input and has another dtype. `joint` must

@@ -28,6 +28,9 @@ bool passes_weight_through(const Node& node) {
   return std::find(kNames.begin(), kNames.end(), name) != kNames.end();
 }
 
+// The second part of a node that does not compute all its gradients at once (captured functions).
+bool is_deferrable(Node& node) { return !node.is_traceable() && is_later_part(node); }
+
 const AccumulateGrad* as_leaf(const NodeIndex::Entry& entry) {
   return entry.edges == 0 ? dynamic_cast<const AccumulateGrad*>(entry.node) : nullptr;
 }
@@ -127,6 +130,8 @@ BackwardPlan::BackwardPlan(const torch::autograd::edge_list& roots, const std::v
       g.has_divisible_source |= !opaque(*index_[n].node);
     }
     if (upper_[n]) continue;
+    // Whoever has split its backward into two nodes has decided that the second one is worth waiting.
+    if (is_deferrable(*index_[n].node)) g.large = g.has_divisible_source = true;
     if (arriving[n] > 2) g.crowded = any_crowded = true;
     if (const AccumulateGrad* leaf = as_leaf(index_[n])) g.large |= leaf->variable.dim() > 1;
   }
@@ -155,7 +160,7 @@ void BackwardPlan::mark_upper(const std::vector<NodePtr>& inputs) {
 void BackwardPlan::mark_upper_above_weights() {
   std::vector<char> weight(index_.size());  // a weight or a view of one
   for (const std::uint32_t n : index_.bottom_up()) {
-    bool any = as_leaf(index_[n]) != nullptr, all = true;
+    bool any = as_leaf(index_[n]) != nullptr || is_deferrable(*index_[n].node), all = true;
     if (any) {
       weight[n] = true;
       continue;

@@ -5,7 +5,9 @@
 // connected with each other, or that share an upper node leading to them, form a *group*: all weights of a
 // group are computed in the same half, so that no sum of gradients is split between halves. An *opaque* node
 // computes all of its gradients in one call (custom functions, in-place operators on views, nodes with post
-// hooks); other nodes compute only the requested gradients and may be called once per half.
+// hooks); other nodes compute only the requested gradients and may be called once per half. A node that
+// leaves some of its gradients to a second one (LaterPart, a captured function) divides itself: the second
+// node is a lower one, and counts as a weight.
 #pragma once
 
 #include <cstdint>

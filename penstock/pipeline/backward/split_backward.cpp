@@ -33,7 +33,7 @@ struct KeepArriving final : torch::autograd::FunctionPreHook {
 };
 
 // Frees what a node saved as soon as it has run. In the first half the engine must not do so, since some
-// nodes run again.
+// nodes run again. Nodes that free what they saved on the way are told before (runs_once).
 struct ReleaseAfterwards final : torch::autograd::FunctionPostHook {
   Node* node;  // which owns this hook
   explicit ReleaseAfterwards(Node* n) : node(n) {}
@@ -42,6 +42,11 @@ struct ReleaseAfterwards final : torch::autograd::FunctionPostHook {
     return outputs;
   }
 };
+
+void runs_once(Node& node) {
+  node.add_post_hook(std::make_unique<ReleaseAfterwards>(&node));
+  node.will_release_variables();
+}
 
 // The target of those edges of an opaque node that are left for the second half.
 class KeepLeaving final : public Node {
@@ -255,19 +260,21 @@ struct BackwardPass {
       if (node->num_outputs() == 0)
         continue;  // accumulators live as long as their tensors: no hooks may be left on them
       if (!plan.upper(n)) {
-        if (plan.in_first_half(n)) done_lower.push_back(node);
+        if (!plan.in_first_half(n)) continue;
+        done_lower.push_back(node);
+        node->will_release_variables();
         continue;
       }
       edge_list& edges = node->next_edges();
       if (!plan.waits(n)) {
-        node->add_post_hook(std::make_unique<ReleaseAfterwards>(node));
+        runs_once(*node);
       } else if (BackwardPlan::opaque(*node)) {
         const auto sink = make_node<KeepLeaving>();
         for (std::uint32_t e = 0; e < edges.size(); ++e)
           if (edges[e].is_valid() && !plan.upper(index.target(n, e)))
             redirect(*node, e, sink->in_place_of(edges[e], sink));
         once.push_back({node->sequence_nr(), sink});
-        node->add_post_hook(std::make_unique<ReleaseAfterwards>(node));
+        runs_once(*node);
       } else {
         TwiceCalled& call = twice[next_twice++];
         auto hook = std::make_unique<KeepArriving>();

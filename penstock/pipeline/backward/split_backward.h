@@ -29,7 +29,8 @@
 //   - all weights of the group have at most one dim (as in normalizations): they cost less than what they
 //     would keep alive;
 //   - only custom functions lead to the group: these compute all their gradients in one call, in the first
-//     half;
+//     half. A captured function whose backward is split (compile_options.h) has decided by itself which
+//     gradients are computed in which half;
 //   - the graph sums three gradients or more for one weight (a weight tied three times) and either several
 //     threads built it, or it has views that were read again after their base was written: the order of the
 //     additions could not be kept otherwise.

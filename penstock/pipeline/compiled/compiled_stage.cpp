@@ -285,7 +285,8 @@ class CompiledStage {
     const graph::Compiled& compiled = *entry.compiled;
     StageCapture capture{.graph = compiled.captures(),
                          .graphs = 0,
-                         .nodes = compiled.joint(compiled.captures() - 1).graph.nodes.size()};
+                         .nodes = compiled.joint(compiled.captures() - 1).graph.nodes.size(),
+                         .deferred = compiled.partition(compiled.captures() - 1).deferred.size()};
     capture.made_in_seconds =
         std::chrono::duration<double>(compiled.made_in(compiled.captures() - 1)).count();
     if (was_loaded)

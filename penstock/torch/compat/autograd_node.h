@@ -17,6 +17,16 @@ namespace penstock {
 using NodePtr = decltype(torch::autograd::Edge::function);
 using WeakNodePtr = decltype(torch::autograd::AutogradMeta::grad_accumulator_);
 
+// Marks a node that computes only gradients which nothing waits for, from what the node before it left for
+// it: a schedule that splits the backward may run it later (pipeline/backward/split_backward.h).
+class LaterPart {
+ public:
+  virtual ~LaterPart() = default;
+};
+inline bool is_later_part(const torch::autograd::Node& node) {
+  return dynamic_cast<const LaterPart*>(&node) != nullptr;
+}
+
 template <class T, class... Args>
 auto make_node(Args&&... args) {
   if constexpr (std::is_same_v<NodePtr, std::shared_ptr<torch::autograd::Node>>)

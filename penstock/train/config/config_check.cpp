@@ -23,7 +23,6 @@
 #include "penstock/graph/saving/activation_policy.h"
 #include "penstock/schedule.h"
 #include "penstock/train/config/config_fields.h"
-#include "penstock/train/config/configured_schedule.h"
 #include "penstock/train/data/cpp_lexer.h"
 #include "penstock/train/data/cpp_structure.h"
 #include "penstock/validate.h"
@@ -229,8 +228,7 @@ class Completion {
       shape.stages_per_rank = 2;
       shape.microbatches = static_cast<int>(layout.microbatches);
       check_shape(kBest, shape);
-      // Graphs have one backward.
-      if (fits && config_.training.compile == "off") return kBest;
+      if (fits) return kBest;
     } catch (const ValueError&) {
       // Too few microbatches.
     }
@@ -428,11 +426,6 @@ class Completion {
       problem(unknown);
     if (training.compile == "off" || !problems_.empty()) return;
     const std::string setting = setting_text("training.compile");
-    if (has_weight_backwards(configured_schedule(config_.layout)))
-      problem(fmt::format(
-          "{} runs the backward of a stage as one graph, but {} computes gradients of inputs and of weights "
-          "separately; set layout.schedule to {}, or training.compile to \"off\"",
-          setting, setting_text("layout.schedule"), fmt::join(whole_backward_kinds(), ", ")));
     if (training.recompute != "none")
       problem(
           fmt::format("{} captures the activations that backward uses, and {} would have no effect; use "
@@ -471,19 +464,6 @@ class Completion {
                         "{} out",
                         setting_text(name), setting_text("training.compile"), name));
     }
-  }
-
-  // The names of the kinds that do not split the backward.
-  static std::vector<std::string> whole_backward_kinds() {
-    std::vector<std::string> names;
-    for (const schedule::ScheduleKind kind : schedule::all_schedule_kinds()) {
-      schedule::PipelineShape shape;
-      shape.ranks = 2;
-      shape.stages_per_rank = required_stages_per_rank(kind).value_or(1);
-      shape.microbatches = 4;
-      if (!has_weight_backwards(generate(kind, shape))) names.emplace_back(to_text(kind));
-    }
-    return names;
   }
 
   void data() {

@@ -339,8 +339,7 @@ std::vector<ConfigField> make_fields() {
       {"training",
        "compile",
        "How stages run forward and backward: off (operator by operator) or graph (captured once, then "
-       "replayed with "
-       "the same bits; needs a schedule that does not split the backward)",
+       "replayed with the same bits)",
        at(&T::training, &R::compile),
        0,
        0,

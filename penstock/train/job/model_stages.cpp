@@ -58,9 +58,10 @@ const char* text_of(GraphSource source) {
 
 // The same as a graph.
 PreparableStage graph_of_stage(StageModule module, const std::shared_ptr<models::ModelStage>& stage,
-                               int index, const TrainConfig& config, const StageGraphs& graphs,
-                               std::function<void(const StageCapture&)> captured) {
+                               int index, const TrainConfig& config, const schedule::Schedule& schedule,
+                               const StageGraphs& graphs, std::function<void(const StageCapture&)> captured) {
   CompiledStageOptions options;
+  options.compile.split_backward = has_weight_backwards(schedule);
   options.compile.cache = graphs.cache_of(index);
   options.compile.disable_passes = config.training.disable_passes;
   options.compile.activations = configured_activations(config);
@@ -78,6 +79,7 @@ std::function<void(const StageCapture&)> recorder(int stage,
     compiled->push_back({.stage = stage,
                          .graph = static_cast<std::int64_t>(capture.graph),
                          .nodes = static_cast<std::int64_t>(capture.nodes),
+                         .deferred = static_cast<std::int64_t>(capture.deferred),
                          .seconds = capture.seconds,
                          .reason = capture.reason,
                          .source = text_of(capture.source)});
@@ -197,7 +199,7 @@ ModelStages::ModelStages(const RankLayout& layout, const TrainConfig& config,
     StageModule forward =
         stage_module(modules_[i], indices_[i], device, autocast_dtype(config.training.precision));
     if (config.training.compile == "graph")
-      forward = graph_of_stage(std::move(forward), modules_[i], indices_[i], config, graphs,
+      forward = graph_of_stage(std::move(forward), modules_[i], indices_[i], config, schedule, graphs,
                                recorder(indices_[i], compiled_))
                     .module;
     stages_.emplace_back(std::move(forward), indices_[i], map.stages(), device);
@@ -231,7 +233,7 @@ SingleStage make_single_stage(const RankLayout& layout, const TrainConfig& confi
                    SharedParameterOptions{.world = layout.world(), .ranks = layout.pipeline_ranks()});
   PreparableStage compiled =
       graph_of_stage(stage_module(module, stage, device, autocast_dtype(config.training.precision)), module,
-                     stage, config, graphs, std::move(captured));
+                     stage, config, schedule, graphs, std::move(captured));
   return {.module = module,
           .shared = std::move(shared),
           .stage = PipelineStage(std::move(compiled.module), stage, map.stages(), device),

@@ -10,6 +10,7 @@
 #include "penstock/errors.h"
 #include "penstock/train/config/compiled_fields.h"
 #include "penstock/train/config/configured_plan.h"
+#include "penstock/train/config/configured_schedule.h"
 #include "penstock/train/job/configured_model.h"
 #include "penstock/train/job/model_stages.h"
 #include "penstock/train/job/stage_copies.h"
@@ -66,6 +67,8 @@ std::vector<graph::ArtifactField> artifact_configuration(const TrainConfig& conf
         "override TrainableModel::identity, or leave training.artifact out"));
   std::vector<graph::ArtifactField> fields;
   for (auto& [name, value] : compiled_fields(config)) fields.push_back({name, value});
+  // Of two schedules from files, one may split it.
+  fields.push_back({"backward", has_weight_backwards(schedule) ? "in two graphs" : "as one graph"});
   fields.push_back({"model", *own});
   fields.push_back({"stages", parts_text(config, schedule, model.plan())});
   return fields;

@@ -152,19 +152,21 @@ void read_compiled(const Line& line, StepOutcome& outcome) {
     line.fail("\"compiled\"", "an object with first, again and a list here");
   outcome.first_captures = std::llround(line.number(all, "first"));
   outcome.recaptures = std::llround(line.number(all, "again"));
-  // Files of earlier versions have neither numbers of loaded graphs nor sources.
+  // Files of earlier versions have neither numbers of loaded graphs nor sources nor deferred operators.
   if (all.contains("loaded")) outcome.loads = std::llround(line.number(all, "loaded"));
   for (const Json& each : all["here"]) {
     if (!each.is_object() || !each.contains("reason") || !each["reason"].is_string())
       line.fail("\"compiled\"", "graphs with a reason");
     if (each.contains("source") && !each["source"].is_string())
       line.fail("\"compiled\"", "graphs whose source is a text");
-    outcome.compiled.push_back({.stage = static_cast<int>(line.number(each, "stage")),
-                                .graph = std::llround(line.number(each, "graph")),
-                                .nodes = std::llround(line.number(each, "nodes")),
-                                .seconds = line.number(each, "seconds"),
-                                .reason = each["reason"].get<std::string>(),
-                                .source = each.value("source", std::string("captured"))});
+    outcome.compiled.push_back(
+        {.stage = static_cast<int>(line.number(each, "stage")),
+         .graph = std::llround(line.number(each, "graph")),
+         .nodes = std::llround(line.number(each, "nodes")),
+         .deferred = each.contains("deferred") ? std::llround(line.number(each, "deferred")) : 0,
+         .seconds = line.number(each, "seconds"),
+         .reason = each["reason"].get<std::string>(),
+         .source = each.value("source", std::string("captured"))});
   }
 }
 
@@ -331,6 +333,7 @@ std::string step_line(const StepOutcome& outcome, const StepExtras& extras, doub
       here.push_back({{"stage", forward.stage},
                       {"graph", forward.graph},
                       {"nodes", forward.nodes},
+                      {"deferred", forward.deferred},
                       {"seconds", forward.seconds},
                       {"reason", forward.reason},
                       {"source", forward.source}});

@@ -244,9 +244,10 @@ void Progress::on_step(const StepOutcome& outcome, const StepExtras& extras) {
                                 ? fmt::format("loaded as graph {} from the {}", forward.graph, forward.source)
                             : forward.graph > 1 ? fmt::format("captured again as graph {}", forward.graph)
                                                 : std::string("captured as a graph");
-    event(fmt::format("step {}: stage {} {}: {} operators in {:.2f} s{}", outcome.step, forward.stage, how,
-                      forward.nodes, forward.seconds,
-                      forward.reason.empty() ? "" : ", because " + forward.reason));
+    event(fmt::format(
+        "step {}: stage {} {}: {} operators{} in {:.2f} s{}", outcome.step, forward.stage, how, forward.nodes,
+        forward.deferred > 0 ? fmt::format(" ({} of them in W)", forward.deferred) : std::string(),
+        forward.seconds, forward.reason.empty() ? "" : ", because " + forward.reason));
   }
   const auto elsewhere = [&](std::int64_t graphs, const char* how) {
     if (graphs > 0)

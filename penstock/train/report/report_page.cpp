@@ -408,16 +408,18 @@ class PageWriter {
         one_ ? "" : " of " + escape_xml(name_of(run)), first + again, again, loaded, seconds);
     out_ +=
         "<div class=\"wide\"><table><thead><tr><th class=\"n\">step</th><th class=\"n\">stage</th>"
-        "<th class=\"n\">graph</th><th>from</th><th class=\"n\">operators</th><th class=\"n\">seconds</th>"
+        "<th class=\"n\">graph</th><th>from</th><th class=\"n\">operators</th><th class=\"n\">of them in "
+        "W</th>"
+        "<th class=\"n\">seconds</th>"
         "<th>why again</th>"
         "</tr></thead><tbody>";
     for (const StepMetrics& step : run.metrics.steps)
       for (const CompiledForward& forward : step.outcome.compiled)
         print(
             "<tr><td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td><td>{}</td><td "
-            "class=\"n\">{}</td><td class=\"n\">{:.2f}</td><td>{}</td></tr>",
+            "class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{:.2f}</td><td>{}</td></tr>",
             step.outcome.step, forward.stage, forward.graph, escape_xml(forward.source), forward.nodes,
-            forward.seconds, escape_xml(forward.reason));
+            forward.deferred, forward.seconds, escape_xml(forward.reason));
     out_ += "</tbody></table></div></section>\n";
   }
 

@@ -9,8 +9,8 @@
 // --start: "empty" is a program that joins nothing, and its first step is its first instruction; "barrier" is
 // a program of Penstock that joins the world and waits in one barrier, and its first step is the end of the
 // barrier; "train" is `penstock train` with a tiny model, and its first step is the line with its first loss.
-// "death" is something else: the ranks wait in a barrier, the last one is killed, and "noticed" is the time until
-// the last of the others has the error that names it.
+// "death" is something else: the ranks wait in a barrier, the last one is killed, and "noticed" is the time
+// until the last of the others has the error that names it.
 //
 // "first" is the time until the last rank is in its first step, "whole" until the launcher has ended; medians
 // over the repeats. "growth" is the time of a rank relative to the row before: at most 1 if the time grows
@@ -233,9 +233,9 @@ class Bench {
   double time_to_notice(int ranks) const {
     std::ofstream(scratch_.arrivals(), std::ios::trunc).flush();
     const int output = open(scratch_.output().c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
-    const std::string command = fmt::format("'{}' launch -n {} --no-prefix --grace 60 -- '{}' --death '{}'",
-                                            config_.penstock, ranks, folder_ + "/launch_bench_rank",
-                                            scratch_.arrivals().string());
+    const std::string command =
+        fmt::format("'{}' launch -n {} --no-prefix --grace 60 -- '{}' --death '{}'", config_.penstock, ranks,
+                    folder_ + "/launch_bench_rank", scratch_.arrivals().string());
     const pid_t child = start(command, output);
     close(output);
     waitpid(child, nullptr, 0);  // with the exit code of a killed rank
@@ -300,7 +300,8 @@ int main(int argc, char** argv) {
   app.add_option("--ranks", config.ranks, "numbers of ranks, separated by commas")
       ->delimiter(',')
       ->check(CLI::Range(1, 1024));
-  app.add_option("--start", config.starts, "what is started: empty, barrier, train; or death: how soon a death is noticed")
+  app.add_option("--start", config.starts,
+                 "what is started: empty, barrier, train; or death: how soon a death is noticed")
       ->delimiter(',')
       ->check(CLI::IsMember({"empty", "barrier", "train", "death"}));
   app.add_option("--repeats", config.repeats, "launches of each kind")->check(CLI::PositiveNumber);

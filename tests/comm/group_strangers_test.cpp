@@ -40,12 +40,14 @@ std::set<int> listening_ports() {
     std::istringstream words(line);
     std::string number, local, remote, state, word, inode;
     words >> number >> local >> remote >> state >> word >> word >> word >> word >> word >> inode;
-    if (state == "0A" && own.contains(inode)) ports.insert(std::stoi(local.substr(local.find(':') + 1), nullptr, 16));
+    if (state == "0A" && own.contains(inode))
+      ports.insert(std::stoi(local.substr(local.find(':') + 1), nullptr, 16));
   }
   return ports;
 }
 
-// Connects to ports of this process as soon as they are there, as often as allowed, and keeps the connections.
+// Connects to ports of this process as soon as they are there, as often as allowed, and keeps the
+// connections.
 class Squatter {
  public:
   explicit Squatter(std::string says) : says_(std::move(says)), thread_([this] { run(); }) {}
@@ -120,7 +122,8 @@ TEST(GroupStrangers, OneThatComesFirstAndSaysNothing) {
 }
 
 TEST(GroupStrangers, OneThatComesFirstAndSendsGarbage) {
-  Squatter squatter("GET / HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\nUser-Agent: a scan of the network\r\n\r\n");
+  Squatter squatter(
+      "GET / HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\nUser-Agent: a scan of the network\r\n\r\n");
   for (int round = 0; round < 5; ++round) expect_groups_work(squatter);
   EXPECT_GT(squatter.taken(), 0) << "the strangers of this test found no port in time";
 }

@@ -163,7 +163,8 @@ class GlooBackend final : public C10dBackend {
     for (auto& [peer, exchange] : exchanges) exchange.send.start(peer, kProofSlot);
     const auto deadline = Clock::now() + options.timeout;
     for (auto& [peer, exchange] : exchanges) {
-      if (exchange.recv.wait(deadline) != WaitResult::Done || exchange.send.wait(deadline) != WaitResult::Done)
+      if (exchange.recv.wait(deadline) != WaitResult::Done ||
+          exchange.send.wait(deadline) != WaitResult::Done)
         throw std::runtime_error(fmt::format("the member at position {} does not answer", peer));
       const std::string_view said(static_cast<const char*>(exchange.received.data_ptr()), kDigestBytes);
       if (!equal_in_constant_time(said, as_text(options.proof(peer, options.axis_rank))))

@@ -45,9 +45,10 @@ P2PTransport resolve(P2PTransport wanted) {
                                                                       : P2PTransport::Gloo;
 }
 
-// Runs `build` on a thread of its own, so that the deadline, the loss of a rank and `given_up` end the wait for
-// it: Gloo itself waits five times its timeout for a connection that a member never makes. A build that has
-// been given up may go on until then; it owns what it uses. Returns an empty result if `given_up` said so.
+// Runs `build` on a thread of its own, so that the deadline, the loss of a rank and `given_up` end the wait
+// for it: Gloo itself waits five times its timeout for a connection that a member never makes. A build that
+// has been given up may go on until then; it owns what it uses. Returns an empty result if `given_up` said
+// so.
 template <class Build>
 auto built_in_time(const GroupState& group, Clock::time_point deadline, const std::string& what,
                    const std::function<bool()>& given_up, Build build) {
@@ -110,17 +111,20 @@ void await_members(const Store& store, int size, Clock::time_point deadline) {
   store.get("all_connected", deadline, "members that are still connecting");
 }
 
-// Where a port of Gloo is for one member, it takes whoever connects first. A stranger that does so takes the
-// place of the member, which is refused, or talks to nobody. So the members prove to each other that they are
-// members, and if one of them does not come to that, all connect again, at other ports.
+// A port of Gloo takes whoever connects first. A stranger that does so takes the place of a member, which is
+// then refused, or talks to nobody. So the members prove to each other that they are members, and if one of
+// them does not come to that in time, all connect again, at other ports and with twice the time.
 std::shared_ptr<Backend> connect_gloo(const GroupState& group, BackendOptions options, const std::string& key,
                                       Clock::time_point deadline) {
   // A stranger would have to be there first every time, within milliseconds.
   constexpr int kAttempts = 16;
+  // Enough for a few hosts; a big group on a busy machine has it in one of the later attempts.
+  constexpr std::chrono::milliseconds kShortest{1000}, kLongest{5000};
+  auto patience = std::clamp<std::chrono::milliseconds>(group.timeout / 8, kShortest, kLongest);
   const WorldCore& core = *group.world;
   if (options.size == 1) return make_gloo_backend(core.store.with_prefix(key + "/gloo"), options);
   const JobKey secret(rendezvous_secret(core.env));
-  for (int attempt = 0;; ++attempt) {
+  for (int attempt = 0;; ++attempt, patience *= 2) {
     const std::string place = fmt::format("{}/gloo{}", key, attempt);
     const Store store = core.store.with_prefix(place);
     options.new_device = attempt > 0;
@@ -129,18 +133,25 @@ std::shared_ptr<Backend> connect_gloo(const GroupState& group, BackendOptions op
     };
     std::shared_ptr<Backend> backend;
     std::exception_ptr error;
+    const auto fail = [&](const std::string& why) {
+      store.set("failed", fmt::format("rank {}: {}", group.own_rank(), why));
+    };
+    const auto given_up = [&, until = Clock::now() + patience] {
+      if (store.has("failed")) return true;
+      if (Clock::now() < until) return false;
+      fail(fmt::format("not connected within {:.0f} s", std::chrono::duration<double>(patience).count()));
+      return true;
+    };
     try {
-      backend = built_in_time(
-          group, deadline, "Gloo connections to the members", [&] { return store.has("failed"); },
-          [store, options] { return make_gloo_backend(store, options); });
+      backend = built_in_time(group, deadline, "Gloo connections to the members", given_up,
+                              [store, options] { return make_gloo_backend(store, options); });
     } catch (const PeerLostError&) {
       throw;
     } catch (const TimeoutError&) {
       throw;
     } catch (const std::exception& failure) {
       error = std::current_exception();
-      store.set("failed",
-                fmt::format("rank {}: {}", group.own_rank(), first_line(without_backtrace(failure.what()))));
+      fail(first_line(without_backtrace(failure.what())));
     }
     await_members(store, options.size, deadline);
     const auto failed = store.try_get("failed");
@@ -148,7 +159,8 @@ std::shared_ptr<Backend> connect_gloo(const GroupState& group, BackendOptions op
     // Not destroyed: that may wait for a thread of Gloo that waits for the rest of what a stranger has sent.
     if (backend) backend->abandon();
     if (attempt + 1 < kAttempts) {
-      log().debug("comm: the members of group {} connect again ({})", group.name, *failed);
+      if (group.axis_rank == 0)
+        log().warn("comm: the members of group {} connect again ({})", group.name, *failed);
       continue;
     }
     if (error) std::rethrow_exception(error);

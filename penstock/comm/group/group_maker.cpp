@@ -160,7 +160,8 @@ std::shared_ptr<Backend> connect_gloo(const GroupState& group, BackendOptions op
     if (backend) backend->abandon();
     if (attempt + 1 < kAttempts) {
       if (group.axis_rank == 0)
-        log().warn("comm: the members of group {} connect again ({})", group.name, *failed);
+        log().warn("comm: the members of group {} connect again ({})", group.common_name(),
+                   failed->substr(0, failed->find(';')));
       continue;
     }
     if (error) std::rethrow_exception(error);

@@ -9,6 +9,8 @@
 // --start: "empty" is a program that joins nothing, and its first step is its first instruction; "barrier" is
 // a program of Penstock that joins the world and waits in one barrier, and its first step is the end of the
 // barrier; "train" is `penstock train` with a tiny model, and its first step is the line with its first loss.
+// "death" is something else: the ranks wait in a barrier, the last one is killed, and "noticed" is the time
+// until the last of the others has the error that names it.
 //
 // "first" is the time until the last rank is in its first step, "whole" until the launcher has ended; medians
 // over the repeats. "growth" is the time of a rank relative to the row before: at most 1 if the time grows
@@ -21,6 +23,7 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <filesystem>
@@ -182,6 +185,11 @@ class Bench {
   void run() {
     fmt::print("{} cores; medians of {} repeats\n", std::thread::hardware_concurrency(), config_.repeats);
     for (const std::string& kind : config_.starts) {
+      if (kind == "death") {
+        fmt::print("\n{:<8}{:>7}{:>13}{:>13}\n", kind, "ranks", "noticed", "at most");
+        for (const int ranks : config_.ranks) row_of_death(ranks);
+        continue;
+      }
       const bool compares = kind == "empty" && !config_.peer.empty();
       fmt::print(
           "\n{:<8}{:>7}{:>13}{:>13}{:>14}{:>9}{}\n", kind, "ranks", "first", "whole", "per rank", "growth",
@@ -211,6 +219,34 @@ class Bench {
     fmt::print("\n");
     std::fflush(stdout);
     return each;
+  }
+
+  void row_of_death(int ranks) const {
+    std::vector<double> noticed;
+    for (int repeat = 0; repeat < config_.repeats; ++repeat) noticed.push_back(time_to_notice(ranks));
+    fmt::print("{:<8}{:>7}{:>10.1f} ms{:>10.1f} ms\n", "", ranks, median(noticed),
+               *std::max_element(noticed.begin(), noticed.end()));
+    std::fflush(stdout);
+  }
+
+  // Milliseconds from the death of one rank until all others have noticed it.
+  double time_to_notice(int ranks) const {
+    std::ofstream(scratch_.arrivals(), std::ios::trunc).flush();
+    const int output = open(scratch_.output().c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+    const std::string command =
+        fmt::format("'{}' launch -n {} --no-prefix --grace 60 -- '{}' --death '{}'", config_.penstock, ranks,
+                    folder_ + "/launch_bench_rank", scratch_.arrivals().string());
+    const pid_t child = start(command, output);
+    close(output);
+    waitpid(child, nullptr, 0);  // with the exit code of a killed rank
+    std::ifstream file(scratch_.arrivals());
+    std::vector<std::int64_t> times;  // the first one is that of the death
+    for (std::int64_t ns = 0; file >> ns;) times.push_back(ns);
+    if (static_cast<int>(times.size()) != ranks)
+      throw std::runtime_error(fmt::format("{} of {} ranks noticed the death of the last: {}\n{}",
+                                           times.empty() ? 0 : times.size() - 1, ranks - 1, command,
+                                           contents(scratch_.output())));
+    return static_cast<double>(*std::max_element(times.begin(), times.end()) - times.front()) / 1e6;
   }
 
   static double ratio(const std::vector<double>& ours, const std::vector<double>& peer) {
@@ -264,9 +300,10 @@ int main(int argc, char** argv) {
   app.add_option("--ranks", config.ranks, "numbers of ranks, separated by commas")
       ->delimiter(',')
       ->check(CLI::Range(1, 1024));
-  app.add_option("--start", config.starts, "what is started: empty, barrier, train")
+  app.add_option("--start", config.starts,
+                 "what is started: empty, barrier, train; or death: how soon a death is noticed")
       ->delimiter(',')
-      ->check(CLI::IsMember({"empty", "barrier", "train"}));
+      ->check(CLI::IsMember({"empty", "barrier", "train", "death"}));
   app.add_option("--repeats", config.repeats, "launches of each kind")->check(CLI::PositiveNumber);
   app.add_option("--penstock", config.penstock, "path of penstock (default: beside this program)");
   app.add_option("--peer", config.peer, "command of torchrun: \"python3 -m torch.distributed.run\"");

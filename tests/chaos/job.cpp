@@ -88,7 +88,8 @@ void Job::start(const std::string& name, const fs::path& configuration, const fs
         entries["LOCAL_WORLD_SIZE"] = "1";
         entries["MASTER_ADDR"] = Cable::address_of(0);
         entries["MASTER_PORT"] = kPort;
-        entries["PENSTOCK_SECRET"] = "of-" + mark_.substr(mark_.find('=') + 1);  // no launcher makes one
+        // No launcher makes one; 16 characters at least, however short the numbers are.
+        entries["PENSTOCK_SECRET"] = "the-secret-of-" + mark_.substr(mark_.find('=') + 1);
         // Two hosts have two disks.
         entries["TMPDIR"] = (folder_ / "tmp" / std::to_string(rank)).string();
         fs::create_directories(entries["TMPDIR"]);

@@ -179,7 +179,10 @@ class Cluster {
     std::ofstream conf(folder_.path / "slurm.conf");
     conf << "ClusterName=penstock\n"
          << "SlurmctldHost=" << host_ << "(127.0.0.1)\n"
-         << "SlurmUser=" << user << "SlurmdUser=" << user << "SlurmctldPort=" << port << "\n"
+         << "SlurmUser=" << user << "SlurmdUser=" << user << "SlurmctldPort=" << port
+         << "\n"
+         // The script derives the port where ranks meet from the number of the job: not that of another test.
+         << "FirstJobId=" << 1 + port % 11'000 << "\n"
          << "AuthType=auth/munge\nCredType=cred/munge\nAuthInfo=socket=" << folder << "/munge/socket\n"
          << "SlurmctldPidFile=" << folder << "/slurmctld.pid\n"
          << "SlurmdPidFile=" << folder << "/slurmd-%n.pid\n"

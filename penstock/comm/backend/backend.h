@@ -8,11 +8,13 @@
 #include <ATen/ATen.h>
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "penstock/comm/rendezvous/store.h"
+#include "penstock/comm/secure/sha256.h"
 #include "penstock/comm/transport/transfer.h"
 #include "penstock/reduce_op.h"
 
@@ -64,6 +66,10 @@ struct BackendOptions {
   std::chrono::milliseconds timeout{};
   std::string address = "127.0.0.1";  // Gloo: where this rank listens, unless GLOO_SOCKET_IFNAME is set
   int device_index = 0;               // NCCL: the GPU of this rank
+  // Gloo: what the member at position `from` sends to the one at `to` when they have connected, and nobody
+  // else knows. Not set: nothing is sent, and whoever has connected is believed.
+  std::function<Digest(int from, int to)> proof;
+  bool new_device = false;  // Gloo: do not share the sockets' thread with the groups that there are
 };
 
 // Gloo, for CPU tensors. Collective over the members of the group that `store` belongs to.

@@ -15,14 +15,18 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstring>
 #include <future>
 #include <map>
 #include <mutex>
+#include <stdexcept>
+#include <string_view>
 #include <tuple>
 
 #include "penstock/base/env.h"
 #include "penstock/base/exception_text.h"
 #include "penstock/comm/backend/c10d_backend.h"
+#include "penstock/comm/secure/sha256.h"
 #include "penstock/errors.h"
 
 namespace penstock::comm {
@@ -40,6 +44,9 @@ class OpenGloo final : public c10d::ProcessGroupGloo {
   using ProcessGroupGloo::ProcessGroupGloo;
   gloo::Context& context() { return *contexts_.front(); }
 };
+
+// The highest byte separates these from the slots of Gloo's own collectives, which use small numbers there.
+constexpr std::uint64_t kTransferSlots = 0x70ull << 56, kProofSlot = 0x71ull << 56;
 
 class GlooPointToPoint final : public Transfer {
  public:
@@ -134,6 +141,37 @@ class GlooBackend final : public C10dBackend {
     return start(tensor, false, peer, key);
   }
 
+  // Exchanges the proofs of all members. Throws CommError if another one arrives, a backend's exception if a
+  // connection ends or says nothing in time.
+  void prove_membership(const BackendOptions& options) {
+    struct Exchange {
+      Exchange(gloo::Context& context, const Digest& own)
+          : sent(at::empty({static_cast<std::int64_t>(own.size())}, at::kByte)),
+            received(at::zeros_like(sent)),
+            send(context, sent, true),
+            recv(context, received, false) {
+        std::memcpy(sent.data_ptr(), own.data(), own.size());
+      }
+      at::Tensor sent, received;
+      GlooPointToPoint send, recv;
+    };
+    std::map<int, Exchange> exchanges;  // by position
+    for (int peer = 0; peer < options.size; ++peer)
+      if (peer != options.axis_rank)
+        exchanges.try_emplace(peer, context_, options.proof(options.axis_rank, peer));
+    for (auto& [peer, exchange] : exchanges) exchange.recv.start(peer, kProofSlot);
+    for (auto& [peer, exchange] : exchanges) exchange.send.start(peer, kProofSlot);
+    const auto deadline = Clock::now() + options.timeout;
+    for (auto& [peer, exchange] : exchanges) {
+      if (exchange.recv.wait(deadline) != WaitResult::Done ||
+          exchange.send.wait(deadline) != WaitResult::Done)
+        throw std::runtime_error(fmt::format("the member at position {} does not answer", peer));
+      const std::string_view said(static_cast<const char*>(exchange.received.data_ptr()), kDigestBytes);
+      if (!equal_in_constant_time(said, as_text(options.proof(peer, options.axis_rank))))
+        throw std::runtime_error(fmt::format("what answers for the member at position {} is none", peer));
+    }
+  }
+
   void abandon() noexcept override {
     // Its destructor would wait for collectives that can no longer end. The process is about to fail anyway,
     // so the group stays alive until exit.
@@ -148,9 +186,7 @@ class GlooBackend final : public C10dBackend {
  private:
   TransferPtr start(const at::Tensor& tensor, bool sends, int peer, std::uint64_t key) {
     auto transfer = std::make_shared<GlooPointToPoint>(context_, tensor, sends);
-    // The highest byte separates these from the slots of Gloo's own collectives, which use small numbers
-    // there.
-    transfer->start(peer, 0x70ull << 56 | key);
+    transfer->start(peer, kTransferSlots | key);
     return transfer;
   }
 
@@ -165,7 +201,8 @@ std::shared_ptr<gloo::transport::Device> make_device(const std::string& interfac
                            : Gloo::createDeviceForInterface(interface);
 }
 
-// Returns the device whose thread serves the sockets of every group of this process.
+// Returns the device whose thread serves the sockets of every group of this process; from now on a new one if
+// `renew`.
 //
 // A sender holds a lock that this thread needs, and without the lock the thread spins instead of sleeping. If
 // a send wakes the thread on the sender's own core and it preempts the sender at once, both make no progress
@@ -173,14 +210,14 @@ std::shared_ptr<gloo::transport::Device> make_device(const std::string& interfac
 // (SCHED_BATCH): it runs when the sender waits, or on another core. There is only one such thread, because
 // waking a second one makes the scheduler choose again.
 std::shared_ptr<gloo::transport::Device> shared_device(const std::string& interface,
-                                                       const std::string& address) {
+                                                       const std::string& address, bool renew) {
   static std::mutex mutex;
   // By process: a forked process lacks the thread.
   static std::map<std::tuple<pid_t, std::string, std::string>, std::weak_ptr<gloo::transport::Device>>
       devices;
   const std::lock_guard lock(mutex);
   auto& known = devices[{getpid(), interface, address}];
-  if (auto device = known.lock()) return device;
+  if (auto device = known.lock(); device && !renew) return device;
   // A thread inherits the policy of the thread that starts it; a temporary one keeps the caller's policy
   // unchanged.
   auto device = std::async(std::launch::async, [&] {
@@ -209,9 +246,18 @@ std::shared_ptr<Backend> make_gloo_backend(const Store& store, const BackendOpti
   auto c10d_store = store.for_c10d();
   c10d_store->setTimeout(options.timeout);
   try {
-    gloo->devices.push_back(shared_device(interface, options.address));
-    return std::make_shared<GlooBackend>(
+    gloo->devices.push_back(shared_device(interface, options.address, options.new_device));
+    auto backend = std::make_shared<GlooBackend>(
         c10::make_intrusive<OpenGloo>(c10d_store, options.axis_rank, options.size, gloo));
+    if (options.proof) {
+      try {
+        backend->prove_membership(options);
+      } catch (...) {
+        backend->abandon();
+        throw;
+      }
+    }
+    return backend;
   } catch (const Error&) {
     throw;  // from the store, which knows more
   } catch (const std::exception& error) {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <condition_variable>
 #include <exception>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -16,10 +17,12 @@
 #include "penstock/base/describe.h"
 #include "penstock/base/env.h"
 #include "penstock/base/exception_text.h"
+#include "penstock/base/log.h"
 #include "penstock/base/text.h"
 #include "penstock/comm/group/stall_watch.h"
 #include "penstock/comm/group/work_state.h"
 #include "penstock/comm/launch/launch_env.h"
+#include "penstock/comm/secure/secret.h"
 #include "penstock/errors.h"
 
 namespace penstock::comm {
@@ -42,14 +45,14 @@ P2PTransport resolve(P2PTransport wanted) {
                                                                       : P2PTransport::Gloo;
 }
 
-// Runs `build` on a thread of its own, so that the deadline and the loss of a rank end the wait for it: Gloo
-// itself waits five times its timeout for a connection that a member never makes. A build that has been given
-// up may go on until then; it owns what it uses.
+// Runs `build` on a thread of its own, so that the deadline, the loss of a rank and `given_up` end the wait
+// for it: Gloo itself waits five times its timeout for a connection that a member never makes. A build that
+// has been given up may go on until then; it owns what it uses. Returns an empty result if `given_up` said
+// so.
 template <class Build>
 auto built_in_time(const GroupState& group, Clock::time_point deadline, const std::string& what,
-                   Build build) {
+                   const std::function<bool()>& given_up, Build build) {
   using Result = std::invoke_result_t<Build>;
-  if (group.ranks.size() == 1) return build();
   struct Progress {
     std::mutex mutex;
     std::condition_variable ended;
@@ -74,9 +77,15 @@ auto built_in_time(const GroupState& group, Clock::time_point deadline, const st
     progress->ended.notify_all();
   }).detach();
   constexpr auto kLook = std::chrono::milliseconds(100);
-  std::unique_lock lock(progress->mutex);
-  while (!progress->ended.wait_until(lock, std::min(deadline, Clock::now() + kLook),
+  for (;;) {
+    {
+      std::unique_lock lock(progress->mutex);
+      if (progress->ended.wait_until(lock, std::min(deadline, Clock::now() + kLook),
                                      [&] { return progress->done; })) {
+        if (progress->error) std::rethrow_exception(progress->error);
+        return std::move(progress->result);
+      }
+    }
     CommContext context;
     context.rank = group.own_rank();
     context.operation = "new_group";
@@ -91,9 +100,8 @@ auto built_in_time(const GroupState& group, Clock::time_point deadline, const st
               "packets: check that every member is running and that no firewall is between them",
               what),
           context);
+    if (given_up()) return Result{};
   }
-  if (progress->error) std::rethrow_exception(progress->error);
-  return std::move(progress->result);
 }
 
 // A Gloo connection is complete on one side before it is on the other: a member that leaves at once would be
@@ -101,6 +109,68 @@ auto built_in_time(const GroupState& group, Clock::time_point deadline, const st
 void await_members(const Store& store, int size, Clock::time_point deadline) {
   if (store.add("connected", 1) == size) store.set("all_connected", "1");
   store.get("all_connected", deadline, "members that are still connecting");
+}
+
+// A port of Gloo takes whoever connects first. A stranger that does so takes the place of a member, which is
+// then refused, or talks to nobody. So the members prove to each other that they are members, and if one of
+// them does not come to that in time, all connect again, at other ports and with twice the time.
+std::shared_ptr<Backend> connect_gloo(const GroupState& group, BackendOptions options, const std::string& key,
+                                      Clock::time_point deadline) {
+  // A stranger would have to be there first every time, within milliseconds.
+  constexpr int kAttempts = 16;
+  // Enough for a few hosts; a big group on a busy machine has it in one of the later attempts.
+  constexpr std::chrono::milliseconds kShortest{1000}, kLongest{5000};
+  auto patience = std::clamp<std::chrono::milliseconds>(group.timeout / 8, kShortest, kLongest);
+  const WorldCore& core = *group.world;
+  if (options.size == 1) return make_gloo_backend(core.store.with_prefix(key + "/gloo"), options);
+  const JobKey secret(rendezvous_secret(core.env));
+  for (int attempt = 0;; ++attempt, patience *= 2) {
+    const std::string place = fmt::format("{}/gloo{}", key, attempt);
+    const Store store = core.store.with_prefix(place);
+    options.new_device = attempt > 0;
+    options.proof = [secret, place](int from, int to) {
+      return secret.digest("a member of a group", fmt::format("{} {} {}", place, from, to));
+    };
+    std::shared_ptr<Backend> backend;
+    std::exception_ptr error;
+    const auto fail = [&](const std::string& why) {
+      store.set("failed", fmt::format("rank {}: {}", group.own_rank(), why));
+    };
+    const auto given_up = [&, until = Clock::now() + patience] {
+      if (store.has("failed")) return true;
+      if (Clock::now() < until) return false;
+      fail(fmt::format("not connected within {:.0f} s", std::chrono::duration<double>(patience).count()));
+      return true;
+    };
+    try {
+      backend = built_in_time(group, deadline, "Gloo connections to the members", given_up,
+                              [store, options] { return make_gloo_backend(store, options); });
+    } catch (const PeerLostError&) {
+      throw;
+    } catch (const TimeoutError&) {
+      throw;
+    } catch (const std::exception& failure) {
+      error = std::current_exception();
+      fail(first_line(without_backtrace(failure.what())));
+    }
+    await_members(store, options.size, deadline);
+    const auto failed = store.try_get("failed");
+    if (!failed) return backend;
+    // Not destroyed: that may wait for a thread of Gloo that waits for the rest of what a stranger has sent.
+    if (backend) backend->abandon();
+    if (attempt + 1 < kAttempts) {
+      if (group.axis_rank == 0)
+        log().warn("comm: the members of group {} connect again ({})", group.common_name(),
+                   failed->substr(0, failed->find(';')));
+      continue;
+    }
+    if (error) std::rethrow_exception(error);
+    CommContext context;
+    context.rank = group.own_rank();
+    context.operation = "new_group";
+    context.group = group.name;
+    throw CommError(fmt::format("the members of the group could not connect: {}", *failed), context);
+  }
 }
 
 // Connects this rank by shared memory to the members on its host; each host has a transport of its own.
@@ -134,15 +204,14 @@ void open_backends(GroupState& group, P2PTransport p2p, const std::string& key, 
   if (core.fake) {
     group.cpu = group.cuda = make_fake_backend(options);
   } else {
-    if (gloo_available())
-      group.cpu = built_in_time(group, deadline, "Gloo connections to the members",
-                                [store = core.store.with_prefix(key + "/gloo"), options] {
-                                  return make_gloo_backend(store, options);
-                                });
+    if (gloo_available()) group.cpu = connect_gloo(group, options, key, deadline);
     if (core.own_gpus) group.cuda = make_nccl_backend(core.store.with_prefix(key + "/nccl"), options);
     if (resolve(p2p) == P2PTransport::Ucx && options.size > 1) open_ucx(group, key, deadline);
   }
-  if (!core.fake && options.size > 1) await_members(core.store.with_prefix(key), options.size, deadline);
+  // Gloo's members have waited for each other.
+  const bool only_gloo = gloo_available() && !group.cuda && !group.ucx_within_hosts;
+  if (!core.fake && options.size > 1 && !only_gloo)
+    await_members(core.store.with_prefix(key), options.size, deadline);
   if (group.cpu) group.cpu_can = group.cpu->abilities();
   if (group.cuda) group.cuda_can = group.cuda->abilities();
 }

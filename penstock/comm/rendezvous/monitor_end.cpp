@@ -98,8 +98,9 @@ void MonitorHub::joined(SecureServer::Id peer, int rank) {
     return;
   }
   peers_[peer] = {.rank = rank, .heard = Clock::now()};
-  // A rank that joins after a loss must also be notified of it.
-  for (const Notice& old : spread_) server_->send(peer, old.to_bytes());
+  // A rank that joins after a loss must also be notified of it. If it is lost meanwhile, the list grows.
+  const std::vector<Notice> known_losses = spread_;
+  for (const Notice& old : known_losses) server_->send(peer, old.to_bytes());
 }
 
 void MonitorHub::received(SecureServer::Id peer, std::string_view payload) {

@@ -66,6 +66,7 @@ class Executor final : public CompiledGraph {
     std::size_t views = 0;    // of both, those that are normally made without their operator
     std::size_t reuses = 0;   // of both, those that may overwrite an argument
     std::size_t kernels = 0;  // of both, those that may compute without their operator
+    std::size_t generated = 0;  // generated code in place of operators
   };
   const Counts& counts() const { return counts_; }
 

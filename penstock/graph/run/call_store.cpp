@@ -114,8 +114,8 @@ std::string text_difference(const std::string& now, const std::string& then) {
   }
 }
 
-// The options that change a capture or what is compiled of it. Not `recapture`, `log` and `verify_passes`,
-// which do not, and not those of the compilers, which are fields of their own. `passes`: names and versions
+// The options that change a capture or what is compiled of it. Not `recapture`, `log`, `verify_passes` and
+// `compile_check`, which do not, and not those of the compilers, which are fields of their own. `passes`: names and versions
 // of those that run, which disable_passes decides.
 std::string option_fields(const CompileOptions& options, const std::string& passes) {
   ByteWriter out;
@@ -131,6 +131,7 @@ std::string option_fields(const CompileOptions& options, const std::string& pass
   out.flag(options.keep_input_mutations);
   out.flag(options.explicit_random_states);
   out.flag(options.effect_tokens);
+  out.flag(options.compile_exact);
   out.count(options.dynamic.dims.size());
   for (const DynamicDim& dim : options.dynamic.dims) {
     out.text(std::holds_alternative<std::size_t>(dim.input.get())

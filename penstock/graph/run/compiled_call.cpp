@@ -114,14 +114,20 @@ CompiledCall::CompiledCall(PartitionedCapture capture, const CompilerChoice& com
   if (has_states(StateKind::Generator))
     graph_wrappers_.push_back(std::make_shared<const RandomNumbers>(function.joint));
   const bool inference = function.joint.tangents.empty();
+  const auto with_options = [&](CompileRequest request) {
+    request.exact = options.exact;
+    request.check = options.check;
+    return request;
+  };
   forward_ = std::make_shared<const CompiledHalf>(
       partitioned_.halves.forward,
-      forward_request(partitioned_, inference ? GraphRole::Inference : GraphRole::Forward),
+      with_options(forward_request(partitioned_, inference ? GraphRole::Inference : GraphRole::Forward)),
       inference ? compilers.inference : compilers.forward, graph_wrappers_, std::move(options.code.forward),
       CompileBackward::AtOnce);
   if (!inference)
     backward_ = std::make_shared<const CompiledHalf>(
-        partitioned_.halves.backward, backward_request(partitioned_), compilers.backward, graph_wrappers_,
+        partitioned_.halves.backward, with_options(backward_request(partitioned_)), compilers.backward,
+        graph_wrappers_,
         std::move(options.code.backward), options.compile_backward);
   Call graphs = [call = c10::make_intrusive<GraphCall>(
                      partitioned_, CompiledHalves{CompiledHalf::runnable(forward_),

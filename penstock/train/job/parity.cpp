@@ -227,6 +227,7 @@ TrainConfig one_process(const TrainConfig& config) {
   std::erase(one.model.pattern, '|');
   // Graphs must not change anything: what they are compared with runs operator by operator.
   one.training.compile = "off";
+  one.training.compile_exact = one.training.compile_check = false;
   one.training.artifact.clear();
   one.training.disable_passes.clear();
   one.training.activation_budget = TrainingConfig().activation_budget;

@@ -14,76 +14,112 @@ namespace penstock::graph {
 namespace {
 
 // What all kernels use. No names of the C library: the code is compiled without headers.
-constexpr std::string_view kPrelude = R"cpp(typedef __INT64_TYPE__ i64;
-typedef __INT32_TYPE__ i32;
-typedef __INT16_TYPE__ i16;
-typedef __INT8_TYPE__ i8;
-typedef __UINT32_TYPE__ u32;
-typedef __UINT16_TYPE__ u16;
-typedef __UINT8_TYPE__ u8;
+constexpr std::string_view kPrelude =
+    R"cpp(typedef __INT64_TYPE__ i64;
+          typedef __INT32_TYPE__ i32;
+          typedef __INT16_TYPE__ i16;
+          typedef __INT8_TYPE__ i8;
+          typedef __UINT32_TYPE__ u32;
+          typedef __UINT16_TYPE__ u16;
+          typedef __UINT8_TYPE__ u8;
 #define INLINE static inline __attribute__((always_inline))
-INLINE u32 bits_of(float x) { u32 b; __builtin_memcpy(&b, &x, 4); return b; }
-INLINE float float_of(u32 b) { float x; __builtin_memcpy(&x, &b, 4); return x; }
-INLINE float from_bfloat16(u16 h) { return float_of((u32)h << 16); }
-INLINE u16 to_bfloat16(float x) {
-  const u32 b = bits_of(x);
-  return (u16)(x != x ? 0x7fc0u : (b + 0x7fffu + ((b >> 16) & 1u)) >> 16);
-}
-INLINE float from_half(u16 h) {
-  const u32 w = (u32)h << 16, sign = w & 0x80000000u, twice = w + w;
-  const float normal = float_of((twice >> 4) + (0xe0u << 23)) * 0x1.0p-112f;
-  const float small = float_of((twice >> 17) | (126u << 23)) - 0.5f;
-  return float_of(sign | (twice < (1u << 27) ? bits_of(small) : bits_of(normal)));
-}
-INLINE u16 to_half(float x) {
-  const float base = (__builtin_fabsf(x) * 0x1.0p+112f) * 0x1.0p-110f;
-  const u32 w = bits_of(x), twice = w + w, sign = w & 0x80000000u;
-  const u32 exponent = twice & 0xff000000u, bias = exponent < 0x71000000u ? 0x71000000u : exponent;
-  const u32 b = bits_of(float_of((bias >> 1) + 0x07800000u) + base);
-  const u32 rest = ((b >> 13) & 0x7c00u) + (b & 0xfffu);
-  return (u16)((sign >> 16) | (twice > 0xff000000u ? 0x7e00u : rest));
-}
-INLINE float power_of_two(i32 n) { return float_of((u32)(n + 127) << 23); }
-INLINE float exp_of(float given) {
-  const float low = given < -104.0f ? -104.0f : given, x = low > 89.0f ? 89.0f : low;
-  const float t = x * 1.44269504f + 12582912.0f, n = t - 12582912.0f;
-  const i32 k = (i32)bits_of(t) - 0x4b400000, half = k >> 1;
-  const float r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
-  const float p = ((((1.9875691500e-4f * r + 1.3981999507e-3f) * r + 8.3334519073e-3f) * r +
-                    4.1665795894e-2f) * r + 1.6666665459e-1f) * r + 5.0000001201e-1f;
-  return ((p * (r * r) + r) + 1.0f) * power_of_two(half) * power_of_two(k - half);
-}
-INLINE float log_of(float x) {
-  const bool tiny = x < 1.17549435e-38f;
-  const u32 b = bits_of(tiny ? x * 8388608.0f : x);
-  const float m = float_of((b & 0x007fffffu) | 0x3f000000u);
-  const bool lower = m < 0.707106781f;
-  const float e = (float)((i32)(b >> 23) - (lower ? 127 : 126) - (tiny ? 23 : 0));
-  const float r = lower ? (m + m) - 1.0f : m - 1.0f, z = r * r;
-  const float p = ((((((((7.0376836292e-2f * r - 1.1514610310e-1f) * r + 1.1676998740e-1f) * r -
-                        1.2420140846e-1f) * r + 1.4249322787e-1f) * r - 1.6668057665e-1f) * r +
-                     2.0000714765e-1f) * r - 2.4999993993e-1f) * r + 3.3333331174e-1f) * r * z;
-  const float y = (r + ((p + -2.12194440e-4f * e) - 0.5f * z)) + 0.693359375f * e;
-  const float finite = x == 0.0f ? -__builtin_inff() : (x < 0.0f ? __builtin_nanf("") : y);
-  return (x == __builtin_inff()) | (x != x) ? x : finite;
-}
-INLINE float tanh_of(float x) {
-  const float a = __builtin_fabsf(x), z = x * x;
-  const float p = ((((-5.70498872745e-3f * z + 2.06390887954e-2f) * z - 5.37397155531e-2f) * z +
-                    1.33314422036e-1f) * z - 3.33332819422e-1f) * z * x + x;
-  const float y = 1.0f - 2.0f / (exp_of(a + a) + 1.0f);
-  return a < 0.625f ? p : (x < 0.0f ? -y : y);
-}
-INLINE float sigmoid_of(float x) { return 1.0f / (1.0f + exp_of(-x)); }
-INLINE float erf_of(float given) {
-  const float low = given < -4.0f ? -4.0f : given, x = low > 4.0f ? 4.0f : low, z = x * x;
-  const float p = (((((-2.72614225801306e-10f * z + 2.77068142495902e-08f) * z - 2.10102402082508e-06f) * z -
-                     5.69250639462346e-05f) * z - 7.34990630326855e-04f) * z - 2.95459980854025e-03f) * z -
-                  1.60960333262415e-02f;
-  const float q = (((-1.45660718464996e-05f * z - 2.13374055278905e-04f) * z - 1.68282697438203e-03f) * z -
-                   7.37332916720468e-03f) * z - 1.42647390514189e-02f;
-  return x * p / q;
-}
+          INLINE u32 bits_of(float x) {
+            u32 b;
+            __builtin_memcpy(&b, &x, 4);
+            return b;
+          }
+          INLINE float float_of(u32 b) {
+            float x;
+            __builtin_memcpy(&x, &b, 4);
+            return x;
+          }
+          INLINE float from_bfloat16(u16 h) { return float_of((u32)h << 16); }
+          INLINE u16 to_bfloat16(float x) {
+            const u32 b = bits_of(x);
+            return (u16)(x != x ? 0x7fc0u : (b + 0x7fffu + ((b >> 16) & 1u)) >> 16);
+          }
+          INLINE float from_half(u16 h) {
+            const u32 w = (u32)h << 16, sign = w & 0x80000000u, twice = w + w;
+            const float normal = float_of((twice >> 4) + (0xe0u << 23)) * 0x1.0p-112f;
+            const float small = float_of((twice >> 17) | (126u << 23)) - 0.5f;
+            return float_of(sign | (twice < (1u << 27) ? bits_of(small) : bits_of(normal)));
+          }
+          INLINE u16 to_half(float x) {
+            const float base = (__builtin_fabsf(x) * 0x1.0p+112f) * 0x1.0p-110f;
+            const u32 w = bits_of(x), twice = w + w, sign = w & 0x80000000u;
+            const u32 exponent = twice & 0xff000000u, bias = exponent < 0x71000000u ? 0x71000000u : exponent;
+            const u32 b = bits_of(float_of((bias >> 1) + 0x07800000u) + base);
+            const u32 rest = ((b >> 13) & 0x7c00u) + (b & 0xfffu);
+            return (u16)((sign >> 16) | (twice > 0xff000000u ? 0x7e00u : rest));
+          }
+          INLINE float power_of_two(i32 n) { return float_of((u32)(n + 127) << 23); }
+          INLINE float exp_of(float given) {
+            const float low = given < -104.0f ? -104.0f : given, x = low > 89.0f ? 89.0f : low;
+            const float t = x * 1.44269504f + 12582912.0f, n = t - 12582912.0f;
+            const i32 k = (i32)bits_of(t) - 0x4b400000, half = k >> 1;
+            const float r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+            const float p =
+                ((((1.9875691500e-4f * r + 1.3981999507e-3f) * r + 8.3334519073e-3f) * r + 4.1665795894e-2f) *
+                     r +
+                 1.6666665459e-1f) *
+                    r +
+                5.0000001201e-1f;
+            return ((p * (r * r) + r) + 1.0f) * power_of_two(half) * power_of_two(k - half);
+          }
+          INLINE float log_of(float x) {
+            const bool tiny = x < 1.17549435e-38f;
+            const u32 b = bits_of(tiny ? x * 8388608.0f : x);
+            const float m = float_of((b & 0x007fffffu) | 0x3f000000u);
+            const bool lower = m < 0.707106781f;
+            const float e = (float)((i32)(b >> 23) - (lower ? 127 : 126) - (tiny ? 23 : 0));
+            const float r = lower ? (m + m) - 1.0f : m - 1.0f, z = r * r;
+            const float p = ((((((((7.0376836292e-2f * r - 1.1514610310e-1f) * r + 1.1676998740e-1f) * r -
+                                  1.2420140846e-1f) *
+                                     r +
+                                 1.4249322787e-1f) *
+                                    r -
+                                1.6668057665e-1f) *
+                                   r +
+                               2.0000714765e-1f) *
+                                  r -
+                              2.4999993993e-1f) *
+                                 r +
+                             3.3333331174e-1f) *
+                            r * z;
+            const float y = (r + ((p + -2.12194440e-4f * e) - 0.5f * z)) + 0.693359375f * e;
+            const float finite = x == 0.0f ? -__builtin_inff() : (x < 0.0f ? __builtin_nanf("") : y);
+            return (x == __builtin_inff()) | (x != x) ? x : finite;
+          }
+          INLINE float tanh_of(float x) {
+            const float a = __builtin_fabsf(x), z = x * x;
+            const float p = ((((-5.70498872745e-3f * z + 2.06390887954e-2f) * z - 5.37397155531e-2f) * z +
+                              1.33314422036e-1f) *
+                                 z -
+                             3.33332819422e-1f) *
+                                z * x +
+                            x;
+            const float y = 1.0f - 2.0f / (exp_of(a + a) + 1.0f);
+            return a < 0.625f ? p : (x < 0.0f ? -y : y);
+          }
+          INLINE float sigmoid_of(float x) { return 1.0f / (1.0f + exp_of(-x)); }
+          INLINE float erf_of(float given) {
+            const float low = given < -4.0f ? -4.0f : given, x = low > 4.0f ? 4.0f : low, z = x * x;
+            const float p =
+                (((((-2.72614225801306e-10f * z + 2.77068142495902e-08f) * z - 2.10102402082508e-06f) * z -
+                   5.69250639462346e-05f) *
+                      z -
+                  7.34990630326855e-04f) *
+                     z -
+                 2.95459980854025e-03f) *
+                    z -
+                1.60960333262415e-02f;
+            const float q =
+                (((-1.45660718464996e-05f * z - 2.13374055278905e-04f) * z - 1.68282697438203e-03f) * z -
+                 7.37332916720468e-03f) *
+                    z -
+                1.42647390514189e-02f;
+            return x * p / q;
+          }
 )cpp";
 
 std::string_view memory_type(ElementType type) {
@@ -104,7 +140,8 @@ std::string number_text(const LoopInstruction& number) {
   const bool single = number.type == ElementType::Float;
   const char* suffix = single ? "f" : "";
   if (std::isnan(number.number)) return fmt::format("__builtin_nan{}(\"\")", suffix);
-  if (std::isinf(number.number)) return fmt::format("{}__builtin_inf{}()", number.number < 0 ? "-" : "", suffix);
+  if (std::isinf(number.number))
+    return fmt::format("{}__builtin_inf{}()", number.number < 0 ? "-" : "", suffix);
   return fmt::format("{:a}{}", number.number, suffix);
 }
 
@@ -117,7 +154,7 @@ constexpr std::int64_t kLongestSum = 4096;       // of one float
 constexpr std::int64_t kRowsOfOneSum = 128;      // the same, of Columns
 constexpr std::int64_t kScratchBytes = 1 << 18;  // on the stack of a thread, in total
 constexpr std::size_t kNotKept = std::numeric_limits<std::size_t>::max();
-constexpr int kCheapToRepeat = 4;                // cost of what is computed again instead of kept
+constexpr int kCheapToRepeat = 4;  // cost of what is computed again instead of kept
 
 // At which pass over its row an instruction is known, and what each pass computes.
 struct RowPasses {
@@ -136,9 +173,9 @@ struct RowPasses {
     for (const LoopStore& store : kernel.stores) {
       const auto value = static_cast<std::size_t>(store.value);
       const LoopBuffer& buffer = kernel.buffers[store.buffer];
-      const bool moves = std::any_of(
-          buffer.strides.begin() + static_cast<std::ptrdiff_t>(kernel.first_inner_dim()), buffer.strides.end(),
-          [](std::int64_t stride) { return stride != 0; });
+      const bool moves =
+          std::any_of(buffer.strides.begin() + static_cast<std::ptrdiff_t>(kernel.first_inner_dim()),
+                      buffer.strides.end(), [](std::int64_t stride) { return stride != 0; });
       if (moves)
         stores[depth[value]].push_back(store);
       else
@@ -149,7 +186,8 @@ struct RowPasses {
 
   bool has_loop(std::size_t pass) const { return !reductions[pass].empty() || !stores[pass].empty(); }
 
-  // Varying instructions that a pass computes, in order; those that an earlier pass has kept are not computed.
+  // Varying instructions that a pass computes, in order; those that an earlier pass has kept are not
+  // computed.
   std::vector<std::size_t> computed_in(std::size_t pass, bool with_kept = true) const {
     std::vector<char> needed(depth.size(), 0);
     const auto need = [&](int value) {
@@ -182,7 +220,7 @@ struct RowPasses {
   std::vector<std::vector<std::size_t>> reductions;  // by pass
   std::vector<std::vector<LoopStore>> stores;        // the same
   std::vector<LoopStore> once;                       // one number for each row
-  std::vector<std::size_t> kept_in;                  // by instruction: the pass that keeps its values for later ones
+  std::vector<std::size_t> kept_in;  // by instruction: the pass that keeps its values for later ones
 
  private:
   // Cost of computing a varying value from what does not vary and from loads.
@@ -234,8 +272,8 @@ struct RowPasses {
     drop_unused();
   }
 
-  // What is kept must be computed by the pass that keeps it, and used by a later one; keeping another value may
-  // have changed that.
+  // What is kept must be computed by the pass that keeps it, and used by a later one; keeping another value
+  // may have changed that.
   void drop_unused() {
     for (bool changed = true; changed;) {
       changed = false;
@@ -310,9 +348,11 @@ class FunctionEmitter {
       if (d == first) {
         line(fmt::format("const i64 {} = {};", index[d], rest));
       } else {
-        line(fmt::format("const i64 {} = {} % {}ll;", index[d], rest, std::max<std::int64_t>(1, kernel_.sizes[d])));
+        line(fmt::format("const i64 {} = {} % {}ll;", index[d], rest,
+                         std::max<std::int64_t>(1, kernel_.sizes[d])));
         const std::string next = fmt::format("{}r{}", name, d);
-        line(fmt::format("const i64 {} = {} / {}ll;", next, rest, std::max<std::int64_t>(1, kernel_.sizes[d])));
+        line(fmt::format("const i64 {} = {} / {}ll;", next, rest,
+                         std::max<std::int64_t>(1, kernel_.sizes[d])));
         rest = next;
       }
     }
@@ -322,7 +362,8 @@ class FunctionEmitter {
       for (std::size_t d = first; d < end; ++d)
         if (buffer.strides[d] != 0) offset += " + " + index_text(index[d], buffer.strides[d]);
       if (!more.empty() && buffer.strides.back() != 0)
-        offset += " + " + (buffer.strides.back() == 1 ? more : fmt::format("{} * {}ll", more, buffer.strides.back()));
+        offset += " + " +
+                  (buffer.strides.back() == 1 ? more : fmt::format("{} * {}ll", more, buffer.strides.back()));
       line(fmt::format("{}{}* const {}{} = {}{}{};", buffer.written ? "" : "const ", memory_type(buffer.type),
                        name, i, base, i, offset));
     }
@@ -370,19 +411,22 @@ class FunctionEmitter {
     const std::string_view suffix = instruction.type == ElementType::Double ? "" : "f";
     // Whole numbers narrower than int are computed as int.
     const auto cut = [&](const std::string& text) {
-      return is_whole_number(instruction.type) ? fmt::format("({})({})", value_type(instruction.type), text) : text;
+      return is_whole_number(instruction.type) ? fmt::format("({})({})", value_type(instruction.type), text)
+                                               : text;
     };
     switch (instruction.op) {
       case LoopOp::Load:
-        return loaded(instruction.buffer, base,
-                      index_text(variable, variable.empty() ? 0 : kernel_.buffers[instruction.buffer].strides.back()));
+        return loaded(
+            instruction.buffer, base,
+            index_text(variable, variable.empty() ? 0 : kernel_.buffers[instruction.buffer].strides.back()));
       case LoopOp::Number:
         return number_text(instruction);
       case LoopOp::Position:
         return "(i64)j";
       case LoopOp::Convert:
         return instruction.type == ElementType::Bool
-                   ? (kernel_.instructions[static_cast<std::size_t>(instruction.operands[0])].type == ElementType::Bool
+                   ? (kernel_.instructions[static_cast<std::size_t>(instruction.operands[0])].type ==
+                              ElementType::Bool
                           ? a()
                           : a() + " != 0")
                    : fmt::format("({}){}", value_type(instruction.type), a());
@@ -541,12 +585,14 @@ class FunctionEmitter {
     }
     std::string first = "0", end = fmt::format("{}ll", kernel_.sizes[last]);
     const bool has_float_sum = std::any_of(reductions.begin(), reductions.end(), [&](std::size_t i) {
-      return kernel_.instructions[i].op == LoopOp::RowSum && kernel_.instructions[i].type == ElementType::Float;
+      return kernel_.instructions[i].op == LoopOp::RowSum &&
+             kernel_.instructions[i].type == ElementType::Float;
     });
     if (has_float_sum && kernel_.sizes[last] > kLongestSum) {
       open(fmt::format("for (i64 c = 0; c < {0}ll; c += {1}ll)", kernel_.sizes[last], kLongestSum));
       ++opened;
-      line(fmt::format("const i64 e = c + {0}ll < {1}ll ? c + {0}ll : {1}ll;", kLongestSum, kernel_.sizes[last]));
+      line(fmt::format("const i64 e = c + {0}ll < {1}ll ? c + {0}ll : {1}ll;", kLongestSum,
+                       kernel_.sizes[last]));
       first = "c";
       end = "e";
     }
@@ -577,7 +623,8 @@ class FunctionEmitter {
       if (reduction.op == LoopOp::RowSum) {
         line(fmt::format("s{0} += {1};", i, v));
       } else {
-        line(fmt::format("m{0} = {1} {2} m{0} ? {1} : m{0};", i, v, reduction.op == LoopOp::RowMaximum ? ">" : "<"));
+        line(fmt::format("m{0} = {1} {2} m{0} ? {1} : m{0};", i, v,
+                         reduction.op == LoopOp::RowMaximum ? ">" : "<"));
         if (is_float(reduction.type)) line(fmt::format("n{0} |= (i32)({1} != {1});", i, v));
       }
     }
@@ -618,13 +665,15 @@ class FunctionEmitter {
     for (std::size_t i = 0; i < kernel_.instructions.size(); ++i)
       if (is_reduction(kernel_.instructions[i].op)) sums.push_back(i);
     open("for (i64 u = begin; u < end; ++u)");
-    line(fmt::format("const i64 c = u * {0}ll, n = {1}ll - c < {0}ll ? {1}ll - c : {0}ll;", kColumnBlock, columns));
+    line(fmt::format("const i64 c = u * {0}ll, n = {1}ll - c < {0}ll ? {1}ll - c : {0}ll;", kColumnBlock,
+                     columns));
     for (const std::size_t i : sums)
       line(fmt::format("{} t{}[{}] = {{}};", sum_type(kernel_.instructions[i].type), i, kColumnBlock));
     open(fmt::format("for (i64 f = 0; f < {}ll; f += {}ll)", rows, kRowsOfOneSum));
     line(fmt::format("const i64 l = f + {0}ll < {1}ll ? f + {0}ll : {1}ll;", kRowsOfOneSum, rows));
     for (const std::size_t i : sums)
-      line(fmt::format("alignas(64) {} s{}[{}] = {{}};", memory_type(kernel_.instructions[i].type), i, kColumnBlock));
+      line(fmt::format("alignas(64) {} s{}[{}] = {{}};", memory_type(kernel_.instructions[i].type), i,
+                       kColumnBlock));
     open("for (i64 r = f; r < l; ++r)");
     addresses(0, inner_, "r", "p", "q", "c");
     for (std::size_t i = 0; i < varies.size(); ++i)

@@ -39,8 +39,8 @@ class TemporaryFolder {
   TemporaryFolder() {
     std::string pattern = (fs::temp_directory_path() / "penstock-fused-XXXXXX").string();
     if (!::mkdtemp(pattern.data()))
-      throw StateError(fmt::format("graph: cannot make a folder {}: {}", pattern,
-                                   std::generic_category().message(errno)));
+      throw StateError(
+          fmt::format("graph: cannot make a folder {}: {}", pattern, std::generic_category().message(errno)));
     path_ = pattern;
   }
   ~TemporaryFolder() {
@@ -99,8 +99,7 @@ class OutputProcess {
     ::posix_spawnattr_setsigmask(&attributes, &none);
     ::posix_spawnattr_setsigdefault(&attributes, &defaults);
     ::posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF);
-    const int error =
-        ::posix_spawnp(&pid_, arguments[0], &actions, &attributes, arguments.data(), environ);
+    const int error = ::posix_spawnp(&pid_, arguments[0], &actions, &attributes, arguments.data(), environ);
     ::posix_spawnattr_destroy(&attributes);
     ::posix_spawn_file_actions_destroy(&actions);
     if (error != 0) {
@@ -148,10 +147,21 @@ std::vector<std::string> with(std::vector<std::string> flags, std::initializer_l
 
 // Results must not depend on what a compiler may do to expressions.
 std::vector<std::string> common_flags() {
-  return {"-x",         "c++",       "-std=c++17",        "-O3",
-          "-fPIC",      "-shared",   "-nostdlib",         "-ffp-contract=off",
-          "-fwrapv",    "-w",        "-fno-math-errno",   "-fno-trapping-math",
-          "-fopenmp-simd", "-fno-exceptions", "-fno-rtti"};
+  return {"-x",
+          "c++",
+          "-std=c++17",
+          "-O3",
+          "-fPIC",
+          "-shared",
+          "-nostdlib",
+          "-ffp-contract=off",
+          "-fwrapv",
+          "-w",
+          "-fno-math-errno",
+          "-fno-trapping-math",
+          "-fopenmp-simd",
+          "-fno-exceptions",
+          "-fno-rtti"};
 }
 
 // Sums with loops of the kinds that kernels have.
@@ -222,9 +232,10 @@ HostCompiler try_compilers(const std::string& asked) {
     problems += fmt::format("{}{}: {}", problems.empty() ? "" : "; ", candidate, compiler.problem);
   }
   compiler.path.clear();
-  compiler.problem = asked.empty() ? fmt::format("no C++ compiler works here ({}); install g++, or name one in "
-                                                 "PENSTOCK_CXX",
-                                                 problems)
+  compiler.problem = asked.empty() ? fmt::format(
+                                         "no C++ compiler works here ({}); install g++, or name one in "
+                                         "PENSTOCK_CXX",
+                                         problems)
                                    : fmt::format("PENSTOCK_CXX = {}: {}", quote(asked), compiler.problem);
   compiler.identity = "none";
   return compiler;
@@ -282,7 +293,8 @@ std::shared_ptr<const LoadedCode> LoadedCode::load(std::span<const std::uint8_t>
   void* handle = ::dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!handle) {
     const char* error = ::dlerror();
-    throw StateError(fmt::format("graph: generated code cannot be loaded: {}", error ? error : "unknown error"));
+    throw StateError(
+        fmt::format("graph: generated code cannot be loaded: {}", error ? error : "unknown error"));
   }
   return std::shared_ptr<const LoadedCode>(new LoadedCode(handle));
 }

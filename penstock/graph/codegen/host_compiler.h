@@ -38,8 +38,8 @@ using KernelFunction = void(void* const* buffers, std::int64_t begin, std::int64
 
 struct ObjectCode {
   std::vector<std::uint8_t> bytes;  // of a shared object
-  std::string problem;              // what went wrong, with the first lines of the compiler's output; else empty
-  std::string output;               // of the compiler
+  std::string problem;  // what went wrong, with the first lines of the compiler's output; else empty
+  std::string output;   // of the compiler
 };
 
 // Compiles each source by itself, as many at the same time as there are processors. A compiler that runs for

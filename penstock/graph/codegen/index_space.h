@@ -5,8 +5,8 @@
 //   auto batch = space.dim(4), length = space.dim(6);        // another, [4, 6, 8]
 //   space.unify(rows, joined({batch, length}));              // its view as [24, 8]: rows is split in two
 //
-// A dim is a list of axes, outermost first, the product of whose sizes is that of the dim; a dim of size 1 has
-// none. To unify two dims means that an element has the same place in both; axes are split where that is
+// A dim is a list of axes, outermost first, the product of whose sizes is that of the dim; a dim of size 1
+// has none. To unify two dims means that an element has the same place in both; axes are split where that is
 // necessary. What a dim consists of is asked by `leaves`, since later calls may split its axes further.
 // Thread safety: that of a value.
 #pragma once
@@ -33,7 +33,8 @@ class IndexSpace {
   std::int64_t size_of(const Dim& dim) const;
   // The dims of a view with other sizes of a tensor with these dims. std::nullopt if no split of the axes
   // makes them.
-  std::optional<std::vector<Dim>> viewed(const std::vector<Dim>& dims, const std::vector<std::int64_t>& sizes);
+  std::optional<std::vector<Dim>> viewed(const std::vector<Dim>& dims,
+                                         const std::vector<std::int64_t>& sizes);
 
  private:
   struct AxisState {

@@ -19,13 +19,13 @@ struct LoopOpFacts {
 
 const LoopOpFacts& facts_of(LoopOp op) {
   static constexpr LoopOpFacts kFacts[] = {
-      {"load", 0, 1},    {"number", 0, 0},  {"position", 0, 1},      {"convert", 1, 1},
-      {"round", 1, 3},   {"add", 2, 1},     {"subtract", 2, 1},      {"multiply", 2, 1},
-      {"divide", 2, 5},  {"negate", 1, 1},  {"absolute", 1, 1},      {"sqrt", 1, 6},
-      {"maximum", 2, 3}, {"minimum", 2, 3}, {"exp", 1, 16},          {"log", 1, 24},
-      {"tanh", 1, 30},   {"sigmoid", 1, 22}, {"erf", 1, 24},         {"equal", 2, 1},
-      {"not_equal", 2, 1}, {"less", 2, 1},  {"less_equal", 2, 1},    {"and", 2, 1},
-      {"or", 2, 1},      {"not", 1, 1},     {"select", 3, 1},        {"row_sum", 1, 1},
+      {"load", 0, 1},        {"number", 0, 0},      {"position", 0, 1},   {"convert", 1, 1},
+      {"round", 1, 3},       {"add", 2, 1},         {"subtract", 2, 1},   {"multiply", 2, 1},
+      {"divide", 2, 5},      {"negate", 1, 1},      {"absolute", 1, 1},   {"sqrt", 1, 6},
+      {"maximum", 2, 3},     {"minimum", 2, 3},     {"exp", 1, 16},       {"log", 1, 24},
+      {"tanh", 1, 30},       {"sigmoid", 1, 22},    {"erf", 1, 24},       {"equal", 2, 1},
+      {"not_equal", 2, 1},   {"less", 2, 1},        {"less_equal", 2, 1}, {"and", 2, 1},
+      {"or", 2, 1},          {"not", 1, 1},         {"select", 3, 1},     {"row_sum", 1, 1},
       {"row_maximum", 1, 2}, {"row_minimum", 1, 2}, {"column_sum", 1, 1}};
   return kFacts[static_cast<std::size_t>(op)];
 }
@@ -120,7 +120,8 @@ int cost_of(LoopOp op) { return facts_of(op).cost; }
 LoopInstruction LoopInstruction::of(ElementType type, double number) {
   LoopInstruction instruction{.op = LoopOp::Number, .type = type};
   if (is_float(type))
-    instruction.number = type == ElementType::Double ? number : static_cast<double>(static_cast<float>(number));
+    instruction.number =
+        type == ElementType::Double ? number : static_cast<double>(static_cast<float>(number));
   else
     instruction.whole = static_cast<std::int64_t>(number);
   return instruction;
@@ -225,9 +226,9 @@ void verify(const LoopKernel& kernel) {
     if (!holds) throw InvariantError("graph: a loop kernel " + what);
   };
   const std::size_t dims = kernel.sizes.size();
-  require(kernel.form == LoopForm::Rows ? kernel.row_dims >= 1 && kernel.row_dims <= dims
-                                        : kernel.row_dims == 0,
-          "has a wrong number of loops in a row");
+  require(
+      kernel.form == LoopForm::Rows ? kernel.row_dims >= 1 && kernel.row_dims <= dims : kernel.row_dims == 0,
+      "has a wrong number of loops in a row");
   require(kernel.form == LoopForm::Columns ? kernel.column_dims >= 1 && kernel.column_dims < dims
                                            : kernel.column_dims == 0,
           "has a wrong number of loops that are summed up");
@@ -275,6 +276,10 @@ void verify(const LoopKernel& kernel) {
               "converts floats to whole numbers: " + name);
     if (instruction.op == LoopOp::Position)
       require(kernel.form == LoopForm::Rows && kernel.row_dims == 1, "has no single loop in a row: " + name);
+    if (kernel.form == LoopForm::Columns)
+      for (std::size_t o = 0; o < operand_count(instruction.op); ++o)
+        require(kernel.instructions[static_cast<std::size_t>(instruction.operands[o])].op != LoopOp::ColumnSum,
+                "uses a sum of columns: " + name);
     if (is_reduction(instruction.op)) {
       require((instruction.op == LoopOp::ColumnSum) == (kernel.form == LoopForm::Columns) &&
                   kernel.form != LoopForm::Elements,
@@ -344,16 +349,16 @@ void join_loops(LoopKernel& kernel) {
 }
 
 std::string to_text(const LoopKernel& kernel) {
-  std::string text = fmt::format(
-      "{} [{}]",
-      kernel.form == LoopForm::Elements ? "elements"
-      : kernel.form == LoopForm::Rows   ? fmt::format("rows of {}", kernel.row_dims)
-                                        : fmt::format("columns of {}", kernel.column_dims),
-      fmt::join(kernel.sizes, ", "));
+  std::string text =
+      fmt::format("{} [{}]",
+                  kernel.form == LoopForm::Elements ? "elements"
+                  : kernel.form == LoopForm::Rows   ? fmt::format("rows of {}", kernel.row_dims)
+                                                    : fmt::format("columns of {}", kernel.column_dims),
+                  fmt::join(kernel.sizes, ", "));
   for (std::size_t i = 0; i < kernel.buffers.size(); ++i)
-    text += fmt::format("\n  buffer {}: {} [{}]{}", i, to_text(kernel.buffers[i].type),
-                        fmt::join(kernel.buffers[i].strides, ", "),
-                        kernel.buffers[i].written ? " written" : "");
+    text +=
+        fmt::format("\n  buffer {}: {} [{}]{}", i, to_text(kernel.buffers[i].type),
+                    fmt::join(kernel.buffers[i].strides, ", "), kernel.buffers[i].written ? " written" : "");
   for (std::size_t i = 0; i < kernel.instructions.size(); ++i) {
     const LoopInstruction& instruction = kernel.instructions[i];
     text += fmt::format("\n  %{}: {} = {}", i, to_text(instruction.type), to_text(instruction.op));

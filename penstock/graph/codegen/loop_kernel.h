@@ -12,13 +12,13 @@
 //   kernel.stores = {{sum, 2}};
 //   verify(kernel);
 //
-// A kernel is a nest of loops over `sizes`, outermost first, and instructions for each element, in an order in
-// which operands come first. Buffers have one stride in elements for each loop; 0 means that the loop does
+// A kernel is a nest of loops over `sizes`, outermost first, and instructions for each element, in an order
+// in which operands come first. Buffers have one stride in elements for each loop; 0 means that the loop does
 // not move in it.
 //
 // Forms. Elements: every element by itself. Rows: the last `row_dims` loops are a row; reductions compute one
 // number for each row, which later instructions may use for its elements again. Columns: the first
-// `column_dims` loops are summed up (ColumnSum), and one number for each element of the rest is stored.
+// `column_dims` loops are summed up (ColumnSum), and the sums, one for each element of the rest, are stored.
 //
 // Numbers. Instructions compute in float, double, whole numbers or bool. Half and BFloat16 exist in memory
 // alone: loads widen them to float, and Round makes a float one that they can represent.
@@ -56,9 +56,7 @@ inline bool is_whole_number(ElementType type) {
   return type != ElementType::Bool && type < ElementType::Half;
 }
 // What instructions compute in for elements of a type: float for the narrow ones, else the type itself.
-inline ElementType computed_in(ElementType type) {
-  return is_narrow_float(type) ? ElementType::Float : type;
-}
+inline ElementType computed_in(ElementType type) { return is_narrow_float(type) ? ElementType::Float : type; }
 
 enum class LoopOp : std::uint8_t {
   Load,      // of `buffer`
@@ -108,10 +106,10 @@ struct LoopInstruction {
   LoopOp op = LoopOp::Number;
   ElementType type = ElementType::Float;  // of the result; add() sets it where the operands decide
   std::array<int, 3> operands = {kNoOperand, kNoOperand, kNoOperand};
-  std::size_t buffer = 0;                     // of a Load
-  double number = 0;                          // of a Number of floats
-  std::int64_t whole = 0;                     // of another Number
-  ElementType rounded = ElementType::Float;   // of Round
+  std::size_t buffer = 0;                    // of a Load
+  double number = 0;                         // of a Number of floats
+  std::int64_t whole = 0;                    // of another Number
+  ElementType rounded = ElementType::Float;  // of Round
 
   static LoopInstruction of(ElementType type, double number);
   bool operator==(const LoopInstruction&) const = default;

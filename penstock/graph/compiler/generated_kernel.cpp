@@ -14,7 +14,8 @@ constexpr const char* kGeneratedName = "penstock_fused::kernel";
 
 // Only the executor calls it, by call_generated.
 std::vector<at::Tensor> refuse_dispatch(at::TensorList, std::int64_t) {
-  TORCH_CHECK(false, kGeneratedName, " stands for generated code in a compiled graph and cannot be called by itself");
+  TORCH_CHECK(false, kGeneratedName,
+              " stands for generated code in a compiled graph and cannot be called by itself");
 }
 
 TORCH_LIBRARY(penstock_fused, library) {
@@ -27,14 +28,16 @@ Node generated_node(const GeneratedKernel& kernel, Operand inputs, Operand outpu
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(kGeneratedName, "");
   Node node{op, {}, {}};
   node.arguments.push_back(std::move(inputs));
-  node.arguments.push_back(Operand::of(c10::IValue(static_cast<std::int64_t>(reinterpret_cast<std::intptr_t>(&kernel)))));
+  node.arguments.push_back(
+      Operand::of(c10::IValue(static_cast<std::int64_t>(reinterpret_cast<std::intptr_t>(&kernel)))));
   node.results.push_back(std::move(outputs));
   return node;
 }
 
 const GeneratedKernel* generated_kernel(const Node& node) {
   if (node.op.operator_name().name != kGeneratedName) return nullptr;
-  return reinterpret_cast<const GeneratedKernel*>(static_cast<std::intptr_t>(node.arguments.at(1).constant.toInt()));
+  return reinterpret_cast<const GeneratedKernel*>(
+      static_cast<std::intptr_t>(node.arguments.at(1).constant.toInt()));
 }
 
 void call_generated(const Step& step, Frame& frame) {

@@ -1,7 +1,8 @@
 // Code that a compiler has generated in place of several operators, as a node of a graph that the executor
 // runs.
 //
-//   Node node = generated_node(kernel, inputs, outputs);    // kernel: a GeneratedKernel that outlives the runs
+//   Node node = generated_node(kernel, inputs, outputs);    // kernel: a GeneratedKernel that outlives the
+//   runs
 //
 // The executor calls it with the tensors themselves, without boxing, and gives results the memory of
 // arguments that are not used afterwards where the kernel allows it.

@@ -34,7 +34,8 @@ class KnownCode {
   }
   void add(const std::string& identity, const std::shared_ptr<const FusedGraph::Code>& code) {
     const std::lock_guard lock(mutex_);
-    for (auto it = known_.begin(); it != known_.end();) it = it->second.expired() ? known_.erase(it) : std::next(it);
+    for (auto it = known_.begin(); it != known_.end();)
+      it = it->second.expired() ? known_.erase(it) : std::next(it);
     known_[key(identity, code->source)] = code;
   }
 
@@ -48,14 +49,16 @@ class KnownCode {
 
 class FusedCompilation {
  public:
-  FusedCompilation(const Graph& graph, const FusedCompileOptions& options) : graph_(graph), options_(options) {}
+  FusedCompilation(const Graph& graph, const FusedCompileOptions& options)
+      : graph_(graph), options_(options) {}
 
   std::shared_ptr<const CompiledGraph> run(const std::vector<std::vector<std::uint8_t>>* stored) {
     FusionPlan plan = plan_fusion(graph_, options_.fusion);
     if (plan.groups.empty()) return executor();
     const HostCompiler compiler = host_compiler();
     if (!compiler.works()) {
-      warn_once("graph", fmt::format("the compiler \"fused\" runs the operators instead: {}", compiler.problem));
+      warn_once("graph",
+                fmt::format("the compiler \"fused\" runs the operators instead: {}", compiler.problem));
       return executor();
     }
     const FusedSources sources = sources_of(plan, kMostSources);
@@ -88,7 +91,8 @@ class FusedCompilation {
 
  private:
   std::shared_ptr<const CompiledGraph> executor() const {
-    return std::make_shared<const Executor>(graph_, ExecutorOptions{.donated_inputs = options_.donated_inputs});
+    return std::make_shared<const Executor>(graph_,
+                                            ExecutorOptions{.donated_inputs = options_.donated_inputs});
   }
 
   // Throws StateError, with where source and output were saved, if something does not work.
@@ -140,7 +144,8 @@ class FusedCompiler final : public GraphCompiler {
  public:
   std::string_view name() const override { return kFusedCompiler; }
 
-  std::shared_ptr<const CompiledGraph> compile(const Graph& graph, const CompileRequest& request) const override {
+  std::shared_ptr<const CompiledGraph> compile(const Graph& graph,
+                                               const CompileRequest& request) const override {
     return compiled(graph, request, nullptr);
   }
 
@@ -218,8 +223,7 @@ FusedSources sources_of(const FusionPlan& plan, std::size_t most_sources) {
   std::vector<std::size_t> kernel_of;
   for (const FusedGroup& group : plan.groups) {
     const auto [place, is_new] = known.try_emplace(to_text(group.kernel), kernels.size());
-    if (is_new)
-      kernels.push_back({fmt::format("k{}", kernels.size()), group.kernel, group.operators});
+    if (is_new) kernels.push_back({fmt::format("k{}", kernels.size()), group.kernel, group.operators});
     kernel_of.push_back(place->second);
   }
   const std::size_t sources =
@@ -270,6 +274,8 @@ void FusedGraph::measure(bool on) const {
   }
 }
 
-const FusedGraph* fused_graph(const CompiledGraph& compiled) { return dynamic_cast<const FusedGraph*>(&compiled); }
+const FusedGraph* fused_graph(const CompiledGraph& compiled) {
+  return dynamic_cast<const FusedGraph*>(&compiled);
+}
 
 }  // namespace penstock::graph

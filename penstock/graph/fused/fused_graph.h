@@ -23,9 +23,9 @@
 namespace penstock::graph {
 
 struct FusedKernelReport {
-  std::string name;       // of the function: kernels that do the same are one
-  std::string operators;  // "aten::mul x2, aten::rsqrt"
-  std::string form;       // "elements", "rows", "columns"
+  std::string name;        // of the function: kernels that do the same are one
+  std::string operators;   // "aten::mul x2, aten::rsqrt"
+  std::string form;        // "elements", "rows", "columns"
   std::int64_t bytes = 0;  // read and written by a call
   std::uint64_t calls = 0;
   std::uint64_t calls_of_operators = 0;  // instead of the kernel
@@ -77,8 +77,9 @@ const FusedGraph* fused_graph(const CompiledGraph& compiled);
 
 // Compiles a graph; `stored`: objects of an earlier run, used if their sources are those of this graph.
 // Returns the executor's graph if nothing is fused, or if code cannot be generated, with a warning.
-std::shared_ptr<const CompiledGraph> compile_fused(const Graph& graph, const FusedCompileOptions& options,
-                                                   const std::vector<std::vector<std::uint8_t>>* stored = nullptr);
+std::shared_ptr<const CompiledGraph> compile_fused(
+    const Graph& graph, const FusedCompileOptions& options,
+    const std::vector<std::vector<std::uint8_t>>* stored = nullptr);
 
 // The kernels of a plan as sources, several functions in each, and the function of each group.
 struct FusedSources {

@@ -84,10 +84,11 @@ std::string difference_from_operators(const at::Tensor& kernel, const at::Tensor
     }
   }
   if (different == 0) return {};
-  if (!exact && may_decide && static_cast<double>(different) <= 1 + kDecidedOtherwise * static_cast<double>(items))
+  if (!exact && may_decide &&
+      static_cast<double>(different) <= 1 + kDecidedOtherwise * static_cast<double>(items))
     return {};
-  return fmt::format("{} of {} elements differ, the first is element {}: {} instead of {}", different, items, first,
-                     a[first].item<double>(), b[first].item<double>());
+  return fmt::format("{} of {} elements differ, the first is element {}: {} instead of {}", different, items,
+                     first, a[first].item<double>(), b[first].item<double>());
 }
 
 FusedKernel::FusedKernel(const Graph& graph, FusedGroup group, std::string source, KernelFunction* function,
@@ -104,13 +105,14 @@ FusedKernel::FusedKernel(const Graph& graph, FusedGroup group, std::string sourc
   const LoopKernel& kernel = group_.kernel;
   for (std::size_t j = 0; j < outputs_.size(); ++j)
     for (std::size_t i = 0; i < inputs_.size(); ++i)
-      if (inputs_[i] == outputs_[j] && may_share_memory(kernel, i, inputs_.size() + j)) sharing_.push_back({i, j});
+      if (inputs_[i] == outputs_[j] && may_share_memory(kernel, i, inputs_.size() + j))
+        sharing_.push_back({i, j});
   range_ = kernel.range();
   const std::int64_t work = kernel.elements_per_unit() * std::max(1, kernel.cost_per_element() / 4);
   grain_ = std::max<std::int64_t>(1, kWorkOfAThread / std::max<std::int64_t>(1, work));
-  may_decide_ = std::any_of(kernel.instructions.begin(), kernel.instructions.end(), [](const LoopInstruction& each) {
-    return each.op >= LoopOp::Equal && each.op <= LoopOp::LessEqual;
-  });
+  may_decide_ = std::any_of(
+      kernel.instructions.begin(), kernel.instructions.end(),
+      [](const LoopInstruction& each) { return each.op >= LoopOp::Equal && each.op <= LoopOp::LessEqual; });
 }
 
 bool FusedKernel::fits(std::span<const at::Tensor* const> inputs) const {
@@ -124,8 +126,8 @@ void FusedKernel::call(std::span<const at::Tensor* const> inputs, std::span<at::
   for (const at::Tensor* input : inputs) buffers.push_back(input->data_ptr());
   for (std::size_t i = 0; i < results.size(); ++i) {
     if (!results[i].defined())
-      results[i] =
-          at::Tensor(at::detail::empty_strided_cpu(outputs_[i].sizes, outputs_[i].strides, outputs_[i].dtype));
+      results[i] = at::Tensor(
+          at::detail::empty_strided_cpu(outputs_[i].sizes, outputs_[i].strides, outputs_[i].dtype));
     buffers.push_back(results[i].data_ptr());
   }
   const bool measures = measures_.load(std::memory_order_relaxed);
@@ -133,16 +135,17 @@ void FusedKernel::call(std::span<const at::Tensor* const> inputs, std::span<at::
   if (range_ <= grain_)
     function_(buffers.data(), 0, range_);
   else
-    at::parallel_for(0, range_, grain_, [&](std::int64_t first, std::int64_t end) {
-      function_(buffers.data(), first, end);
-    });
+    at::parallel_for(0, range_, grain_,
+                     [&](std::int64_t first, std::int64_t end) { function_(buffers.data(), first, end); });
   calls_.fetch_add(1, std::memory_order_relaxed);
   if (measures)
     nanoseconds_ += static_cast<std::uint64_t>(
-        std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - begin).count());
+        std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - begin)
+            .count());
 }
 
-void FusedKernel::call_operators(std::span<const at::Tensor* const> inputs, std::span<at::Tensor> results) const {
+void FusedKernel::call_operators(std::span<const at::Tensor* const> inputs,
+                                 std::span<at::Tensor> results) const {
   {
     const std::lock_guard lock(mutex_);
     if (!operators_) operators_ = std::make_unique<Executor>(part_);
@@ -174,10 +177,11 @@ void FusedKernel::check(std::span<const at::Tensor* const> inputs, std::span<at:
     return;
   }
   state_ = State::Bad;
-  warn_once("graph", fmt::format("training.compile_check: a generated kernel for {} does not compute what its "
-                                 "operators compute ({}); the operators run in its place; {}",
-                                 group_.operators, difference,
-                                 save_for_inspection(emit_cpp({}) + source_, to_text(part_) + difference + "\n")));
+  warn_once("graph",
+            fmt::format("training.compile_check: a generated kernel for {} does not compute what its "
+                        "operators compute ({}); the operators run in its place; {}",
+                        group_.operators, difference,
+                        save_for_inspection(emit_cpp({}) + source_, to_text(part_) + difference + "\n")));
   for (std::size_t i = 0; i < results.size(); ++i) results[i] = expected[i];
 }
 

@@ -15,10 +15,10 @@ namespace penstock::graph {
 namespace {
 
 constexpr std::size_t kNoGroup = static_cast<std::size_t>(-1);
-constexpr std::size_t kMostNodes = 96;     // of a group
-constexpr std::size_t kMostBuffers = 32;   // of a kernel
-constexpr std::size_t kMostRepeated = 6;   // nodes that a sum computes again
-constexpr std::int64_t kLine = 64;         // bytes that memory moves at once
+constexpr std::size_t kMostNodes = 96;    // of a group
+constexpr std::size_t kMostBuffers = 32;  // of a kernel
+constexpr std::size_t kMostRepeated = 6;  // nodes that a sum computes again
+constexpr std::int64_t kLine = 64;        // bytes that memory moves at once
 constexpr std::int64_t kFewElements = 16384;
 constexpr std::int64_t kManyInOneRow = 262144;  // without other rows for other threads
 
@@ -67,8 +67,8 @@ class GroupChoice {
 
  private:
   struct Group {
-    Nodes nodes;      // in order; empty: joined to another one
-    Nodes repeated;   // computed here, too
+    Nodes nodes;     // in order; empty: joined to another one
+    Nodes repeated;  // computed here, too
     std::optional<GroupLoops> loops;
   };
 
@@ -79,9 +79,9 @@ class GroupChoice {
     std::vector<ValueId> needed;
     const auto is_needed = [&](ValueId value) {
       if (is_output_[index_of(value)] || used_again_.contains(value)) return true;
-      return std::any_of(users_[index_of(value)].begin(), users_[index_of(value)].end(), [&](std::size_t user) {
-        return !inside.contains(user) || views_needed.contains(user);
-      });
+      return std::any_of(
+          users_[index_of(value)].begin(), users_[index_of(value)].end(),
+          [&](std::size_t user) { return !inside.contains(user) || views_needed.contains(user); });
     };
     for (std::size_t i = nodes.size(); i-- > 0;) {
       bool any = false;
@@ -209,9 +209,8 @@ class GroupChoice {
       Group& group = groups_[g];
       if (group.nodes.empty() || group.loops->kernel.form != LoopForm::Columns) continue;
       // A sum by itself; behind it there may be views of it.
-      if (std::count_if(group.nodes.begin(), group.nodes.end(), [&](std::size_t node) {
-            return kinds_[node] == NodeKind::Compute;
-          }) != 1)
+      if (std::count_if(group.nodes.begin(), group.nodes.end(),
+                        [&](std::size_t node) { return kinds_[node] == NodeKind::Compute; }) != 1)
         continue;
       Nodes nodes = group.nodes;
       for (std::size_t repeated = 0; repeated < kMostRepeated;) {
@@ -225,7 +224,8 @@ class GroupChoice {
           if (graph_[input.value].geometry.numel() * 2 < loops->kernel.elements()) continue;
           const Nodes& users = users_[index_of(input.value)];
           const bool only_here = std::all_of(users.begin(), users.end(), [&](std::size_t user) {
-            return group_of_[user] == group_of_[maker] || std::binary_search(nodes.begin(), nodes.end(), user);
+            return group_of_[user] == group_of_[maker] ||
+                   std::binary_search(nodes.begin(), nodes.end(), user);
           });
           if (!only_here || is_output_[index_of(input.value)] || !is_cheap(maker)) continue;
           if (next == kNoGroup || maker > next) next = maker;
@@ -262,7 +262,8 @@ class GroupChoice {
       bool works = true;
       for (const std::size_t other : changed) {
         if (other == g) continue;
-        auto remade = loops_of(graph_, all_nodes(groups_[other]), needed_of(groups_[other].nodes), options_.lowering);
+        auto remade =
+            loops_of(graph_, all_nodes(groups_[other]), needed_of(groups_[other].nodes), options_.lowering);
         if (!remade) works = false;
         if (remade) again.emplace(other, std::move(*remade));
       }
@@ -297,18 +298,19 @@ class GroupChoice {
   bool is_worthwhile(const Group& group) const {
     if (options_.everything) return true;
     const Nodes all = all_nodes(group);
-    const auto computing = std::count_if(all.begin(), all.end(), [&](std::size_t node) {
-      return kinds_[node] == NodeKind::Compute;
-    });
+    const auto computing = std::count_if(all.begin(), all.end(),
+                                         [&](std::size_t node) { return kinds_[node] == NodeKind::Compute; });
     if (computing < 2) return false;
     const LoopKernel& kernel = group.loops->kernel;
-    if (kernel.form == LoopForm::Rows && kernel.range() < 2 && kernel.elements() > kManyInOneRow) return false;
+    if (kernel.form == LoopForm::Rows && kernel.range() < 2 && kernel.elements() > kManyInOneRow)
+      return false;
     if (kernel.elements() <= kFewElements) return true;
     return std::none_of(kernel.buffers.begin(), kernel.buffers.end(), [&](const LoopBuffer& buffer) {
       std::int64_t items = 1;
       for (std::size_t d = 0; d < kernel.sizes.size(); ++d)
         if (buffer.strides[d] != 0) items *= kernel.sizes[d];
-      const std::int64_t step = std::abs(buffer.strides.back()) * static_cast<std::int64_t>(bytes_of(buffer.type));
+      const std::int64_t step =
+          std::abs(buffer.strides.back()) * static_cast<std::int64_t>(bytes_of(buffer.type));
       return kernel.sizes.back() > 1 && step >= kLine && 2 * items >= kernel.elements();
     });
   }
@@ -336,13 +338,13 @@ class GroupChoice {
 
   const Graph& graph_;
   const FusionOptions& options_;
-  std::vector<Nodes> users_;      // by value: nodes that use it
-  std::vector<char> is_output_;   // by value
-  Nodes maker_;                   // by value
-  std::vector<Nodes> after_;      // by node: nodes that must come later
-  std::vector<NodeKind> kinds_;   // by node
-  Nodes group_of_;                // by node
-  Nodes period_;                  // by node: between which writes
+  std::vector<Nodes> users_;     // by value: nodes that use it
+  std::vector<char> is_output_;  // by value
+  Nodes maker_;                  // by value
+  std::vector<Nodes> after_;     // by node: nodes that must come later
+  std::vector<NodeKind> kinds_;  // by node
+  Nodes group_of_;               // by node
+  Nodes period_;                 // by node: between which writes
   std::vector<Group> groups_;
   std::set<ValueId> used_again_;  // by groups that compute some nodes again
 };
@@ -362,7 +364,9 @@ Graph with_groups(const Graph& graph, const FusionPlan& plan,
   for (std::size_t i = 0; i < unit_of.size(); ++i) unit_of[i] = i;
   std::vector<std::size_t> last(graph.nodes.size());
   for (std::size_t i = 0; i < last.size(); ++i) last[i] = i;
-  const auto is_view = [&](std::size_t node) { return kind_of(graph, graph.nodes[node], {}) == NodeKind::View; };
+  const auto is_view = [&](std::size_t node) {
+    return kind_of(graph, graph.nodes[node], {}) == NodeKind::View;
+  };
   for (std::size_t g = 0; g < plan.groups.size(); ++g) {
     std::size_t unit = kNoGroup;
     for (const std::size_t node : plan.groups[g].owned) {

@@ -1,7 +1,8 @@
 // Which nodes of a graph become kernels.
 //
 //   const FusionPlan plan = plan_fusion(graph, {});
-//   for (const FusedGroup& group : plan.groups) std::cout << group.operators << "\n";   // "aten::mul, aten::relu"
+//   for (const FusedGroup& group : plan.groups) std::cout << group.operators << "\n";   // "aten::mul,
+//   aten::relu"
 //
 // Groups grow along the values: an operator joins those that compute its arguments if all of them are one
 // loop kernel (group_loops.h) and nothing outside of the group lies between them. Groups that read the same
@@ -28,11 +29,11 @@ struct FusionOptions {
 };
 
 struct FusedGroup {
-  std::vector<std::size_t> nodes;   // that the kernel computes, in order
-  std::vector<std::size_t> owned;   // of them, those that no other group computes; views stay nodes
+  std::vector<std::size_t> nodes;  // that the kernel computes, in order
+  std::vector<std::size_t> owned;  // of them, those that no other group computes; views stay nodes
   std::vector<ValueId> inputs, outputs;
-  LoopKernel kernel;                // its buffers are inputs and outputs
-  std::string operators;            // names, for reports
+  LoopKernel kernel;      // its buffers are inputs and outputs
+  std::string operators;  // names, for reports
 };
 
 struct FusionPlan {

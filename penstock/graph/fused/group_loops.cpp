@@ -105,8 +105,7 @@ class GroupLowering {
     return kernel_.add({.op = LoopOp::Convert, .type = type, .operands = {value, kNoOperand, kNoOperand}});
   }
   int round(int value, ElementType type) {
-    return kernel_.add(
-        {.op = LoopOp::Round, .operands = {value, kNoOperand, kNoOperand}, .rounded = type});
+    return kernel_.add({.op = LoopOp::Round, .operands = {value, kNoOperand, kNoOperand}, .rounded = type});
   }
   // A tensor's element as one of another dtype, as `to` makes it.
   int cast(const Term& from, ElementType to) {
@@ -119,7 +118,8 @@ class GroupLowering {
     LoopInstruction number = LoopInstruction::of(computed_in(type), scalar.toDouble());
     if (is_whole_number(type)) {
       number.whole = scalar.toLong();
-      const unsigned bits = static_cast<unsigned>(8 * bytes_of(type)) - (type == ElementType::UInt8 ? 0u : 1u);
+      const unsigned bits =
+          static_cast<unsigned>(8 * bytes_of(type)) - (type == ElementType::UInt8 ? 0u : 1u);
       if (bits < 63 && (number.whole >= (std::int64_t{1} << bits) ||
                         number.whole < (type == ElementType::UInt8 ? 0 : -(std::int64_t{1} << bits))))
         throw NotLoops();
@@ -467,9 +467,7 @@ void relu(GroupLowering& group, const Node& node) {
   unary(group, node, [&](int x) { return clamped(group, x, group.number_like(x, 0), kNoOperand); });
 }
 
-int one_minus(GroupLowering& group, int x) {
-  return group.add(LoopOp::Subtract, group.number_like(x, 1), x);
-}
+int one_minus(GroupLowering& group, int x) { return group.add(LoopOp::Subtract, group.number_like(x, 1), x); }
 int times(GroupLowering& group, int x, double number) {
   return group.add(LoopOp::Multiply, x, group.number_like(x, number));
 }
@@ -507,7 +505,8 @@ bool is_tanh_form(const GroupLowering& group, const Node& node, std::size_t argu
 // tanh(...) of the approximated form.
 int gelu_tanh(GroupLowering& group, int x) {
   const int cube = product(group, product(group, x, x), x);
-  return group.add(LoopOp::Tanh, times(group, sum(group, x, times(group, cube, kGeluCubic)), kRootOfTwoOverPi));
+  return group.add(LoopOp::Tanh,
+                   times(group, sum(group, x, times(group, cube, kGeluCubic)), kRootOfTwoOverPi));
 }
 void gelu(GroupLowering& group, const Node& node) {
   const bool tanh_form = is_tanh_form(group, node, 1);
@@ -523,8 +522,8 @@ void gelu_backward(GroupLowering& group, const Node& node) {
     require_single(group, x);
     const int one = group.number_like(x, 1), square = product(group, x, x);
     if (!tanh_form) {
-      const int share = times(
-          group, sum(group, one, group.add(LoopOp::Erf, times(group, x, kRootOfHalf))), 0.5);
+      const int share =
+          times(group, sum(group, one, group.add(LoopOp::Erf, times(group, x, kRootOfHalf))), 0.5);
       const int density = times(group, group.add(LoopOp::Exp, times(group, square, -0.5)),
                                 kTwoOverRootOfPi * kRootOfHalf * 0.5);
       return product(group, g, sum(group, share, product(group, x, density)));
@@ -532,8 +531,8 @@ void gelu_backward(GroupLowering& group, const Node& node) {
     const int t = gelu_tanh(group, x);
     const int slope = times(group, sum(group, one, times(group, square, 3 * kGeluCubic)), kRootOfTwoOverPi);
     const int left = times(group, sum(group, one, t), 0.5);
-    const int right = product(group, times(group, x, 0.5),
-                              product(group, one_minus(group, product(group, t, t)), slope));
+    const int right =
+        product(group, times(group, x, 0.5), product(group, one_minus(group, product(group, t, t)), slope));
     return product(group, g, sum(group, left, right));
   });
 }
@@ -688,7 +687,8 @@ Axes softmax_axes(const GroupLowering& group, const Node& node, const Term& x, s
   throw NotLoops();
 }
 void require_rows_of_floats(const GroupLowering& group, const Term& x, const Node& node) {
-  if (computed_in(x.type) != ElementType::Float || computed_in(result_type(group, node)) != ElementType::Float)
+  if (computed_in(x.type) != ElementType::Float ||
+      computed_in(result_type(group, node)) != ElementType::Float)
     throw NotLoops();
 }
 
@@ -980,13 +980,13 @@ void GroupLowering::set_loops() {
   }
   all.insert(reduced.begin(), reduced.end());
   std::set<IndexSpace::Axis> rest;
-  std::set_difference(all.begin(), all.end(), reduced.begin(), reduced.end(), std::inserter(rest, rest.end()));
+  std::set_difference(all.begin(), all.end(), reduced.begin(), reduced.end(),
+                      std::inserter(rest, rest.end()));
   // Every value is computed once for each element, or once for each row or column.
   for (const ValueId value : computed_) {
     const Term& term = terms_.at(index_of(value));
     const auto axes = as_set(all_axes(term));
-    const bool is_sum =
-        kernel_.instructions[static_cast<std::size_t>(term.value)].op == LoopOp::ColumnSum;
+    const bool is_sum = kernel_.instructions[static_cast<std::size_t>(term.value)].op == LoopOp::ColumnSum;
     if (axes == all && !(kernel_.form == LoopForm::Columns && is_sum)) continue;
     if (axes != rest || kernel_.form == LoopForm::Elements) throw NotLoops();
     if (kernel_.form == LoopForm::Columns && !is_sum) throw NotLoops();
@@ -1011,7 +1011,8 @@ void GroupLowering::set_loops() {
     kernel_.stores.push_back({term.value, outputs.back().buffer});
     consider(term, geometry);
   }
-  for (const GroupTensor& input : inputs_) consider(terms_.at(index_of(input.value)), graph_[input.value].geometry);
+  for (const GroupTensor& input : inputs_)
+    consider(terms_.at(index_of(input.value)), graph_[input.value].geometry);
   if (outputs.empty() || !first) throw NotLoops();
   std::vector<IndexSpace::Axis> loops(all.begin(), all.end());
   const std::vector<std::int64_t> by_order = strides_of(*first, *order, loops);
@@ -1052,7 +1053,8 @@ GroupLoops GroupLowering::run() {
   }
   set_loops();
   join_loops(kernel_);
-  if (kernel_.form == LoopForm::Columns && kernel_.first_inner_dim() + 1 != kernel_.sizes.size()) throw NotLoops();
+  if (kernel_.form == LoopForm::Columns && kernel_.first_inner_dim() + 1 != kernel_.sizes.size())
+    throw NotLoops();
   verify(kernel_);
   return {std::move(kernel_), std::move(inputs_), std::move(outputs_)};
 }

@@ -356,6 +356,32 @@ void compare_all(Mode mode) {
   EXPECT_GT(kernels * 2, programs()) << "of " << nodes << " operators";
 }
 
+// Losses over classes, with their backward: some rows are ignored.
+TEST(FusedGroups, ClassLossesAndTheirBackward) {
+  for (const auto reduction : {at::Reduction::Mean, at::Reduction::Sum, at::Reduction::None}) {
+    const std::int64_t rows = 37, classes = 19;
+    torch::manual_seed(5);
+    const Tensors inputs{torch::randn({rows, classes}),
+                         torch::randint(0, classes, {rows}).index_fill(0, torch::tensor({3, 30}), -100),
+                         reduction == at::Reduction::None ? torch::randn({rows}) : torch::randn({})};
+    const Function function = over_tensors([&](const Tensors& in) -> Tensors {
+      const at::Tensor logits = at::log_softmax(in[0] * 2, -1);
+      const auto [loss, weight] = at::nll_loss_forward(logits, in[1], {}, reduction, -100);
+      const at::Tensor gradient = at::nll_loss_backward(in[2], logits, in[1], {}, reduction, -100, weight);
+      return {at::_log_softmax_backward_data(gradient, logits, -1, at::kFloat) * 2};
+    });
+    const at::NoGradGuard guard;
+    const Graph graph = capture_forward(function, values_of(inputs));
+    const auto compiled = compile_fused(graph, {});
+    const FusedGraph* fused = fused_graph(*compiled);
+    ASSERT_NE(fused, nullptr);
+    const at::Tensor expected = Executor(graph)(inputs)[0].toTensor(), actual = fused->run(inputs, nullptr)[0].toTensor();
+    EXPECT_TRUE(at::allclose(actual, expected, 1e-5, 1e-7)) << actual - expected;
+    ASSERT_EQ(fused->kernels().size(), 2u);
+    EXPECT_EQ(fused->kernels()[1].operators, "aten::nll_loss_backward, aten::_log_softmax_backward_data, aten::mul");
+  }
+}
+
 TEST(FusedGroups, RandomExactOnesHaveTheBitsOfTheOperators) { compare_all(Mode::Exact); }
 TEST(FusedGroups, RandomOnesAreCloseToTheOperators) { compare_all(Mode::Close); }
 

@@ -192,6 +192,14 @@ class GroupLowering {
     if (!rows && row_op != LoopOp::RowSum) throw NotLoops();
     return add(rows ? row_op : LoopOp::ColumnSum, value);
   }
+  // The place of an element in its row, which has these axes.
+  int position_in(const Axes& row) {
+    if (row.empty() || kernel_.form == LoopForm::Columns) throw NotLoops();
+    kernel_.form = LoopForm::Rows;
+    reduced_.push_back(row);
+    uses_position_ = true;
+    return kernel_.add({.op = LoopOp::Position});
+  }
   // Whether reducing these dims of a tensor is a matter of neighbours in memory.
   static bool are_inner(const Geometry& geometry, const std::vector<char>& is_reduced) {
     std::size_t innermost = geometry.sizes.size();
@@ -242,6 +250,7 @@ class GroupLowering {
   std::set<std::size_t> loaded_;                 // values from outside
   std::vector<ValueId> computed_;
   std::vector<GroupTensor> inputs_, outputs_;
+  bool uses_position_ = false;
 };
 
 // ---- operators ----
@@ -724,6 +733,36 @@ void softmax_backward(GroupLowering& group, const Node& node) {
   group.set(node, 0, value, dims);
 }
 
+// The gradient of each row is -1 / count at its class, where it has one.
+void class_loss_backward(GroupLowering& group, const Node& node) {
+  constexpr std::int64_t kNone = 0, kMean = 1;
+  const Geometry& geometry = group.result(node);
+  const ElementType type = result_type(group, node);
+  const std::int64_t reduction = group.constant(node, 4).toInt(), ignored = group.constant(node, 5).toInt();
+  if (node.arguments.at(3).value() != kNoValue || computed_in(type) != ElementType::Float ||
+      geometry.sizes.size() != 2)
+    throw NotLoops();
+  if (node.arguments.at(3).kind == Operand::Kind::Constant && !group.is_none(node, 3)) throw NotLoops();
+  const Term gradient = group.tensor(node, 0), target = group.tensor(node, 2);
+  if (target.type != ElementType::Int64 || target.dims.size() != 1 ||
+      gradient.dims.size() != (reduction == kNone ? 1u : 0u))
+    throw NotLoops();
+  std::vector<Axes> dims = group.fresh_dims(geometry);
+  if (!group.space().unify(dims[0], target.dims[0])) throw NotLoops();
+  if (reduction == kNone && !group.space().unify(dims[0], gradient.dims[0])) throw NotLoops();
+  int scale = group.cast(gradient, ElementType::Float);
+  if (reduction == kMean)
+    scale = group.add(LoopOp::Divide, scale, group.cast(group.tensor(node, 6), ElementType::Float));
+  LoopInstruction number{.op = LoopOp::Number, .type = ElementType::Int64};
+  number.whole = ignored;
+  const int is_class = group.add(LoopOp::Equal, group.position_in(dims[1]), target.value);
+  const int counts = group.add(LoopOp::NotEqual, target.value, group.add(number));
+  group.set(node, 0,
+            group.add(LoopOp::Select, group.add(LoopOp::And, counts, is_class),
+                      group.add(LoopOp::Negate, scale), group.number_like(scale, 0)),
+            std::move(dims));
+}
+
 // ---- views ----
 
 void view_sizes(GroupLowering& group, const Node& node) {
@@ -903,6 +942,7 @@ constexpr OperatorRow kOperators[] = {
     {"aten::_log_softmax", &softmax<true>},
     {"aten::_softmax_backward_data", &softmax_backward<false>},
     {"aten::_log_softmax_backward_data", &softmax_backward<true>},
+    {"aten::nll_loss_backward", &class_loss_backward},
     {"aten::view", &view_sizes, true, true},
     {"aten::_unsafe_view", &view_sizes, true, true},
     {"aten::_reshape_alias", &view_sizes, true, true},
@@ -1053,6 +1093,7 @@ GroupLoops GroupLowering::run() {
   }
   set_loops();
   join_loops(kernel_);
+  if (uses_position_ && kernel_.row_dims != 1) throw NotLoops();
   if (kernel_.form == LoopForm::Columns && kernel_.first_inner_dim() + 1 != kernel_.sizes.size())
     throw NotLoops();
   verify(kernel_);

@@ -40,9 +40,9 @@ class RandomGroup {
       sizes_.push_back(sizes[pick(9)]);
     }
     if (mode == Mode::Close && dims > 0 && pick(2)) sizes_.back() = 65;
-    const at::ScalarType kinds[] = {at::kFloat,    at::kFloat, at::kFloat,
-                                    at::kBFloat16, at::kHalf,  at::kDouble};
-    dtype_ = kinds[pick(6)];
+    // Not half: LibTorch 1.13 lacks most operators of it on the CPU.
+    const at::ScalarType kinds[] = {at::kFloat, at::kFloat, at::kFloat, at::kBFloat16, at::kDouble};
+    dtype_ = kinds[pick(5)];
     const std::size_t count = 1 + pick(4);
     for (std::size_t i = 0; i < count; ++i) inputs_.push_back(input(i == 0));
     steps_ = 3 + pick(7);
@@ -310,6 +310,7 @@ void compare_programs(unsigned first, unsigned count, Mode mode, std::size_t& ke
   Programs programs(first, count, mode);
   const Function function = over_tensors([&](const Tensors& in) { return programs.run(in); });
   Graph graph = capture_forward(function, values_of(programs.inputs));
+  remove_dead_nodes(graph);
   const Executor plain(graph);
   FusedCompileOptions options;
   options.fusion.lowering.exact = options.kernels.exact = mode == Mode::Exact;
@@ -328,8 +329,7 @@ void compare_programs(unsigned first, unsigned count, Mode mode, std::size_t& ke
       EXPECT_EQ(what, "") << "program " << first + programs.results_of[i];
       EXPECT_EQ(x.sizes(), y.sizes());
       for (std::int64_t d = 0; d < x.dim(); ++d)
-        if (x.size(d) > 1)
-          EXPECT_EQ(x.stride(d), y.stride(d)) << "program " << first + programs.results_of[i];
+        EXPECT_TRUE(x.size(d) == 1 || x.stride(d) == y.stride(d)) << "program " << first + programs.results_of[i];
       if (::testing::Test::HasFailure()) {
         const RandomGroup& one = programs.all[programs.results_of[i]];
         RandomGroup again = one;

@@ -184,8 +184,19 @@ std::int64_t LoopKernel::elements_per_unit() const {
 }
 
 std::int64_t LoopKernel::bytes_moved() const {
+  // What no store depends on is not read.
+  std::vector<char> needed(instructions.size(), 0), is_read(buffers.size(), 0);
+  for (const LoopStore& store : stores) needed[static_cast<std::size_t>(store.value)] = 1;
+  for (std::size_t i = instructions.size(); i-- > 0;) {
+    if (!needed[i]) continue;
+    if (instructions[i].op == LoopOp::Load) is_read[instructions[i].buffer] = 1;
+    for (std::size_t o = 0; o < operand_count(instructions[i].op); ++o)
+      needed[static_cast<std::size_t>(instructions[i].operands[o])] = 1;
+  }
   std::int64_t bytes = 0;
-  for (const LoopBuffer& buffer : buffers) {
+  for (std::size_t b = 0; b < buffers.size(); ++b) {
+    const LoopBuffer& buffer = buffers[b];
+    if (!buffer.written && !is_read[b]) continue;
     std::int64_t items = 1;
     for (std::size_t d = 0; d < sizes.size(); ++d)
       if (buffer.strides[d] != 0 || sizes[d] == 0) items *= sizes[d];

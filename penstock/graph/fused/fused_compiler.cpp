@@ -38,6 +38,16 @@ class KnownCode {
       it = it->second.expired() ? known_.erase(it) : std::next(it);
     known_[key(identity, code->source)] = code;
   }
+  // Sources that do not compile are not tried again.
+  std::string problem_of(const std::string& identity, const std::string& source) {
+    const std::lock_guard lock(mutex_);
+    const auto found = failed_.find(key(identity, source));
+    return found == failed_.end() ? std::string() : found->second;
+  }
+  void add_problem(const std::string& identity, const std::string& source, const std::string& problem) {
+    const std::lock_guard lock(mutex_);
+    failed_[key(identity, source)] = problem;
+  }
 
  private:
   static std::string key(const std::string& identity, const std::string& source) {
@@ -45,6 +55,7 @@ class KnownCode {
   }
   std::mutex mutex_;
   std::map<std::string, std::weak_ptr<const FusedGraph::Code>> known_;
+  std::map<std::string, std::string> failed_;
 };
 
 class FusedCompilation {
@@ -108,6 +119,9 @@ class FusedCompilation {
         code[i] = std::make_shared<const FusedGraph::Code>(
             FusedGraph::Code{sources[i], (*stored)[i], LoadedCode::load((*stored)[i])});
       if (code[i]) continue;
+      if (const std::string problem = KnownCode::of_process().problem_of(compiler.identity, sources[i]);
+          !problem.empty())
+        throw StateError(problem);
       missing.push_back(sources[i]);
       places.push_back(i);
     }
@@ -121,10 +135,13 @@ class FusedCompilation {
       } catch (const StateError& error) {
         problem = error.what();
       }
-      if (!problem.empty())
-        throw StateError(fmt::format(
+      if (!problem.empty()) {
+        const std::string message = fmt::format(
             "the compiler \"fused\" runs the operators instead: {} {}; {}", compiler.path, problem,
-            save_for_inspection(missing[i], objects[i].output.empty() ? problem : objects[i].output)));
+            save_for_inspection(missing[i], objects[i].output.empty() ? problem : objects[i].output));
+        KnownCode::of_process().add_problem(compiler.identity, missing[i], message);
+        throw StateError(message);
+      }
       code[places[i]] = std::make_shared<const FusedGraph::Code>(
           FusedGraph::Code{missing[i], std::move(objects[i].bytes), std::move(loaded)});
       KnownCode::of_process().add(compiler.identity, code[places[i]]);

@@ -600,7 +600,9 @@ void filled(GroupLowering& group, const Node& node, const at::Scalar& number) {
   int value = group.add(constant);
   // Of a narrow dtype the tensor holds the rounded number.
   if (is_narrow_float(type)) value = group.round(value, type);
-  group.set(node, 0, value, group.fresh_dims(group.result(node)));
+  // The tensor that `zeros_like` and the others take is an argument, although its elements do not matter.
+  const bool is_like = node.op.operator_name().name.ends_with("_like");
+  group.set(node, 0, value, is_like ? group.tensor(node, 0).dims : group.fresh_dims(group.result(node)));
 }
 template <int number>
 void filled_with(GroupLowering& group, const Node& node) {
@@ -743,16 +745,21 @@ void class_loss_backward(GroupLowering& group, const Node& node) {
       geometry.sizes.size() != 2)
     throw NotLoops();
   if (node.arguments.at(3).kind == Operand::Kind::Constant && !group.is_none(node, 3)) throw NotLoops();
-  const Term gradient = group.tensor(node, 0), target = group.tensor(node, 2);
+  // The operator takes the scores and the total weight too, though it does not read them in each case.
+  const Term gradient = group.tensor(node, 0), scores = group.tensor(node, 1), target = group.tensor(node, 2),
+             weight = group.tensor(node, 6);
   if (target.type != ElementType::Int64 || target.dims.size() != 1 ||
       gradient.dims.size() != (reduction == kNone ? 1u : 0u))
     throw NotLoops();
   std::vector<Axes> dims = group.fresh_dims(geometry);
+  if (scores.dims.size() != 2 || !weight.dims.empty()) throw NotLoops();
+  if (!group.space().unify(dims[0], scores.dims[0]) || !group.space().unify(dims[1], scores.dims[1]))
+    throw NotLoops();
   if (!group.space().unify(dims[0], target.dims[0])) throw NotLoops();
   if (reduction == kNone && !group.space().unify(dims[0], gradient.dims[0])) throw NotLoops();
   int scale = group.cast(gradient, ElementType::Float);
   if (reduction == kMean)
-    scale = group.add(LoopOp::Divide, scale, group.cast(group.tensor(node, 6), ElementType::Float));
+    scale = group.add(LoopOp::Divide, scale, group.cast(weight, ElementType::Float));
   LoopInstruction number{.op = LoopOp::Number, .type = ElementType::Int64};
   number.whole = ignored;
   const int is_class = group.add(LoopOp::Equal, group.position_in(dims[1]), target.value);
@@ -1046,6 +1053,9 @@ void GroupLowering::set_loops() {
     const Geometry& geometry = graph_[value].geometry;
     const Term& term = terms_.at(index_of(value));
     if (!is_dense(geometry) || geometry.storage_offset != 0 || !is_usable(geometry)) throw NotLoops();
+    if (kernel_.form == LoopForm::Columns &&
+        kernel_.instructions[static_cast<std::size_t>(term.value)].op != LoopOp::ColumnSum)
+      throw NotLoops();
     outputs.push_back({value, kernel_.buffers.size()});
     kernel_.buffers.push_back({.type = term.type, .written = true});
     kernel_.stores.push_back({term.value, outputs.back().buffer});
@@ -1090,6 +1100,10 @@ GroupLoops GroupLowering::run() {
     if (!row || (options_.exact && !row->exact)) throw NotLoops();
     if (row->view && !terms_.contains(index_of(node.arguments.at(0).value()))) throw NotLoops();
     row->lower(*this, node);
+    // The operators of the group, which run where the kernel cannot, need their arguments.
+    for_each_value(node.arguments, [&](ValueId value) {
+      if (!terms_.contains(index_of(value))) throw NotLoops();
+    });
   }
   set_loops();
   join_loops(kernel_);

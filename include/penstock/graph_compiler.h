@@ -1,5 +1,6 @@
 // Compilers of captured graphs: what turns a graph (graph.h) into something that runs. The built-in one,
-// "executor", calls the operators in order; "fused" generates code for groups of them, too. A compiler of your own may change a graph and pass it on:
+// "executor", calls the operators in order; "fused" generates code for groups of them, too. A compiler of
+// your own may change a graph and pass it on:
 //
 //   class Reporting final : public graph::GraphCompiler {
 //    public:

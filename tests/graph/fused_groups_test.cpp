@@ -329,7 +329,8 @@ void compare_programs(unsigned first, unsigned count, Mode mode, std::size_t& ke
       EXPECT_EQ(what, "") << "program " << first + programs.results_of[i];
       EXPECT_EQ(x.sizes(), y.sizes());
       for (std::int64_t d = 0; d < x.dim(); ++d)
-        EXPECT_TRUE(x.size(d) == 1 || x.stride(d) == y.stride(d)) << "program " << first + programs.results_of[i];
+        EXPECT_TRUE(x.size(d) == 1 || x.stride(d) == y.stride(d))
+            << "program " << first + programs.results_of[i];
       if (::testing::Test::HasFailure()) {
         const RandomGroup& one = programs.all[programs.results_of[i]];
         RandomGroup again = one;
@@ -375,10 +376,12 @@ TEST(FusedGroups, ClassLossesAndTheirBackward) {
     const auto compiled = compile_fused(graph, {});
     const FusedGraph* fused = fused_graph(*compiled);
     ASSERT_NE(fused, nullptr);
-    const at::Tensor expected = Executor(graph)(inputs)[0].toTensor(), actual = fused->run(inputs, nullptr)[0].toTensor();
+    const at::Tensor expected = Executor(graph)(inputs)[0].toTensor(),
+                     actual = fused->run(inputs, nullptr)[0].toTensor();
     EXPECT_TRUE(at::allclose(actual, expected, 1e-5, 1e-7)) << actual - expected;
     ASSERT_EQ(fused->kernels().size(), 2u);
-    EXPECT_EQ(fused->kernels()[1].operators, "aten::nll_loss_backward, aten::_log_softmax_backward_data, aten::mul");
+    EXPECT_EQ(fused->kernels()[1].operators,
+              "aten::nll_loss_backward, aten::_log_softmax_backward_data, aten::mul");
   }
 }
 

@@ -505,7 +505,8 @@ TEST(LoopKernels, RandomOnesComputeWhatTheInterpreterDoes) {
     const std::vector<ObjectCode> codes =
         compile_sources(host_compiler(), {emit_cpp(kernels[0]), emit_cpp(kernels[1])});
     for (int part = 0; part < 2; ++part) {
-      ASSERT_EQ(codes[static_cast<std::size_t>(part)].problem, "") << codes[static_cast<std::size_t>(part)].output;
+      ASSERT_EQ(codes[static_cast<std::size_t>(part)].problem, "")
+          << codes[static_cast<std::size_t>(part)].output;
       const auto library = LoadedCode::load(codes[static_cast<std::size_t>(part)].bytes);
       for (const NamedKernel& named : kernels[part]) {
         const LoopKernel& kernel = named.kernel;

@@ -1,5 +1,5 @@
-// Training with generated code (training.compile = fused): within the stated tolerance of training operator by
-// operator, and with its bits in exact mode.
+// Training with generated code (training.compile = fused): within the stated tolerance of training operator
+// by operator, and with its bits in exact mode.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -25,8 +25,7 @@ TrainedJob train(const Layout& layout, const Options& options) {
 }
 
 void expect_no_warning(const WarningCapture& warnings) {
-  for (const Warning& warning : warnings.warnings())
-    EXPECT_NE(warning.category, "graph") << warning.message;
+  for (const Warning& warning : warnings.warnings()) EXPECT_NE(warning.category, "graph") << warning.message;
 }
 
 void expect_near_jobs(const TrainedJob& ours, const TrainedJob& plain, double loss, double norm) {
@@ -46,7 +45,8 @@ void expect_near_jobs(const TrainedJob& ours, const TrainedJob& plain, double lo
 // The check compares each kernel with the operators, with one warning if they differ.
 TEST(FusedJob, ATransformerIsCloseToTrainingByOperators) {
   const WarningCapture warnings;
-  const TrainedJob fused = train({.name = "fused"}, with(with(kTransformer, kFused), {"--compile_check", "true"}));
+  const TrainedJob fused =
+      train({.name = "fused"}, with(with(kTransformer, kFused), {"--compile_check", "true"}));
   expect_near_jobs(fused, train({.name = "plain"}, kTransformer), 2e-5, 2e-4);
   expect_no_warning(warnings);
 }
@@ -71,8 +71,9 @@ TEST(FusedJob, ExactModeHasTheBitsOfTrainingByOperators) {
   for (const char* precision : {"fp32", "bf16"}) {
     const Options options = with(hybrid(), {"--precision", precision});
     const TrainedJob plain = train({.name = "plain"}, options),
-                     fused = train({.name = "fused"},
-                                   with(with(options, kFused), {"--compile_exact", "true", "--compile_check", "true"}));
+                     fused = train(
+                         {.name = "fused"},
+                         with(with(options, kFused), {"--compile_exact", "true", "--compile_check", "true"}));
     EXPECT_EQ(fused.losses(), plain.losses()) << precision;
     EXPECT_EQ(fused.norms(), plain.norms()) << precision;
     expect_equal_tensors(fused.local, plain.local);

@@ -73,9 +73,9 @@ void inspect_graph(const CLI::App& command, const InspectFlags& flags) {
                                            : flags.passes ? CaptureFor::WithPasses
                                                           : CaptureFor::Reading);
     if (flags.kernels)
-      kernels = graph::kernel_report(
-          captured.halves, captured.inputs,
-          {.exact = resolved.config.training.compile_exact, .sources = flags.sources});
+      kernels =
+          graph::kernel_report(captured.halves, captured.inputs,
+                               {.exact = resolved.config.training.compile_exact, .sources = flags.sources});
     file = std::move(captured.file);
     passes = std::move(captured.passes);
     title = title_of(resolved.config);
@@ -121,9 +121,10 @@ void add_inspect_graph_command(CLI::App& inspect, CommandOutcome&) {
   command->add_flag("--passes", flags->passes,
                     "Run the passes of training.compile = graph, print what each one saved, and report the "
                     "graph after them");
-  command->add_flag("--kernels", flags->kernels,
-                    "Compile the graph as training.compile = fused does, run it, and print the generated "
-                    "kernels alone: operators, bytes moved, time, share of the step, rate beside that of a copy");
+  command->add_flag(
+      "--kernels", flags->kernels,
+      "Compile the graph as training.compile = fused does, run it, and print the generated "
+      "kernels alone: operators, bytes moved, time, share of the step, rate beside that of a copy");
   command->add_flag("--sources", flags->sources, "With --kernels: print the C++ of each kernel, too");
   command->allow_extras();
   command->footer(

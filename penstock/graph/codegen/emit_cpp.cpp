@@ -120,7 +120,7 @@ constexpr std::string_view kPrelude =
                 1.42647390514189e-02f;
             return x * p / q;
           }
-)cpp";
+    )cpp";
 
 std::string_view memory_type(ElementType type) {
   static constexpr std::string_view kTypes[] = {"u8",  "u8",  "i8",  "i16",   "i32",

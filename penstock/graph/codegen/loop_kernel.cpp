@@ -289,8 +289,9 @@ void verify(const LoopKernel& kernel) {
       require(kernel.form == LoopForm::Rows && kernel.row_dims == 1, "has no single loop in a row: " + name);
     if (kernel.form == LoopForm::Columns)
       for (std::size_t o = 0; o < operand_count(instruction.op); ++o)
-        require(kernel.instructions[static_cast<std::size_t>(instruction.operands[o])].op != LoopOp::ColumnSum,
-                "uses a sum of columns: " + name);
+        require(
+            kernel.instructions[static_cast<std::size_t>(instruction.operands[o])].op != LoopOp::ColumnSum,
+            "uses a sum of columns: " + name);
     if (is_reduction(instruction.op)) {
       require((instruction.op == LoopOp::ColumnSum) == (kernel.form == LoopForm::Columns) &&
                   kernel.form != LoopForm::Elements,

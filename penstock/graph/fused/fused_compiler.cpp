@@ -64,22 +64,25 @@ class FusedCompilation {
       : graph_(graph), options_(options) {}
 
   std::shared_ptr<const CompiledGraph> run(const std::vector<std::vector<std::uint8_t>>* stored) {
-    FusionPlan plan = plan_fusion(graph_, options_.fusion);
-    if (plan.groups.empty()) return executor();
-    const HostCompiler compiler = host_compiler();
-    if (!compiler.works()) {
-      warn_once("graph",
-                fmt::format("the compiler \"fused\" runs the operators instead: {}", compiler.problem));
-      return executor();
-    }
-    const FusedSources sources = sources_of(plan, kMostSources);
-    std::vector<std::shared_ptr<const FusedGraph::Code>> code;
     try {
-      code = compiled(compiler, sources.sources, stored);
-    } catch (const Error& error) {
-      warn_once("graph", error.what());
-      return executor();
+      if (auto made = fused(stored)) return made;
+    } catch (const std::exception& error) {
+      // Whatever it is, the operators can do without generated code.
+      warn_once("graph", fmt::format("the compiler \"fused\" runs the operators instead: {}", error.what()));
     }
+    return std::make_shared<const Executor>(graph_,
+                                            ExecutorOptions{.donated_inputs = options_.donated_inputs});
+  }
+
+ private:
+  // Null if there is nothing to fuse.
+  std::shared_ptr<const CompiledGraph> fused(const std::vector<std::vector<std::uint8_t>>* stored) {
+    const FusionPlan plan = plan_fusion(graph_, options_.fusion);
+    if (plan.groups.empty()) return nullptr;
+    const HostCompiler compiler = host_compiler();
+    if (!compiler.works()) throw StateError(compiler.problem);
+    const FusedSources sources = sources_of(plan, kMostSources);
+    const auto code = compiled(compiler, sources.sources, stored);
     std::shared_ptr<FusedGraph> made(new FusedGraph());
     made->graph_ = graph_;
     made->donated_inputs_ = options_.donated_inputs;
@@ -100,12 +103,6 @@ class FusedCompilation {
     return made;
   }
 
- private:
-  std::shared_ptr<const CompiledGraph> executor() const {
-    return std::make_shared<const Executor>(graph_,
-                                            ExecutorOptions{.donated_inputs = options_.donated_inputs});
-  }
-
   // Throws StateError, with where source and output were saved, if something does not work.
   static std::vector<std::shared_ptr<const FusedGraph::Code>> compiled(
       const HostCompiler& compiler, const std::vector<std::string>& sources,
@@ -115,9 +112,12 @@ class FusedCompilation {
     std::vector<std::size_t> places;
     for (std::size_t i = 0; i < sources.size(); ++i) {
       code[i] = KnownCode::of_process().find(compiler.identity, sources[i]);
-      if (!code[i] && stored && i < stored->size())
-        code[i] = std::make_shared<const FusedGraph::Code>(
-            FusedGraph::Code{sources[i], (*stored)[i], LoadedCode::load((*stored)[i])});
+      if (!code[i] && stored && i < stored->size()) try {
+          code[i] = std::make_shared<const FusedGraph::Code>(
+              FusedGraph::Code{sources[i], (*stored)[i], LoadedCode::load((*stored)[i])});
+        } catch (const StateError&) {
+          // Compiled again.
+        }
       if (code[i]) continue;
       if (const std::string problem = KnownCode::of_process().problem_of(compiler.identity, sources[i]);
           !problem.empty())
@@ -137,7 +137,7 @@ class FusedCompilation {
       }
       if (!problem.empty()) {
         const std::string message = fmt::format(
-            "the compiler \"fused\" runs the operators instead: {} {}; {}", compiler.path, problem,
+            "{} {}; {}", compiler.path, problem,
             save_for_inspection(missing[i], objects[i].output.empty() ? problem : objects[i].output));
         KnownCode::of_process().add_problem(compiler.identity, missing[i], message);
         throw StateError(message);

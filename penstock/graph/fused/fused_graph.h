@@ -29,7 +29,7 @@ struct FusedKernelReport {
   std::int64_t bytes = 0;  // read and written by a call
   std::uint64_t calls = 0;
   std::uint64_t calls_of_operators = 0;  // instead of the kernel
-  double seconds = 0;                    // of all calls, while measured
+  double seconds = 0;                    // of the shortest call while measured
   std::string source;
 };
 

@@ -138,10 +138,13 @@ void FusedKernel::call(std::span<const at::Tensor* const> inputs, std::span<at::
     at::parallel_for(0, range_, grain_,
                      [&](std::int64_t first, std::int64_t end) { function_(buffers.data(), first, end); });
   calls_.fetch_add(1, std::memory_order_relaxed);
-  if (measures)
-    nanoseconds_ += static_cast<std::uint64_t>(
-        std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - begin)
-            .count());
+  if (!measures) return;
+  const auto taken = static_cast<std::uint64_t>(
+      std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - begin).count());
+  std::uint64_t least = nanoseconds_;
+  while ((least == 0 || taken < least) &&
+         !nanoseconds_.compare_exchange_weak(least, std::max<std::uint64_t>(taken, 1))) {
+  }
 }
 
 void FusedKernel::call_operators(std::span<const at::Tensor* const> inputs,

@@ -41,7 +41,7 @@ class FusedKernel final : public GeneratedKernel {
   // Calls of the function, and those of the operators in its place.
   std::uint64_t calls() const { return calls_; }
   std::uint64_t calls_of_operators() const { return calls_of_operators_; }
-  // While set, the time that calls take is added up.
+  // While set, the time of the shortest call is kept: others may have been interrupted.
   void measure(bool on) const { measures_ = on; }
   std::uint64_t nanoseconds() const { return nanoseconds_; }
   void forget_times() const { calls_ = 0, nanoseconds_ = 0; }

@@ -758,8 +758,7 @@ void class_loss_backward(GroupLowering& group, const Node& node) {
   if (!group.space().unify(dims[0], target.dims[0])) throw NotLoops();
   if (reduction == kNone && !group.space().unify(dims[0], gradient.dims[0])) throw NotLoops();
   int scale = group.cast(gradient, ElementType::Float);
-  if (reduction == kMean)
-    scale = group.add(LoopOp::Divide, scale, group.cast(weight, ElementType::Float));
+  if (reduction == kMean) scale = group.add(LoopOp::Divide, scale, group.cast(weight, ElementType::Float));
   LoopInstruction number{.op = LoopOp::Number, .type = ElementType::Int64};
   number.whole = ignored;
   const int is_class = group.add(LoopOp::Equal, group.position_in(dims[1]), target.value);

@@ -115,8 +115,8 @@ std::string text_difference(const std::string& now, const std::string& then) {
 }
 
 // The options that change a capture or what is compiled of it. Not `recapture`, `log`, `verify_passes` and
-// `compile_check`, which do not, and not those of the compilers, which are fields of their own. `passes`: names and versions
-// of those that run, which disable_passes decides.
+// `compile_check`, which do not, and not those of the compilers, which are fields of their own. `passes`:
+// names and versions of those that run, which disable_passes decides.
 std::string option_fields(const CompileOptions& options, const std::string& passes) {
   ByteWriter out;
   const auto choice = [&](auto value) { out.number(static_cast<std::uint8_t>(value)); };

@@ -127,8 +127,7 @@ CompiledCall::CompiledCall(PartitionedCapture capture, const CompilerChoice& com
   if (!inference)
     backward_ = std::make_shared<const CompiledHalf>(
         partitioned_.halves.backward, with_options(backward_request(partitioned_)), compilers.backward,
-        graph_wrappers_,
-        std::move(options.code.backward), options.compile_backward);
+        graph_wrappers_, std::move(options.code.backward), options.compile_backward);
   Call graphs = [call = c10::make_intrusive<GraphCall>(
                      partitioned_, CompiledHalves{CompiledHalf::runnable(forward_),
                                                   CompiledHalf::runnable(backward_), graph_wrappers_})](

@@ -19,8 +19,8 @@ struct KernelReportOptions {
 
 // Compiles both halves with the compiler "fused" and with the executor, and runs them with these inputs (one
 // for each input of the forward half); gradients of results are ones. The table has a row for each kernel:
-// operators, bytes moved, time, share of the step, and its rate beside that of a copy of a large tensor in
-// the same run. Kernels of equal layers are one row.
+// operators, bytes moved, time of its shortest run, share of the step, and its rate beside that of a copy of
+// a large tensor in the same run. Kernels of equal layers are one row.
 std::string kernel_report(const Partition& halves, const std::vector<at::Tensor>& inputs,
                           const KernelReportOptions& options);
 

@@ -188,8 +188,9 @@ WrittenArtifact write_artifact(const TrainConfig& config, const fs::path& folder
       device_of_rank(config.layout, comm::World::fake(0, static_cast<int>(config.layout.ranks)));
   require_precision(config, device);
   if (device.is_cpu()) require_memory(minimum_memory_of_stage(config), machine_memory_bytes());
-  const auto artifact = graph::Artifact::create(folder, artifact_configuration(config, schedule, *model),
-                                                {.device = device.str(), .compiler = graph_compiler_of(config)});
+  const auto artifact =
+      graph::Artifact::create(folder, artifact_configuration(config, schedule, *model),
+                              {.device = device.str(), .compiler = graph_compiler_of(config)});
   WrittenArtifact written;
   written.stages = static_cast<std::size_t>(schedule.stages().stages());
   const std::int64_t replicas = replicas_have_own_graphs(config) ? config.layout.dp : 1;

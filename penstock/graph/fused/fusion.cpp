@@ -221,6 +221,7 @@ class GroupChoice {
         for (const GroupTensor& input : loops->inputs) {
           const std::size_t maker = maker_[index_of(input.value)];
           if (maker == kNoGroup || group_of_[maker] == kNoGroup || group_of_[maker] == g) continue;
+          if (period_[maker] != period_[group.nodes[0]]) continue;
           if (graph_[input.value].geometry.numel() * 2 < loops->kernel.elements()) continue;
           const Nodes& users = users_[index_of(input.value)];
           const bool only_here = std::all_of(users.begin(), users.end(), [&](std::size_t user) {

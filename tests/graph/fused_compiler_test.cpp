@@ -371,6 +371,8 @@ TEST(FusedTrouble, WhatCountsAsADifference) {
   EXPECT_EQ(difference_from_operators(x * (1 + 1e-6), x, false, false), "");
   EXPECT_NE(difference_from_operators(x * (1 + 1e-6), x, true, false), "");
   EXPECT_NE(difference_from_operators(x * (1 + 1e-3), x, false, false), "");
+  EXPECT_EQ(difference_from_operators(x * (1 + 1e-3), x, false, false, at::kBFloat16), "");
+  EXPECT_NE(difference_from_operators(x * (1 + 1e-1), x, false, false, at::kBFloat16), "");
   at::Tensor one = x.clone();
   one[500] += 1;
   EXPECT_TRUE(has_text(difference_from_operators(one, x, false, false),

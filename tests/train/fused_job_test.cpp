@@ -93,17 +93,14 @@ TEST(FusedJob, ShardsAndTensorParallelism) {
 }
 
 TEST(FusedJob, ParityExpectsRoundingUnlessExact) {
-  TrainConfig config;
-  config.layout.device = "cpu";
-  config.layout.schedule = "1F1B";
-  config.training.compile = "graph";
-  EXPECT_TRUE(expects_same_bits(config));
-  EXPECT_EQ(graph_compiler_of(config), "executor");
-  config.training.compile = "fused";
-  EXPECT_FALSE(expects_same_bits(config));
-  EXPECT_EQ(graph_compiler_of(config), "fused");
-  config.training.compile_exact = true;
-  EXPECT_TRUE(expects_same_bits(config));
+  const auto config_with = [](const Options& options) {
+    return resolved_config_of({.name = "one"}, options).config;
+  };
+  EXPECT_TRUE(expects_same_bits(config_with({"--compile", "graph"})));
+  EXPECT_EQ(graph_compiler_of(config_with({"--compile", "graph"})), "executor");
+  EXPECT_FALSE(expects_same_bits(config_with(kFused)));
+  EXPECT_EQ(graph_compiler_of(config_with(kFused)), "fused");
+  EXPECT_TRUE(expects_same_bits(config_with(with(kFused, {"--compile_exact", "true"}))));
 }
 
 }  // namespace fused_job_test

@@ -51,7 +51,7 @@ constexpr double kDecidedOtherwise = 1e-3;
 }  // namespace
 
 std::string difference_from_operators(const at::Tensor& kernel, const at::Tensor& operators, bool exact,
-                                      bool may_decide) {
+                                      bool may_decide, at::ScalarType rounded) {
   if (kernel.sizes() != operators.sizes() || kernel.scalar_type() != operators.scalar_type())
     return "another shape";
   if (kernel.numel() == 0) return {};
@@ -73,7 +73,8 @@ std::string difference_from_operators(const at::Tensor& kernel, const at::Tensor
     double largest = 0;
     for (std::int64_t i = 0; i < items; ++i)
       if (std::isfinite(y[i])) largest = std::max(largest, std::abs(y[i]));
-    const Tolerance tolerance = tolerance_of(kernel.scalar_type());
+    const Tolerance tolerance =
+        tolerance_of(rounded == at::ScalarType::Undefined ? kernel.scalar_type() : rounded);
     for (std::int64_t i = 0; i < items; ++i) {
       if (std::isnan(x[i]) && std::isnan(y[i])) continue;
       if (exact ? x[i] == y[i] && std::signbit(x[i]) == std::signbit(y[i]) : x[i] == y[i]) continue;
@@ -107,6 +108,12 @@ FusedKernel::FusedKernel(const Graph& graph, FusedGroup group, std::string sourc
     for (std::size_t i = 0; i < inputs_.size(); ++i)
       if (inputs_[i] == outputs_[j] && may_share_memory(kernel, i, inputs_.size() + j))
         sharing_.push_back({i, j});
+  // What the operators round to a half type, the kernel keeps in float.
+  for (const Node& node : part_.nodes)
+    for_each_value(node.results, [&](ValueId value) {
+      const at::ScalarType dtype = part_[value].geometry.dtype;
+      if (dtype == at::kBFloat16 || (dtype == at::kHalf && rounded_ != at::kBFloat16)) rounded_ = dtype;
+    });
   range_ = kernel.range();
   const std::int64_t work = kernel.elements_per_unit() * std::max(1, kernel.cost_per_element() / 4);
   grain_ = std::max<std::int64_t>(1, kWorkOfAThread / std::max<std::int64_t>(1, work));
@@ -167,7 +174,7 @@ void FusedKernel::check(std::span<const at::Tensor* const> inputs, std::span<at:
   call(inputs, results);
   std::string difference;
   for (std::size_t i = 0; i < results.size() && difference.empty(); ++i) {
-    difference = difference_from_operators(results[i], expected[i], options_.exact, may_decide_);
+    difference = difference_from_operators(results[i], expected[i], options_.exact, may_decide_, rounded_);
     if (difference.empty() && results[i].strides() != expected[i].strides()) {
       for (std::size_t d = 0; d < outputs_[i].sizes.size(); ++d)
         if (outputs_[i].sizes[d] > 1 && results[i].strides()[d] != expected[i].strides()[d])

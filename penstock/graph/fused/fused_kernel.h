@@ -23,9 +23,10 @@ struct FusedKernelOptions {
 
 // What differs between what a kernel has computed and what the operators have: empty if nothing does beyond
 // the tolerance that docs/fused.md states, none in exact mode. `may_decide`: the kernel compares numbers, so
-// that single elements may be decided otherwise.
+// that single elements may be decided otherwise. `rounded`: the narrowest dtype that the operators round to
+// on the way; without one, that of the result.
 std::string difference_from_operators(const at::Tensor& kernel, const at::Tensor& operators, bool exact,
-                                      bool may_decide);
+                                      bool may_decide, at::ScalarType rounded = at::ScalarType::Undefined);
 
 class FusedKernel final : public GeneratedKernel {
  public:
@@ -63,7 +64,8 @@ class FusedKernel final : public GeneratedKernel {
   std::vector<Sharing> sharing_;
   std::int64_t range_ = 0, grain_ = 1;
   bool may_decide_ = false;
-  Graph part_;  // the operators
+  at::ScalarType rounded_ = at::ScalarType::Undefined;  // difference_from_operators()
+  Graph part_;                                          // the operators
 
   mutable std::mutex mutex_;
   mutable std::unique_ptr<Executor> operators_;  // made when it is needed

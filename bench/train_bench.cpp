@@ -9,8 +9,9 @@
 //       the same next to processes that keep a core busy; nothing is pinned then
 //   train_bench --device cuda --preset gpt2-124m --microbatches 1 --microbatch_size 32
 //
-//   train_bench --training.compile off,graph   each layout without and with captured graphs; "graph/off" is
-//   the ratio of their steps
+//   train_bench --training.compile off,graph,fused   each layout without and with captured graphs, and with
+//   generated code; "graph/off" and "fused/off" are the ratios of their steps. The rate of each kernel beside
+//   that of a copy is printed by `penstock inspect graph --kernels`
 //
 // "outside" is the share of a step outside the schedule: data, sums over ranks, clipping and the optimizer.
 // On the CPU each rank of a layout has its own core. Times depend on the machine; compare ratios.
@@ -216,9 +217,10 @@ int main(int argc, char** argv) {
                100 * row.at("outside").get<double>(), row.at("loss").get<double>());
   }
   for (const Setup& setup : plain)
-    if (seen.contains(setup.title) && seen.contains(setup.title + ", graph"))
-      fmt::print("graph/off, {}: {:.3f}\n", setup.title,
-                 best(setup.title + ", graph").at("step_s").get<double>() /
-                     best(setup.title).at("step_s").get<double>());
+    for (const char* compiled : {"graph", "fused"})
+      if (const std::string title = fmt::format("{}, {}", setup.title, compiled);
+          seen.contains(setup.title) && seen.contains(title))
+        fmt::print("{}/off, {}: {:.3f}\n", compiled, setup.title,
+                   best(title).at("step_s").get<double>() / best(setup.title).at("step_s").get<double>());
   return 0;
 }

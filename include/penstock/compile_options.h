@@ -193,6 +193,13 @@ struct CompileOptions {
   std::string compiler = "executor";
   std::string backward_compiler = {};   // of backward graphs; if empty, `compiler`
   std::string inference_compiler = {};  // of graphs without a backward; if empty, `compiler`
+  // For compilers that generate code ("fused"). Only operators whose generated code has the bits of the
+  // operators become part of it. Otherwise results differ by rounding (docs/fused.md states how much).
+  bool compile_exact = false;
+  // For compilers that generate code ("fused"). Each new kernel is compared once with the operators that it
+  // stands for, on the inputs of its first call; if they differ, the operators run in its place, and a
+  // warning names the folder with its source.
+  bool compile_check = false;
   // The graph itself writes the inputs that the function writes, where autograd would not notice: only the
   // data changes, and no gradient is involved or the write is under no_grad. Otherwise, and always for tensor
   // subclasses and captures for all sizes, the graph returns new values, which are copied into the inputs

@@ -1,5 +1,6 @@
 // Compilers of captured graphs: what turns a graph (graph.h) into something that runs. The built-in one,
-// "executor", calls the operators in order. A compiler of your own may change a graph and pass it on:
+// "executor", calls the operators in order; "fused" generates code for groups of them, too. A compiler of
+// your own may change a graph and pass it on:
 //
 //   class Reporting final : public graph::GraphCompiler {
 //    public:
@@ -51,6 +52,8 @@ struct CompileRequest {
   // input if it also holds the only reference to it and to its memory, which is not so if autograd's graph is
   // retained.
   std::vector<std::size_t> donated_inputs;
+  bool exact = false;  // generated code must have the bits of the operators (CompileOptions::compile_exact)
+  bool check = false;  // compare generated code with the operators once (CompileOptions::compile_check)
 };
 
 // A graph that is ready to run. Thread safety: run() may be called by several threads at once.
@@ -106,7 +109,9 @@ std::shared_ptr<const GraphCompiler> graph_compiler(std::string_view name);
 // Returns the names of all compilers, in alphabetical order.
 std::vector<std::string> graph_compiler_names();
 
-// The name of the built-in compiler.
+// The names of the built-in compilers: one that calls the operators, and one that generates code for groups
+// of them (docs/fused.md).
 inline constexpr std::string_view kExecutorCompiler = "executor";
+inline constexpr std::string_view kFusedCompiler = "fused";  // see kExecutorCompiler
 
 }  // namespace penstock::graph

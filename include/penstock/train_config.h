@@ -178,9 +178,14 @@ struct TrainingConfig {
   std::string recompute = "none";
   std::vector<std::int64_t> recompute_stages;        // recompute in these stages only; empty: in all
   std::vector<std::int64_t> recompute_microbatches;  // recompute for these microbatches only; empty: for all
-  // How stages run their forward and backward: off (operator by operator) or graph (captured once, then
-  // replayed, with the same bits).
+  // How stages run their forward and backward: off (operator by operator), graph (captured once, then
+  // replayed, with the same bits) or fused (the same, with generated code for groups of operators on the
+  // CPU).
   std::string compile = "off";
+  // With compile = fused: whether only code is generated that has the bits of the operators, and whether each
+  // new kernel is compared with the operators once, in its first call.
+  bool compile_exact = false;
+  bool compile_check = false;  // see compile_exact
   // Folder that penstock compile has written for this configuration: its graphs are used, and nothing is
   // captured; empty: graphs are loaded from the cache if PENSTOCK_CACHE names a folder, else captured.
   std::string artifact;

@@ -48,6 +48,19 @@ TEST(InspectGraph, TheTrainersModelAndItsFile) {
   EXPECT_EQ(body(file.output + "\nwrote "), body(model.output) + "\n");
 }
 
+TEST(InspectGraph, KernelsAreRunAndListed) {
+  const std::string model = "inspect graph --preset tiny --layers 2 --pp 1 --schedule 1F1B --kernels ";
+  const Ended listed = penstock(model + "--sources");
+  ASSERT_EQ(listed.exit_code, 0) << listed.output;
+  for (const char* text : {"aten::rsqrt", "aten::silu_backward", "rows", "columns", "backward", "of copy",
+                           "fused/operators", "extern \"C\" void k0("})
+    EXPECT_TRUE(has_text(listed.output, text)) << listed.output;
+  const Ended both = penstock(model + "--passes");
+  EXPECT_EQ(both.exit_code, 2);
+  EXPECT_TRUE(has_text(both.output, "--passes")) << both.output;
+  EXPECT_EQ(penstock("inspect graph --preset tiny --sources").exit_code, 2);
+}
+
 TEST(InspectGraph, PassesSayWhatTheySave) {
   const std::string model = "inspect graph --preset tiny --layers 1 --pp 1 --schedule 1F1B --nodes 1 ";
   const Ended plain = penstock(model), passed = penstock(model + "--passes");

@@ -465,6 +465,12 @@ TEST(Config, PassesAreKnown) {
   EXPECT_TRUE(has_text(unknown, "got \"algebriac\""));
   EXPECT_TRUE(has_text(unknown, "did you mean 'algebraic'?"));
   EXPECT_TRUE(has_text(message({"--disable_passes", "views"}), "set training.compile to \"graph\""));
+  for (const char* flag : {"--compile_exact", "--compile_check"}) {
+    EXPECT_TRUE(has_text(message({flag, "true"}), "set training.compile to \"fused\"")) << flag;
+    EXPECT_TRUE(has_text(message({"--compile", "graph", "--schedule", "1F1B", flag, "true"}),
+                         "set training.compile to \"fused\""))
+        << flag;
+  }
   EXPECT_EQ(with({"--compile", "graph", "--schedule", "1F1B", "--disable_passes", "views"})
                 .config.training.disable_passes,
             std::vector<std::string>{"views"});

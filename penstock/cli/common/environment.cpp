@@ -60,6 +60,7 @@ const std::vector<Variable>& variables() {
       {"PENSTOCK_RECORDER_SIZE", [](const char* name) { env_int(name, 1, 1 << 20); }},
       {"PENSTOCK_UCX_SPIN_US", [](const char* name) { env_int(name, 0, 10'000'000); }},
       {"PENSTOCK_SHARE_GPUS", [](const char* name) { env_int(name, 0, 1); }},
+      {"PENSTOCK_CXX", path_text},
       {"PENSTOCK_CACHE", path_text},
       {"PENSTOCK_CACHE_MB", [](const char* name) { env_int(name, 1, std::int64_t{1} << 40); }},
       {"PENSTOCK_PROGRESS_TTY", [](const char* name) { env_int(name, 0, 1 << 20); }},

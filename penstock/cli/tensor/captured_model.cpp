@@ -12,6 +12,7 @@
 #include "penstock/errors.h"
 #include "penstock/graph/ir/functionalize.h"
 #include "penstock/graph/run/function_capture.h"
+#include "penstock/graph/run/graph_call.h"
 #include "penstock/graph/run/module_state.h"
 #include "penstock/graph/tools/pass_report.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
@@ -68,15 +69,17 @@ CapturedModel capture_model(const train::TrainConfig& config, bool min_cut, Capt
   split.activations = activations.options;
   graph::check_split(split);
   std::string passes;
-  if (purpose == CaptureFor::WithPasses) {
+  if (purpose != CaptureFor::Reading) {
     graph::PassedGraph passed = graph::with_passes(
         std::move(file.joint), graph::PassList(config.training.disable_passes, /*verify=*/true),
         {.static_inputs = state.tensors.size(), .partitioner = split.partitioner});
     file.joint = std::move(passed.joint);
     passes = std::move(passed.text);
   }
+  CapturedModel made;
   try {
-    file.saved = graph::split_graph(file.joint, split).saved;
+    made.halves = graph::split_graph(file.joint, split);
+    file.saved = made.halves.saved;
   } catch (const ValueError& error) {
     if (activations.note.empty()) throw;
     throw ValueError(fmt::format("{} ({})", error.what(), activations.note));
@@ -84,7 +87,10 @@ CapturedModel capture_model(const train::TrainConfig& config, bool min_cut, Capt
   file.signature = graph::make_signature(
       file.joint, file.meta,
       {.state = &state, .loss_index = 0, .hidden_outputs = 0, .in_spec = "(*, *)", .out_spec = "*"});
-  return {std::move(file), std::move(passes)};
+  if (purpose == CaptureFor::Running) made.inputs = graph::tensors_among(inputs);
+  made.file = std::move(file);
+  made.passes = std::move(passes);
+  return made;
 }
 
 std::string title_of(const train::TrainConfig& config) {

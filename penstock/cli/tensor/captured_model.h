@@ -3,7 +3,9 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
+#include "penstock/graph/partition/partition.h"
 #include "penstock/graph/tools/graph_file.h"
 #include "penstock/train_config.h"
 
@@ -12,9 +14,13 @@ namespace penstock::cli {
 struct CapturedModel {
   graph::GraphFile file;
   std::string passes;  // what they did, if they ran
+  // For running it: forward and backward, and an input for each one of forward.
+  graph::Partition halves;
+  std::vector<at::Tensor> inputs;
 };
 
-enum class CaptureFor { Reading, WithPasses };
+// Running: with the passes, and with what a run needs.
+enum class CaptureFor { Reading, WithPasses, Running };
 
 // Captures forward and backward of one microbatch of the whole model, shapes only. `saved` of the file is
 // that of the activation budget of the configuration (activations_of_whole_model) or, without one, of the

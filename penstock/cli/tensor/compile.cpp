@@ -45,11 +45,11 @@ int run(const CLI::App& command, const std::string& output) {
   }
   fmt::print(
       "{}: {} of {} for {}, {} operators, {}, in {:.1f} s\n"
-      "to train with it, add to the same configuration: --training.compile graph --training.artifact {}\n",
+      "to train with it, add to the same configuration: --training.compile {} --training.artifact {}\n",
       printable(output), count_of(static_cast<std::int64_t>(written.graphs), "graph"),
       count_of(static_cast<std::int64_t>(written.stages), "stage"),
       count_of(resolved.config.layout.ranks, "rank"), written.nodes, format_bytes(written.bytes),
-      written.seconds, printable(output));
+      written.seconds, resolved.config.training.compile, printable(output));
   return 0;
 }
 

@@ -16,6 +16,7 @@
 #include "penstock/errors.h"
 #include "penstock/graph/tools/draw.h"
 #include "penstock/graph/tools/graph_report.h"
+#include "penstock/graph/tools/kernel_report.h"
 #include "penstock/graph/tools/memory_report.h"
 #include "penstock/train/job/configured_activations.h"
 
@@ -27,7 +28,7 @@ namespace fs = std::filesystem;
 struct InspectFlags {
   std::string html, svg, dot, save;
   std::size_t nodes = 20;
-  bool min_cut = false, passes = false;
+  bool min_cut = false, passes = false, kernels = false, sources = false;
 };
 
 void inspect_graph(const CLI::App& command, const InspectFlags& flags) {
@@ -35,10 +36,16 @@ void inspect_graph(const CLI::App& command, const InspectFlags& flags) {
   const bool is_file =
       !rest.empty() && !rest.front().starts_with("-") && fs::path(rest.front()).extension() != ".toml";
   graph::GraphFile file;
-  std::string title, passes;
+  if (flags.sources && !flags.kernels)
+    throw ConfigError("inspect graph --sources prints the sources of generated kernels; add --kernels");
+  if (flags.kernels)
+    refuse_options(command, {"--html", "--svg", "--dot", "--save", "--passes", "--nodes"},
+                   "beside --kernels, which prints kernels alone");
+  std::string title, passes, kernels;
   train::ModelActivations activations;
   if (is_file) {
     refuse_options(command, {"--min-cut", "--passes"}, "for a file, which defines what is saved");
+    refuse_options(command, {"--kernels", "--sources"}, "for a file, which has no values to run with");
     if (rest.size() > 1)
       throw ConfigError(describe("argument", rest[1], "nothing after the file", "leave it out"));
     try {
@@ -51,7 +58,8 @@ void inspect_graph(const CLI::App& command, const InspectFlags& flags) {
     const train::ResolvedConfig resolved = train::load_config(config_sources(command));
     refuse_keys(resolved, "inspect graph", [&](const std::string& key) {
       return key.starts_with("model.") || key.starts_with("layout.") ||
-             ((flags.passes || key != "training.disable_passes") &&
+             (flags.kernels && key == "training.compile_exact") ||
+             ((flags.passes || flags.kernels || key != "training.disable_passes") &&
               (key == "training.compile" || key == "training.disable_passes" ||
                key == "training.activation_budget" || key == "training.activation_policy"));
     });
@@ -61,13 +69,23 @@ void inspect_graph(const CLI::App& command, const InspectFlags& flags) {
           "inspect graph --min-cut recomputes by a rule of its own, which leaves nothing to "
           "training.activation_budget and training.activation_policy; leave --min-cut out, or them");
     CapturedModel captured = capture_model(resolved.config, flags.min_cut,
-                                           flags.passes ? CaptureFor::WithPasses : CaptureFor::Reading);
+                                           flags.kernels  ? CaptureFor::Running
+                                           : flags.passes ? CaptureFor::WithPasses
+                                                          : CaptureFor::Reading);
+    if (flags.kernels)
+      kernels =
+          graph::kernel_report(captured.halves, captured.inputs,
+                               {.exact = resolved.config.training.compile_exact, .sources = flags.sources});
     file = std::move(captured.file);
     passes = std::move(captured.passes);
     title = title_of(resolved.config);
   }
   fmt::print("{}\n", printable(title));
   if (flags.passes) fmt::print("passes\n{}\nafter the passes\n", passes);
+  if (flags.kernels) {
+    fmt::print("kernels\n{}", kernels);
+    return;
+  }
   if (activations.options.decide())
     fmt::print("activations\n{}{}{}\n", activations.note, activations.note.empty() ? "" : "\n",
                graph::ActivationReport(file.joint, activations.options).saving_text());
@@ -103,17 +121,23 @@ void add_inspect_graph_command(CLI::App& inspect, CommandOutcome&) {
   command->add_flag("--passes", flags->passes,
                     "Run the passes of training.compile = graph, print what each one saved, and report the "
                     "graph after them");
+  command->add_flag(
+      "--kernels", flags->kernels,
+      "Compile the graph as training.compile = fused does, run it, and print the generated "
+      "kernels alone: operators, bytes moved, time, share of the step, rate beside that of a copy");
+  command->add_flag("--sources", flags->sources, "With --kernels: print the C++ of each kernel, too");
   command->allow_extras();
   command->footer(
       "Usage: penstock inspect graph FILE\n"
       "       penstock inspect graph [CONFIG.toml] [--section.key value ...]\n\n"
       "FILE is written by --save or by the library's save_graph. Without FILE, the configured model is "
       "captured (keys of [model] and [layout]; penstock train --help),\n"
-      "forward and backward of one microbatch on the CPU; nothing is computed.\n"
+      "forward and backward of one microbatch on the CPU; nothing is computed, except by --kernels.\n"
       "Examples:\n"
       "  penstock inspect graph --preset tiny --html model.html --save model.psgraph\n"
       "  penstock inspect graph --preset tiny --svg model.svg\n"
       "  penstock inspect graph --preset tiny --passes --nodes 1\n"
+      "  penstock inspect graph --preset tiny --kernels --sources\n"
       "  penstock inspect graph --preset tiny --schedule 1F1B --training.compile graph "
       "--training.activation_budget 0.5\n"
       "  penstock inspect graph model.psgraph --nodes 0\n"

@@ -209,7 +209,7 @@ int run(const CLI::App& command, const InspectMemoryFlags& flags) {
   if (!flags.worker.empty()) return report_to_parent([&] { return run_rank(flags); });
   const train::ResolvedConfig resolved = train::load_config(config_sources(command));
   refuse_keys(resolved, "inspect memory", has_effect_without_run);
-  if (!flags.html.empty() && resolved.config.training.compile != "graph")
+  if (!flags.html.empty() && resolved.config.training.compile == "off")
     throw ConfigError(
         "inspect memory --html draws the tensors of the captured graph, and training.compile = \"off\" "
         "captures "
@@ -231,7 +231,7 @@ int run(const CLI::App& command, const InspectMemoryFlags& flags) {
   if (!flags.predict_only)
     if (const int code = measure(resolved, flags, ranks); code != 0) return code;
   fmt::print("{}", flags.json ? to_json(plan, ranks, flags.steps) : to_text(plan, ranks, flags.steps));
-  if (resolved.config.training.compile == "graph") show_tensors(resolved.config, flags);
+  if (resolved.config.training.compile != "off") show_tensors(resolved.config, flags);
   return 0;
 }
 

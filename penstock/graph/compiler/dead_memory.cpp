@@ -49,11 +49,6 @@ constexpr Row kRows[] = {
     {"aten::sigmoid_backward", "", "aten::sigmoid_backward", "grad_input"},
 };
 
-// Nobody else sees the memory: neither a view, nor a caller, nor who lent it to LibTorch (from_blob).
-bool is_owned_alone(const at::Tensor& tensor) {
-  return tensor.use_count() == 1 && tensor.storage().use_count() == 1 && tensor.storage().resizable();
-}
-
 // Where sizes differ from call to call, the operator itself checks the shape of what it writes.
 bool is_reusable(const at::Tensor& dead, const Geometry& geometry) {
   return dead.defined() && is_plain(dead) && dead.scalar_type() == geometry.dtype &&

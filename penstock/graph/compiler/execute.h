@@ -63,9 +63,10 @@ class Executor final : public CompiledGraph {
   // How many nodes are called in which way.
   struct Counts {
     std::size_t boxed = 0, unboxed = 0;
-    std::size_t views = 0;    // of both, those that are normally made without their operator
-    std::size_t reuses = 0;   // of both, those that may overwrite an argument
-    std::size_t kernels = 0;  // of both, those that may compute without their operator
+    std::size_t views = 0;      // of both, those that are normally made without their operator
+    std::size_t reuses = 0;     // of both, those that may overwrite an argument
+    std::size_t kernels = 0;    // of both, those that may compute without their operator
+    std::size_t generated = 0;  // generated code in place of operators
   };
   const Counts& counts() const { return counts_; }
 

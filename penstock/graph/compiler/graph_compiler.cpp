@@ -11,6 +11,7 @@
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"
 #include "penstock/errors.h"
+#include "penstock/graph/compiler/built_in_compilers.h"
 #include "penstock/graph/compiler/execute.h"
 
 namespace penstock::graph {
@@ -28,7 +29,8 @@ class ExecutorCompiler final : public GraphCompiler {
 struct KnownCompilers {
   std::mutex mutex;
   std::map<std::string, std::shared_ptr<const GraphCompiler>, std::less<>> by_name{
-      {std::string(kExecutorCompiler), std::make_shared<const ExecutorCompiler>()}};
+      {std::string(kExecutorCompiler), std::make_shared<const ExecutorCompiler>()},
+      {std::string(kFusedCompiler), make_fused_compiler()}};
 };
 
 KnownCompilers& known_compilers() {

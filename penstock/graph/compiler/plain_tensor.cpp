@@ -23,6 +23,10 @@ bool is_plain(const at::Tensor& tensor) {
   return keys == (cpu | kAutograd) || keys == (cuda | kAutograd);
 }
 
+bool is_owned_alone(const at::Tensor& tensor) {
+  return tensor.use_count() == 1 && tensor.storage().use_count() == 1 && tensor.storage().resizable();
+}
+
 bool is_laid_out_as(const at::Tensor& tensor, const StridedLayout& layout) {
   return tensor.sizes() == at::IntArrayRef(layout.sizes) &&
          tensor.strides() == at::IntArrayRef(layout.strides) &&

@@ -10,6 +10,9 @@ namespace penstock::graph {
 // the dispatcher would act on below autograd.
 bool is_plain(const at::Tensor& tensor);
 
+// Nobody else sees the memory: neither a view, nor a caller, nor who lent it to LibTorch (from_blob).
+bool is_owned_alone(const at::Tensor& tensor);
+
 bool is_laid_out_as(const at::Tensor& tensor, const StridedLayout& layout);
 
 }  // namespace penstock::graph

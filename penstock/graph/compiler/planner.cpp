@@ -9,6 +9,7 @@
 
 #include "penstock/graph/compiler/dead_memory.h"
 #include "penstock/graph/compiler/direct_kernel.h"
+#include "penstock/graph/compiler/generated_kernel.h"
 #include "penstock/graph/compiler/unboxed_call.h"
 #include "penstock/operator_traits.h"
 
@@ -44,11 +45,12 @@ struct OperatorFacts {
         writing(writing_form(op)),
         unboxed(unboxed_form(op, memory)) {
     const std::string& name = op.operator_name().name;
-    is_known = name.starts_with("aten::") || name.starts_with("penstock_random::aten__");
+    is_known = name.starts_with("aten::") || name.starts_with("penstock_random::aten__") ||
+               name.starts_with("penstock_fused::");
     if (writing) writing_unboxed = unboxed_form(writing->op, memory);
   }
   bool is_view = false;
-  bool is_known = false;  // an operator of LibTorch, which keeps no memory
+  bool is_known = false;  // an operator of LibTorch, or generated code, which keeps no memory
   std::optional<WritingForm> writing;
   UnboxedForm unboxed, writing_unboxed;
 };
@@ -119,6 +121,11 @@ class Planner {
     step.results = plan_->memory.list<Result>(node.results.size());
     for (std::size_t i = 0; i < node.results.size(); ++i) step.results[i] = result(node.results[i]);
     mark_last_uses(node, step);
+    if (const GeneratedKernel* kernel = generated_kernel(node)) {
+      call_kernel(*kernel, node, step);
+      plan_->steps.push_back(std::move(step));
+      return;
+    }
     // A result that nobody uses is dropped, unless it is the written argument.
     finish(facts, step);
     if (options_.direct_views && facts.is_view) use_view(node, step);
@@ -208,6 +215,31 @@ class Planner {
       if (argument.kind == Argument::Kind::Constant)
         argument.constant =
             plan_->memory.make<c10::IValue>(*static_cast<const c10::IValue*>(argument.constant));
+  }
+
+  void call_kernel(const GeneratedKernel& kernel, const Node& node, Step& step) {
+    GeneratedCall call{.kernel = &kernel,
+                       .inputs = plan_->lists[step.arguments[0].slot],
+                       .results = plan_->lists[step.results[0].slot]};
+    std::vector<char> is_taken(call.inputs.size(), 0);
+    std::vector<char> is_given(call.results.size(), 0);
+    for (const GeneratedKernel::Sharing& sharing : kernel.sharing()) {
+      if (!options_.reuse_memory || is_taken.at(sharing.input) || is_given.at(sharing.result)) continue;
+      const ValueId dead = node.arguments[0].values[sharing.input],
+                    result = node.results[0].values[sharing.result];
+      if (last_.of(dead) != position_ || !may_overwrite_[index_of(dead)] ||
+          graph_[dead].geometry != graph_[result].geometry)
+        continue;
+      is_taken[sharing.input] = is_given[sharing.result] = 1;
+      call.reuses.push_back({.dead = slot_of(dead),
+                             .result = sharing.result,
+                             .geometry = plan_->memory.make<Geometry>(graph_[result].geometry)});
+    }
+    if (!call.reuses.empty()) ++counts_.reuses;
+    step.call = &call_generated;
+    step.special = static_cast<std::uint32_t>(plan_->generated.size());
+    plan_->generated.push_back(std::move(call));
+    ++counts_.generated;
   }
 
   // A step that can be done without its operator.

@@ -56,7 +56,7 @@ struct Step {
   std::span<const Slot> frees;
   bool grad_enabled = true;
   // Of a step that may be done in another way than by its operator: the operator's own call, and the index in
-  // ExecutionPlan::views or ::reuses, or the kernel.
+  // ExecutionPlan::views, ::reuses or ::generated, or the kernel.
   StepCall otherwise = nullptr;
   std::uint32_t special = 0;
   DirectKernel kernel = nullptr;
@@ -75,12 +75,27 @@ struct MemoryReuse {
   Step writing;       // the operator that writes it
 };
 
+class GeneratedKernel;
+
+// A step that calls generated code (generated_kernel.h).
+struct GeneratedReuse {
+  Slot dead = kNoSlot;
+  std::size_t result = 0;              // its position
+  const Geometry* geometry = nullptr;  // of both, in ExecutionPlan::memory
+};
+struct GeneratedCall {
+  const GeneratedKernel* kernel = nullptr;
+  std::span<const Slot> inputs, results;  // kNoSlot: a result that is not used
+  std::vector<GeneratedReuse> reuses;
+};
+
 struct ExecutionPlan {
   PlanMemory memory;
   std::vector<Step> steps;
   std::vector<std::span<const Slot>> lists;
   std::vector<DirectView> views;
   std::vector<MemoryReuse> reuses;
+  std::vector<GeneratedCall> generated;
   std::size_t slots = 0;  // one more than values; the last is always undefined
   Slot undefined_slot() const { return static_cast<Slot>(slots - 1); }
 };
@@ -128,6 +143,9 @@ void call_view(const Step& step, Frame& frame);
 void call_reusing(const Step& step, Frame& frame);
 // Computes without the operator (direct_kernel.h), or calls it.
 void call_direct(const Step& step, Frame& frame);
+
+// Calls generated code.
+void call_generated(const Step& step, Frame& frame);
 
 // To be called if constants differ from those of the previous run.
 void forget_views(Frame& frame);

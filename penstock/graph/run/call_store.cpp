@@ -115,9 +115,9 @@ std::string text_difference(const std::string& now, const std::string& then) {
   }
 }
 
-// The options that change a capture or what is compiled of it. Not `recapture`, `log` and `verify_passes`,
-// which do not, and not those of the compilers, which are fields of their own. `passes`: names and versions
-// of those that run, which disable_passes decides.
+// The options that change a capture or what is compiled of it. Not `recapture`, `log`, `verify_passes` and
+// `compile_check`, which do not, and not those of the compilers, which are fields of their own. `passes`:
+// names and versions of those that run, which disable_passes decides.
 std::string option_fields(const CompileOptions& options, const std::string& passes) {
   ByteWriter out;
   const auto choice = [&](auto value) { out.number(static_cast<std::uint8_t>(value)); };
@@ -133,6 +133,7 @@ std::string option_fields(const CompileOptions& options, const std::string& pass
   out.flag(options.keep_input_mutations);
   out.flag(options.explicit_random_states);
   out.flag(options.effect_tokens);
+  out.flag(options.compile_exact);
   out.count(options.dynamic.dims.size());
   for (const DynamicDim& dim : options.dynamic.dims) {
     out.text(std::holds_alternative<std::size_t>(dim.input.get())

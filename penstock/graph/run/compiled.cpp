@@ -177,7 +177,9 @@ CompiledCall& Compiled::add(FunctionCapture capture, const std::string& why, Clo
       std::make_unique<CompiledCall>(std::move(halves.capture), compilers(),
                                      CompiledCallOptions{.trust_sizes = options_.dynamic.trust,
                                                          .compile_backward = options_.compile_backward,
-                                                         .code = std::move(halves.code)}));
+                                                         .code = std::move(halves.code),
+                                                         .exact = options_.compile_exact,
+                                                         .check = options_.compile_check}));
   made_in_.push_back(time_since(begin));
   if (store_) store_->keep_halves(halves, *calls_.back());
   if (options_.log) {
@@ -225,7 +227,9 @@ CompiledCall* Compiled::load(Lookup& lookup, const Values& inputs) {
       std::make_unique<CompiledCall>(std::move(stored.capture), compilers(),
                                      CompiledCallOptions{.trust_sizes = options_.dynamic.trust,
                                                          .compile_backward = options_.compile_backward,
-                                                         .code = std::move(stored.code)});
+                                                         .code = std::move(stored.code),
+                                                         .exact = options_.compile_exact,
+                                                         .check = options_.compile_check});
   if (call->dynamic()) {
     // The entry is for one kind of call: not for all sizes of it.
     const auto sizes = call->dynamic()->bind(inputs);

@@ -120,15 +120,20 @@ CompiledCall::CompiledCall(PartitionedCapture capture, const CompilerChoice& com
     graph_wrappers_.push_back(std::make_shared<const EffectTokens>(function.joint));
   if (has_states(StateKind::Generator))
     graph_wrappers_.push_back(std::make_shared<const RandomNumbers>(function.joint, parts ? parts->kept : 0));
+  const auto with_options = [&](CompileRequest request) {
+    request.exact = options.exact;
+    request.check = options.check;
+    return request;
+  };
   forward_ = std::make_shared<const CompiledHalf>(
       partitioned_.halves.forward,
-      forward_request(partitioned_, inference ? GraphRole::Inference : GraphRole::Forward),
+      with_options(forward_request(partitioned_, inference ? GraphRole::Inference : GraphRole::Forward)),
       inference ? compilers.inference : compilers.forward, graph_wrappers_, std::move(options.code.forward),
       CompileBackward::AtOnce);
   if (!inference)
     backward_ = std::make_shared<const CompiledHalf>(
         parts ? parts->inputs.graph : partitioned_.halves.backward,
-        parts ? request_of(parts->inputs) : backward_request(partitioned_), compilers.backward,
+        with_options(parts ? request_of(parts->inputs) : backward_request(partitioned_)), compilers.backward,
         graph_wrappers_, std::move(options.code.backward), options.compile_backward);
   CompiledHalves halves{.forward = CompiledHalf::runnable(forward_),
                         .backward = CompiledHalf::runnable(backward_),
@@ -136,7 +141,7 @@ CompiledCall::CompiledCall(PartitionedCapture capture, const CompilerChoice& com
   if (parts) {
     // Operators with states are in the first part.
     weights_ = std::make_shared<const CompiledHalf>(
-        parts->weights.graph, request_of(parts->weights), compilers.backward, without_states,
+        parts->weights.graph, with_options(request_of(parts->weights)), compilers.backward, without_states,
         std::move(options.code.weights), options.compile_backward);
     halves.weights = CompiledHalf::runnable(weights_);
     halves.saved_for_backward = std::move(parts->inputs.saved);

@@ -40,6 +40,7 @@ struct CompiledCallOptions {
   GraphWrappers outside = {};  // wrappers of the graphs, outside of the library's own
   // What code() has returned for the same capture in an earlier run: the graphs are not compiled again.
   CompiledCode code = {};
+  bool exact = false, check = false;  // CompileRequest
 };
 
 class CompiledHalf;

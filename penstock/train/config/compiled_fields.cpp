@@ -14,7 +14,7 @@ namespace {
 bool decides_graphs(const ConfigField& field) {
   if (field.section == "model") return field.key != "preset";
   // Not the device, which keys and manifests hold by its model.
-  constexpr std::array<std::string_view, 19> kOthers = {
+  constexpr std::array<std::string_view, 20> kOthers = {
       "layout.pp",
       "layout.virtual_stages",
       "layout.dp",
@@ -29,6 +29,7 @@ bool decides_graphs(const ConfigField& field) {
       "training.accumulation",
       "training.precision",
       "training.compile",
+      "training.compile_exact",
       "training.activation_budget",
       "training.activation_policy",
       "training.disable_passes",

@@ -419,6 +419,13 @@ class Completion {
           fmt::format("{} is about graphs, and {} runs none; set training.compile to \"graph\", or leave "
                       "training.disable_passes out",
                       setting_text("training.disable_passes"), setting_text("training.compile")));
+    for (const char* name : {"training.compile_exact", "training.compile_check"})
+      if (training.compile != "fused" &&
+          find_field(name, "").get(config_) != find_field(name, "").get(TrainConfig{}))
+        problem(
+            fmt::format("{} is about generated code, and {} generates none; set training.compile to "
+                        "\"fused\", or leave {} out",
+                        setting_text(name), setting_text("training.compile"), name));
     activations();
     if (const std::string unknown =
             graph::unknown_pass(training.disable_passes, setting_text("training.disable_passes"));

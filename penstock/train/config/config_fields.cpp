@@ -338,13 +338,21 @@ std::vector<ConfigField> make_fields() {
        at(&T::training, &R::recompute_microbatches), 0, 1 << 20},
       {"training",
        "compile",
-       "How stages run forward and backward: off (operator by operator) or graph (captured once, then "
-       "replayed with the same bits)",
+       "How stages run forward and backward: off (operator by operator), graph (captured once, then replayed "
+       "with the same bits) or fused (captured, with generated C++ for groups of operators on the CPU; "
+       "docs/fused.md)",
        at(&T::training, &R::compile),
        0,
        0,
        false,
-       {"off", "graph"}},
+       {"off", "graph", "fused"}},
+      {"training", "compile_exact",
+       "With compile = fused: generate code only where it has the bits of the operators",
+       at(&T::training, &R::compile_exact)},
+      {"training", "compile_check",
+       "With compile = fused: compare each new kernel with the operators once, in its first call; if they "
+       "differ, the operators run instead, with a warning",
+       at(&T::training, &R::compile_check)},
       {"training", "artifact",
        "Folder with the graphs of the stages that penstock compile has written for this configuration: "
        "nothing "

@@ -64,6 +64,9 @@ PreparableStage graph_of_stage(StageModule module, const std::shared_ptr<models:
   options.compile.split_backward = has_weight_backwards(schedule);
   options.compile.cache = graphs.cache_of(index);
   options.compile.disable_passes = config.training.disable_passes;
+  options.compile.compiler = graph_compiler_of(config);
+  options.compile.compile_exact = config.training.compile_exact;
+  options.compile.compile_check = config.training.compile_check;
   options.compile.activations = configured_activations(config);
   options.uses_rows = graphs.uses_rows;
   options.captured = std::move(captured);
@@ -198,7 +201,7 @@ ModelStages::ModelStages(const RankLayout& layout, const TrainConfig& config,
   for (std::size_t i = 0; i < modules_.size(); ++i) {
     StageModule forward =
         stage_module(modules_[i], indices_[i], device, autocast_dtype(config.training.precision));
-    if (config.training.compile == "graph")
+    if (config.training.compile != "off")
       forward = graph_of_stage(std::move(forward), modules_[i], indices_[i], config, schedule, graphs,
                                recorder(indices_[i], compiled_))
                     .module;

@@ -42,7 +42,7 @@ void check_stages(const TrainConfig& config, const models::TrainableModel& model
                   const schedule::Schedule& schedule);
 
 // One stage of the model as ModelStages makes it, apart from the others: to compile it beforehand
-// (write_artifact.h). With training.compile = graph.
+// (write_artifact.h). With training.compile = graph or fused.
 struct SingleStage {
   std::shared_ptr<models::ModelStage> module;
   std::optional<SharedParameters> shared;  // those that a whole model uses twice

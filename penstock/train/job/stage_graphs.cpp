@@ -8,6 +8,7 @@
 #include "penstock/base/describe.h"
 #include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/errors.h"
+#include "penstock/graph_compiler.h"
 #include "penstock/train/config/compiled_fields.h"
 #include "penstock/train/config/configured_plan.h"
 #include "penstock/train/config/configured_schedule.h"
@@ -40,6 +41,10 @@ std::string parts_text(const TrainConfig& config, const schedule::Schedule& sche
 }
 
 }  // namespace
+
+std::string graph_compiler_of(const TrainConfig& config) {
+  return std::string(config.training.compile == "fused" ? graph::kFusedCompiler : graph::kExecutorCompiler);
+}
 
 std::string StageGraphs::name_of(int stage) const { return fmt::format("stage {}{}", stage, place); }
 
@@ -100,12 +105,12 @@ StageGraphs stage_graphs_of(const RankLayout& layout, const TrainConfig& config,
 std::shared_ptr<graph::Artifact> open_artifact(const TrainConfig& config, const schedule::Schedule& schedule,
                                                const models::TrainableModel& model, at::Device device) {
   return graph::Artifact::open(config.training.artifact, artifact_configuration(config, schedule, model),
-                               {.device = device.str()});
+                               {.device = device.str(), .compiler = graph_compiler_of(config)});
 }
 
 StageGraphs open_stage_graphs(const RankLayout& layout, const TrainConfig& config,
                               const schedule::Schedule& schedule, at::Device device) {
-  if (config.training.compile != "graph") return {};
+  if (config.training.compile == "off") return {};
   const std::shared_ptr<models::TrainableModel> model = configured_model(config);
   StageGraphs graphs = stage_graphs_of(layout, config, schedule, *model, nullptr);
   if (config.training.artifact.empty()) return graphs;

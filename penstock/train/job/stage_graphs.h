@@ -1,4 +1,4 @@
-// Where the stages of a rank get their graphs from (training.compile = graph): from the artifact that
+// Where the stages of a rank get their graphs from (training.compile = graph or fused): from the artifact that
 // training.artifact names, else from the cache folder (PENSTOCK_CACHE), else by capturing them.
 //
 //   const StageGraphs graphs = open_stage_graphs(layout, config, schedule, device);    // all ranks
@@ -35,6 +35,9 @@ struct StageGraphs {
   // The name of the graphs of a stage in artifacts: "stage 2, tp rank 1".
   std::string name_of(int stage) const;
 };
+
+// The name of the compiler of the stages' graphs (graph_compiler.h).
+std::string graph_compiler_of(const TrainConfig& config);
 
 // Whether data-parallel ranks have graphs of their own: those of dropout name the rows of a rank, those of
 // tensor-parallel ranks their groups.

@@ -177,9 +177,9 @@ std::uint64_t folder_bytes(const fs::path& folder) {
 WrittenArtifact write_artifact(const TrainConfig& config, const fs::path& folder,
                                const std::function<void(const ArtifactProgress&)>& progress) {
   const auto begin = std::chrono::steady_clock::now();
-  if (config.training.compile != "graph")
+  if (config.training.compile == "off")
     throw ConfigError(describe("training.compile", fmt::format("\"{}\"", config.training.compile),
-                               "graph, for stages that can be compiled beforehand",
+                               "graph or fused, for stages that can be compiled beforehand",
                                "set training.compile to \"graph\""));
   const schedule::Schedule schedule = configured_schedule(config.layout);
   const std::shared_ptr<models::TrainableModel> model = configured_model(config);
@@ -188,8 +188,9 @@ WrittenArtifact write_artifact(const TrainConfig& config, const fs::path& folder
       device_of_rank(config.layout, comm::World::fake(0, static_cast<int>(config.layout.ranks)));
   require_precision(config, device);
   if (device.is_cpu()) require_memory(minimum_memory_of_stage(config), machine_memory_bytes());
-  const auto artifact = graph::Artifact::create(folder, artifact_configuration(config, schedule, *model),
-                                                {.device = device.str()});
+  const auto artifact =
+      graph::Artifact::create(folder, artifact_configuration(config, schedule, *model),
+                              {.device = device.str(), .compiler = graph_compiler_of(config)});
   WrittenArtifact written;
   written.stages = static_cast<std::size_t>(schedule.stages().stages());
   const std::int64_t replicas = replicas_have_own_graphs(config) ? config.layout.dp : 1;

@@ -75,7 +75,7 @@ std::int64_t sent_bytes(const DryRun& run) {
 // Of what a stage keeps operator by operator, what its graph keeps at most under training.activation_budget.
 // As little as possible (0) is about the input of the stage.
 std::int64_t within_budget(const DryRun& run, std::int64_t kept) {
-  if (run.config.training.compile != "graph") return kept;
+  if (run.config.training.compile == "off") return kept;
   const graph::ActivationBudget budget =
       graph::parse_activation_budget(run.config.training.activation_budget, "training.activation_budget");
   return std::min(kept, budget.bytes_of(kept, hidden_bytes(run)));
@@ -245,7 +245,7 @@ Lines rank_lines(const DryRun& run) {
 // Where the graphs of the stages will come from. Throws ConfigError for an artifact that cannot be used.
 std::string graphs_text(const TrainConfig& config, const schedule::Schedule& schedule,
                         const models::TrainableModel& model, at::Device device) {
-  if (config.training.compile != "graph") return {};
+  if (config.training.compile == "off") return {};
   if (!config.training.artifact.empty()) {
     const auto artifact = open_artifact(config, schedule, model, device);
     return fmt::format("graphs: {} in the artifact {}; nothing is captured", artifact->calls().size(),

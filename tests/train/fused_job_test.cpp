@@ -59,6 +59,19 @@ TEST(FusedJob, AHybridOverTwoStagesIsCloseToTrainingByOperators) {
   expect_no_warning(warnings);
 }
 
+// Forward, the backward of inputs and that of weights are generated separately.
+TEST(FusedJob, SchedulesThatSplitTheBackward) {
+  const Layout layout{.name = "zbv", .pp = 2, .virtual_stages = 2, .schedule = "ZBVZeroBubble"};
+  const WarningCapture warnings;
+  const TrainedJob plain = train(layout, hybrid());
+  expect_near_jobs(train(layout, with(with(hybrid(), kFused), {"--compile_check", "true"})), plain, 2e-5,
+                   2e-4);
+  const TrainedJob exact = train(layout, with(with(hybrid(), kFused), {"--compile_exact", "true"}));
+  EXPECT_EQ(exact.losses(), plain.losses());
+  expect_equal_tensors(exact.local, plain.local);
+  expect_no_warning(warnings);
+}
+
 TEST(FusedJob, Bfloat16IsCloseToTrainingByOperators) {
   const WarningCapture warnings;
   const Options options = with(kTransformer, {"--precision", "bf16"});

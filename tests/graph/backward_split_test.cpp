@@ -259,10 +259,10 @@ Gradients gradients_of(const Call& call, const Tensors& parameters,
   return all;
 }
 
-void expect_same(const Gradients& actual, const Gradients& expected) {
-  graph::expect_same(actual.outputs, expected.outputs, "output");
-  graph::expect_same(actual.inputs, expected.inputs, "gradient of input");
-  graph::expect_same(actual.parameters, expected.parameters, "gradient of parameter");
+void expect_same(const Gradients& actual, const Gradients& expected, Compare compare = Compare::Exactly) {
+  graph::expect_same(actual.outputs, expected.outputs, "output", compare);
+  graph::expect_same(actual.inputs, expected.inputs, "gradient of input", compare);
+  graph::expect_same(actual.parameters, expected.parameters, "gradient of parameter", compare);
 }
 
 TEST(BackwardSplit, RandomNetsHaveTheBitsOfOneGraph) {
@@ -291,8 +291,15 @@ TEST(BackwardSplit, RandomNetsHaveTheBitsOfOneGraph) {
     options.split_backward = true;
     std::shared_ptr<Compiled> compiled;
     const Gradients halves = run(&compiled);
-    expect_same(whole, plain);
-    expect_same(halves, whole);
+    {
+      const ::testing::ScopedTrace trace(__FILE__, __LINE__, "one graph, and the function itself");
+      // A convolution in a graph may round in another way: one of a thousand nets shows it.
+      expect_same(whole, plain, Compare::Closely);
+    }
+    {
+      const ::testing::ScopedTrace trace(__FILE__, __LINE__, "two graphs, and one");
+      expect_same(halves, whole);
+    }
     if (compiled->joint(0).tangents.empty()) continue;
     const Partition& parts = compiled->partition(0);
     split += !parts.deferred.empty();

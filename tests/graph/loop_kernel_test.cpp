@@ -305,7 +305,8 @@ class RandomKernel {
     const std::size_t dims = kernel_.form == LoopForm::Elements ? 1 + pick(3) : 2 + pick(2);
     for (std::size_t d = 0; d < dims; ++d)
       kernel_.sizes.push_back(static_cast<std::int64_t>(d + 1 == dims ? 1 + pick(70) : 1 + pick(6)));
-    if (pick(12) == 0) kernel_.sizes.back() = 5000;  // longer than one sum of floats
+    if (kernel_.form != LoopForm::Columns && pick(12) == 0)
+      kernel_.sizes.back() = 5000;  // longer than one sum of floats
     if (kernel_.form == LoopForm::Rows) kernel_.row_dims = 1 + pick(dims);
     if (kernel_.form == LoopForm::Columns) kernel_.column_dims = dims - 1;
     if (kernel_.form == LoopForm::Columns && pick(3) == 0) kernel_.sizes[0] = 300;

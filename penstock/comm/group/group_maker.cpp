@@ -119,7 +119,7 @@ std::shared_ptr<Backend> connect_gloo(const GroupState& group, BackendOptions op
   // A stranger would have to be there first every time, within milliseconds.
   constexpr int kAttempts = 16;
   // Enough for a few hosts; a big group on a busy machine has it in one of the later attempts.
-  constexpr std::chrono::milliseconds kShortest{1000}, kLongest{5000};
+  constexpr std::chrono::milliseconds kShortest{1000}, kLongest{15'000};
   auto patience = std::clamp<std::chrono::milliseconds>(group.timeout / 8, kShortest, kLongest);
   const WorldCore& core = *group.world;
   if (options.size == 1) return make_gloo_backend(core.store.with_prefix(key + "/gloo"), options);

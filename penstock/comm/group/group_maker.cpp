@@ -111,6 +111,17 @@ void await_members(const Store& store, int size, Clock::time_point deadline) {
   store.get("all_connected", deadline, "members that are still connecting");
 }
 
+// Returns in the same moment on all members: the ports on which they wait for each other are then open for
+// milliseconds only.
+void begin_together(const Store& store, int size, Clock::time_point deadline) {
+  constexpr auto kClose = std::chrono::milliseconds(200);  // usually all are here by then
+  constexpr auto kPause = std::chrono::microseconds(300);
+  if (store.add("ready", 1) == size) store.set("all_ready", "1");
+  for (const auto until = Clock::now() + kClose; !store.has("all_ready") && Clock::now() < until;)
+    std::this_thread::sleep_for(kPause);
+  store.get("all_ready", deadline, "members that are to connect");
+}
+
 // A port of Gloo takes whoever connects first. A stranger that does so takes the place of a member, which is
 // then refused, or talks to nobody. So the members prove to each other that they are members, and if one of
 // them does not come to that in time, all connect again, at other ports and with twice the time.
@@ -131,6 +142,7 @@ std::shared_ptr<Backend> connect_gloo(const GroupState& group, BackendOptions op
     options.proof = [secret, place](int from, int to) {
       return secret.digest("a member of a group", fmt::format("{} {} {}", place, from, to));
     };
+    begin_together(store, options.size, deadline);
     std::shared_ptr<Backend> backend;
     std::exception_ptr error;
     const auto fail = [&](const std::string& why) {

@@ -1,5 +1,5 @@
-// Where the stages of a rank get their graphs from (training.compile = graph or fused): from the artifact that
-// training.artifact names, else from the cache folder (PENSTOCK_CACHE), else by capturing them.
+// Where the stages of a rank get their graphs from (training.compile = graph or fused): from the artifact
+// that training.artifact names, else from the cache folder (PENSTOCK_CACHE), else by capturing them.
 //
 //   const StageGraphs graphs = open_stage_graphs(layout, config, schedule, device);    // all ranks
 //   options.compile.cache = graphs.cache_of(stage);

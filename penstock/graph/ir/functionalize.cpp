@@ -74,6 +74,7 @@ bool is_matrix_product(const std::string& name) {
 // Whether LibTorch computes a product into this memory by columns. One into rows is computed as the
 // transpose, by exchanged factors, which may have other bits.
 bool is_computed_by_columns(const Geometry& geometry) {
+  if (geometry.sizes.size() < 2) return false;  // an out= of another shape, which is an error later
   const std::size_t last = geometry.sizes.size() - 1;
   const std::int64_t rows = geometry.sizes[last - 1], columns = geometry.sizes[last];
   if (rows < 2 || columns < 2) return false;

@@ -236,6 +236,32 @@ TEST(Compiled, OutParametersAndForeach) {
       {leaf({3, 4}, false), leaf({3, 4}, false)});
 }
 
+// Into memory by columns, where some BLAS round otherwise than by rows.
+TEST(Compiled, ProductsWrittenByColumns) {
+  torch::manual_seed(13);
+  for (const std::int64_t n : {2, 9, 16, 23})
+    expect_exact(
+        [n](const Tensors& in) {
+          at::Tensor product = torch::empty({n, n + 1}, in[0].options()).t();
+          at::mm_out(product, in[0], in[1]);
+          at::Tensor sum = torch::ones({n, n + 1}, in[0].options()).t();
+          sum.addmm_(in[0], in[1], 0.5, 0.25);
+          at::Tensor batches = torch::ones({2, n, n + 1}, in[0].options()).transpose(1, 2);
+          batches.baddbmm_(in[0].expand({2, n + 1, 3 * n}), in[1].expand({2, 3 * n, n}), 0.5, 2);
+          return Tensors{product, sum, batches};
+        },
+        {torch::randn({n + 1, 3 * n}, at::kDouble), torch::randn({3 * n, n}, at::kDouble)});
+}
+
+TEST(Compiled, AProductIntoATensorOfAnotherShapeIsRefused) {
+  Compiled compiled([](const Values& in) {
+    at::Tensor product = torch::empty({0});
+    at::mm_out(product, in[0].toTensor(), in[0].toTensor());
+    return Values{product};
+  });
+  EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { compiled({torch::randn({3, 3})}); }), "shape"));
+}
+
 TEST(Compiled, RandomOperatorsWrittenInPlace) {
   expect_exact(
       [](const Tensors& in) {

@@ -9,6 +9,7 @@
 #include <set>
 #include <string>
 
+#include "penstock/base/files.h"
 #include "tests/has_text.h"
 #include "tests/temporary_folder.h"
 #include "tests/train/scratch_folder.h"
@@ -65,7 +66,7 @@ TEST_F(CheckpointFolder, CompleteOnesAreCompared) {
   EXPECT_EQ(chaos::step_of(before.rbegin()->first), 8);
   EXPECT_TRUE(chaos::lost_checkpoints(before, before).empty());
   EXPECT_EQ(chaos::unfinished_saves(folder.path), (std::vector<std::string>{".step-00000012.writing"}));
-  fs::remove_all(folder.path / "step-00000004");
+  remove_tree(folder.path / "step-00000004");
   std::ofstream(folder.path / "step-00000008" / "state.json") << "another";
   const auto lost = chaos::lost_checkpoints(before, chaos::read_checkpoints(folder.path));
   ASSERT_EQ(lost.size(), 2u);

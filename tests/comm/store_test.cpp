@@ -264,6 +264,17 @@ TEST(AgentStore, OfAnotherVersionIsAClearError) {
   close(fd);
 }
 
+TEST(AgentStore, ThatNeverAnswersIsAClearError) {
+  const auto [fd, port] = test::listen_on_loopback();  // nobody accepts
+  LaunchEnv env = env_of(1, 2, port);
+  env.rendezvous.hosted_by_rank0 = false;
+  const auto begin = Clock::now();
+  const std::string error = message_of<CommError>([&] { Store::connect(env, in(1s)); });
+  EXPECT_TRUE(has_text(error, "it does not answer")) << error;
+  EXPECT_LT(Clock::now() - begin, 10s);
+  close(fd);
+}
+
 TEST(AuthenticatedStore, ASilentPortIsATimeOut) {
   const auto [fd, port] = test::listen_on_loopback();  // nobody accepts
   const auto begin = Clock::now();

@@ -15,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "penstock/base/files.h"
 #include "penstock/base/warnings.h"
 #include "penstock/compile.h"
 #include "penstock/graph/compiler/execute.h"
@@ -255,7 +256,7 @@ class Folder {
   Folder() : path_(fs::temp_directory_path() / ("fused_compiler_test_" + std::to_string(::getpid()))) {
     fs::create_directories(path_);
   }
-  ~Folder() { fs::remove_all(path_); }
+  ~Folder() { remove_tree(path_); }
   std::string script(const std::string& name, const std::string& text) const {
     const fs::path file = path_ / name;
     std::ofstream(file) << "#!/bin/sh\n" << text;
@@ -317,7 +318,7 @@ TEST(FusedTrouble, ACompilerThatFailsIsNamedWithWhereItsOutputIs) {
   const fs::path saved = saved_in(message);
   EXPECT_TRUE(has_text(text_of(saved / "kernels.cpp"), "void k0"));
   EXPECT_TRUE(has_text(text_of(saved / "output.txt"), "cannot do that"));
-  fs::remove_all(saved);
+  remove_tree(saved);
 }
 
 // A compiler that makes sums differences.
@@ -351,7 +352,7 @@ TEST(FusedTrouble, TheCheckFindsAWrongKernel) {
     EXPECT_TRUE(has_text(message, "aten::add, aten::mul, aten::relu, aten::sub"));
     const fs::path saved = saved_in(message);
     EXPECT_TRUE(has_text(text_of(saved / "kernels.cpp"), "void k0"));
-    fs::remove_all(saved);
+    remove_tree(saved);
   }
 }
 

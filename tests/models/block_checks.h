@@ -55,9 +55,10 @@ inline at::Tensor mixed_loss(const Tensors& results) {
   at::Tensor sum = at::zeros({}, at::kDouble);
   for (const at::Tensor& result : results)
     if (result.defined() && result.is_floating_point())
-      sum = sum + (result.to(at::kDouble) *
-                   at::linspace(-1, 1.5, result.numel(), at::TensorOptions(at::kDouble)).view(result.sizes()))
-                      .sum();
+      sum = sum +
+            (result.to(at::kDouble) *
+             at::linspace(-1, 1.5, result.numel(), result.options().dtype(at::kDouble)).view(result.sizes()))
+                .sum();
   return sum;
 }
 

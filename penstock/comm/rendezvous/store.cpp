@@ -13,6 +13,7 @@
 #include <cstring>
 #include <filesystem>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <thread>
 #include <type_traits>
@@ -51,7 +52,9 @@ c10::intrusive_ptr<c10d::Store> connect_to_agent(const LaunchEnv& env, Clock::ti
   options.port = static_cast<std::uint16_t>(place.port);
   options.isServer = false;
   options.waitWorkers = false;
-  options.timeout = left;
+  // Newer versions talk to the store in the constructor: they try again until this timeout when the
+  // connection is closed, and have no timeout at all for an answer that does not come.
+  options.timeout = std::min(left, kLongestAnswer);
 #if PENSTOCK_TORCH_AT_LEAST(2, 4)
   options.useLibUV = false;  // not every LibTorch is built with libuv
 #endif
@@ -61,8 +64,12 @@ c10::intrusive_ptr<c10d::Store> connect_to_agent(const LaunchEnv& env, Clock::ti
   await_listening(place.host, place.port, deadline, context);
   std::string why = "it does not answer";
   try {
-    c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::TCPStore>(place.host, options);
-    if (caller.run([store] { store->check({"penstock"}); }, std::min(left, kLongestAnswer))) return store;
+    const auto store = std::make_shared<c10::intrusive_ptr<c10d::Store>>();
+    const auto connect = [store, options, host = place.host] {
+      *store = c10::make_intrusive<c10d::TCPStore>(host, options);
+      (*store)->check({"penstock"});
+    };
+    if (caller.run(connect, 2 * options.timeout)) return *store;
   } catch (const std::exception& error) {
     why = first_line(without_backtrace(error.what()));
   }

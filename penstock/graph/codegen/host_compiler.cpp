@@ -23,6 +23,7 @@
 #include <utility>
 
 #include "penstock/base/env.h"
+#include "penstock/base/files.h"
 #include "penstock/base/quote.h"
 #include "penstock/errors.h"
 
@@ -45,7 +46,7 @@ class TemporaryFolder {
   }
   ~TemporaryFolder() {
     std::error_code ignored;
-    if (!kept_) fs::remove_all(path_, ignored);
+    if (!kept_) remove_tree(path_, ignored);
   }
   TemporaryFolder(const TemporaryFolder&) = delete;
   TemporaryFolder& operator=(const TemporaryFolder&) = delete;

@@ -128,13 +128,16 @@ void GroupWaits::post_long_wait() {
   if (!text.empty()) store_->set(status_key(position_), text);
 }
 
-void GroupWaits::withdraw_status() {
-  if (!status_posted_) [[likely]]
+void GroupWaits::withdraw_posts() {
+  if (!status_posted_ && !contracts_posted_) [[likely]]
     return;
   const std::lock_guard status_lock(status_mutex_);
   try {
-    store_->set(status_key(position_), "");
+    if (status_posted_) store_->set(status_key(position_), "");
     status_posted_ = false;  // posted again for other waits of this group that continue
+    for (const std::string& key : contracts_) store_->remove(key);
+    contracts_.clear();
+    contracts_posted_ = false;
   } catch (const std::exception& error) {
     // The wait itself succeeded.
     log().debug("comm: cannot withdraw this rank's status from the store: {}", error.what());
@@ -169,14 +172,19 @@ std::string GroupWaits::describe_missing_ranks(const WorkState& work) {
   }
 }
 
-std::string GroupWaits::find_mismatch(const ExpectedTransfer& expected, const std::string& label) const {
+std::string GroupWaits::find_mismatch(const ExpectedTransfer& expected, const std::string& label) {
   const int other = ranks_[static_cast<std::size_t>(expected.position)];
   const int sender = expected.sends ? own_rank() : other, receiver = expected.sends ? other : own_rank();
   const auto key = [&](bool sends) {
     return fmt::format("p2p/{}/{}-{}/{}.{}/{}", common_name_, sender, receiver, expected.contract.tag,
                        expected.contract.number, sends ? "send" : "recv");
   };
-  store_->set(key(expected.sends), expected.contract.to_bytes());
+  {
+    const std::lock_guard lock(status_mutex_);
+    contracts_.insert(key(expected.sends));
+    contracts_posted_ = true;
+    store_->set(key(expected.sends), expected.contract.to_bytes());
+  }
   const auto posted = store_->try_get(key(!expected.sends));
   if (!posted) return {};  // the other side has not arrived, or is not waiting
   const Contract theirs = Contract::from_bytes(*posted);

@@ -14,6 +14,7 @@
 #include <list>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -68,8 +69,9 @@ class GroupWaits {
   void check();
   std::string mismatch() const;
 
-  // Called after a successful wait: withdraws the status that the stall watch posted about it.
-  void withdraw_status();
+  // Called after a successful wait: withdraws what the stall watch posted about it. Otherwise the store would
+  // grow with each long wait.
+  void withdraw_posts();
 
   // Posts what this rank is doing, and returns what the other members have posted, for the error of a wait
   // that timed out: "; no status from rank 1 (busy elsewhere or stopped); rank 2 is in all_reduce".
@@ -84,7 +86,7 @@ class GroupWaits {
   void post_long_wait();
   std::string status_key(int position) const;
   int own_rank() const { return ranks_[static_cast<std::size_t>(position_)]; }
-  std::string find_mismatch(const ExpectedTransfer& expected, const std::string& label) const;
+  std::string find_mismatch(const ExpectedTransfer& expected, const std::string& label);
 
   const std::string common_name_;
   const std::vector<int> ranks_;
@@ -101,7 +103,10 @@ class GroupWaits {
   // Whether this rank's status is in the store, for ranks whose wait has failed. Changed under mutex_;
   // status_mutex_ is held while the status is written.
   std::atomic<bool> status_posted_ = false;
-  std::mutex status_mutex_;
+  // The contracts of long waits that are in the store; those of waits that continue are posted again.
+  std::atomic<bool> contracts_posted_ = false;
+  std::set<std::string> contracts_;
+  std::mutex status_mutex_;  // also guards contracts_
 };
 
 }  // namespace penstock::comm

@@ -144,7 +144,7 @@ void WorkState::wait(std::chrono::milliseconds timeout) {
     std::rethrow_exception(error);
   }
   finish(nullptr);
-  group_->waits->withdraw_status();
+  group_->waits->withdraw_posts();
 }
 
 bool WorkState::done() {
@@ -317,6 +317,8 @@ void GroupState::started(WorkState& work, const std::function<void()>& start) {
 }
 
 std::uint32_t GroupState::next_number(bool sends, int position, int tag) {
+  // Internal tags are used once: counting them would keep an entry for each operation.
+  if (tag > Group::kMaxTag) return 0;
   std::lock_guard lock(numbers_mutex_);
   return numbers_[static_cast<std::uint64_t>(position) << 33 |
                   static_cast<std::uint64_t>(static_cast<std::uint32_t>(tag)) << 1 | (sends ? 1 : 0)]++;

@@ -310,6 +310,8 @@ void Store::set(const std::string& key, const std::string& value) const {
   store_->set(key, Bytes(value.begin(), value.end()));
 }
 
+void Store::remove(const std::string& key) const { store_->deleteKey(key); }
+
 bool Store::has(const std::string& key) const { return store_->check({key}); }
 
 std::int64_t Store::add(const std::string& key, std::int64_t amount) const {

@@ -41,6 +41,8 @@ class Store {
   void watch(std::shared_ptr<const Liveness> liveness, int own_rank);
 
   void set(const std::string& key, const std::string& value) const;
+  // Does nothing if the key is not set.
+  void remove(const std::string& key) const;
   bool has(const std::string& key) const;
   // Adds to a counter and returns the new value.
   std::int64_t add(const std::string& key, std::int64_t amount) const;

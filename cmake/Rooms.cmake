@@ -119,6 +119,18 @@ function(penstock_room room)
   endif()
 endfunction()
 
+# penstock_cuda_sources(<room> <with> <without>): sources of a room that depend on CUDA, one variant with it, one without.
+function(penstock_cuda_sources room with without)
+  penstock_library_of(${room} target)
+  if(PENSTOCK_HAVE_CUDA)
+    list(TRANSFORM with PREPEND ${PROJECT_SOURCE_DIR}/penstock/${room}/)
+    target_sources(${target} PRIVATE ${with})
+  else()
+    list(TRANSFORM without PREPEND ${PROJECT_SOURCE_DIR}/penstock/${room}/)
+    target_sources(${target} PRIVATE ${without})
+  endif()
+endfunction()
+
 set(penstock_fmt_instances ${PROJECT_SOURCE_DIR}/penstock/base/fmt_instances.h)
 
 function(penstock_make_library library room heat)

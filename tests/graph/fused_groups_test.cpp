@@ -33,7 +33,7 @@ enum class Mode { Exact, Close };
 // One program: inputs, and what it computes of them.
 class RandomGroup {
  public:
-  RandomGroup(unsigned seed, Mode mode) : random_(seed), mode_(mode) {
+  RandomGroup(unsigned seed, Mode mode, at::Device device) : random_(seed), mode_(mode), device_(device) {
     const std::size_t dims = pick(4);
     for (std::size_t d = 0; d < dims; ++d) {
       const std::int64_t sizes[] = {1, 2, 3, 4, 7, 8, 16, 33, 64};
@@ -80,11 +80,11 @@ class RandomGroup {
         for (const double value : odd)
           flat[static_cast<std::int64_t>(pick(static_cast<std::size_t>(x.numel())))] = value;
       }
-      return x.to(dtype);
+      return x.to(dtype).to(device_);
     }
-    return dtype == at::kBool ? x > 0 : torch::randint(0, 7, sizes).to(dtype);
+    return (dtype == at::kBool ? x > 0 : torch::randint(0, 7, sizes).to(dtype)).to(device_);
   }
-  // With a layout: dense in another order of dims, every other element, expanded, a part of a larger one.
+  // With a layout: dense in another order of dims, every other element, expanded, dense from an odd address.
   at::Tensor input(bool whole) {
     std::vector<std::int64_t> sizes = sizes_;
     at::ScalarType dtype = dtype_;
@@ -98,7 +98,7 @@ class RandomGroup {
     }
     if (sizes.empty()) return filled(sizes, dtype);
     const std::int64_t last = static_cast<std::int64_t>(sizes.size()) - 1;
-    switch (pick(6)) {
+    switch (pick(7)) {
       case 0: {
         std::vector<std::int64_t> swapped = sizes;
         std::swap(swapped.front(), swapped.back());
@@ -117,6 +117,13 @@ class RandomGroup {
       case 3:
         if (sizes.size() == 4) return filled(sizes, dtype).contiguous(at::MemoryFormat::ChannelsLast);
         return filled(sizes, dtype);
+      case 4: {
+        const at::Tensor dense = filled(sizes, dtype);
+        const at::Tensor longer = at::zeros({dense.numel() + 1}, dense.options());
+        const at::Tensor moved = longer.narrow(0, 1, dense.numel()).view(sizes);
+        moved.copy_(dense);
+        return moved;
+      }
       default:
         return filled(sizes, dtype);
     }
@@ -249,6 +256,7 @@ class RandomGroup {
 
   std::mt19937 random_;
   Mode mode_;
+  at::Device device_;
   unsigned seed_ = 0;
   std::vector<std::int64_t> sizes_;
   at::ScalarType dtype_ = at::kFloat;
@@ -262,10 +270,10 @@ struct Programs {
   std::vector<std::size_t> results_of;  // by result: the program
   Tensors inputs;
 
-  Programs(unsigned first, unsigned count, Mode mode) {
+  Programs(unsigned first, unsigned count, Mode mode, at::Device device) {
     for (unsigned seed = first; seed < first + count; ++seed) {
       torch::manual_seed(seed);
-      all.emplace_back(seed, mode);
+      all.emplace_back(seed, mode, device);
       inputs.insert(inputs.end(), all.back().inputs().begin(), all.back().inputs().end());
     }
   }
@@ -304,10 +312,11 @@ std::string difference(const at::Tensor& fused, const at::Tensor& operators, Mod
          " instead of " + std::to_string(b.reshape({-1})[where].item<double>());
 }
 
-void compare_programs(unsigned first, unsigned count, Mode mode, std::size_t& kernels, std::size_t& inside) {
+void compare_programs(unsigned first, unsigned count, Mode mode, at::Device device, std::size_t& kernels,
+                      std::size_t& inside) {
   const c10::InferenceMode no_gradients(false);
   const at::NoGradGuard guard;
-  Programs programs(first, count, mode);
+  Programs programs(first, count, mode, device);
   const Function function = over_tensors([&](const Tensors& in) { return programs.run(in); });
   Graph graph = capture_forward(function, values_of(programs.inputs));
   remove_dead_nodes(graph);
@@ -348,10 +357,10 @@ void compare_programs(unsigned first, unsigned count, Mode mode, std::size_t& ke
   inside += graph.nodes.size();
 }
 
-void compare_all(Mode mode) {
+void compare_all(Mode mode, at::Device device = at::kCPU) {
   std::size_t kernels = 0, nodes = 0;
   for (unsigned first = 0, part = 0; first < programs(); first += kProgramsOfAGraph, ++part) {
-    compare_programs(first + part % 2, kProgramsOfAGraph, mode, kernels, nodes);
+    compare_programs(first + part % 2, kProgramsOfAGraph, mode, device, kernels, nodes);
     if (::testing::Test::HasFailure()) return;
   }
   EXPECT_GT(kernels * 2, programs()) << "of " << nodes << " operators";
@@ -387,6 +396,76 @@ TEST(FusedGroups, ClassLossesAndTheirBackward) {
 
 TEST(FusedGroups, RandomExactOnesHaveTheBitsOfTheOperators) { compare_all(Mode::Exact); }
 TEST(FusedGroups, RandomOnesAreCloseToTheOperators) { compare_all(Mode::Close); }
+
+const at::Device kGpu(at::kCUDA, 0);
+
+TEST(FusedGroupsOnAGpu, RandomOnesAreCloseToTheOperators) {
+  if (!torch::cuda::is_available()) GTEST_SKIP() << "no CUDA device";
+  compare_all(Mode::Close, kGpu);
+}
+
+// Rows that several passes read, with loads that fit in registers and ones that do not; columns whose rows
+// are divided into splits; sizes that are no multiple of a vector.
+TEST(FusedGroupsOnAGpu, LargeRowsAndColumns) {
+  if (!torch::cuda::is_available()) GTEST_SKIP() << "no CUDA device";
+  const at::NoGradGuard guard;
+  const auto steps = [](const Tensors& in) -> Tensors {
+    const at::Tensor &x = in[0], &y = in[1], &w = in[2];
+    const at::Tensor wide = x.to(at::kFloat), scale = at::rsqrt(at::mean(wide * wide, -1, true) + 1e-5);
+    return {(wide * scale * w).to(x.scalar_type()),
+            at::softmax(wide - y.to(at::kFloat), -1),
+            at::amax(x * 2, {-1}),
+            (wide * y.to(at::kFloat)).sum(0),
+            (x.to(at::kFloat) + y.to(at::kFloat)).sum(0).to(x.scalar_type()),
+            x + y,
+            at::gelu(x.to(at::kFloat)) * y.to(at::kFloat)};
+  };
+  const std::vector<std::vector<std::int64_t>> shapes{{4096, 768}, {1000, 3071}, {70, 50257}, {33, 8},
+                                                      {129, 1},    {20000, 24},  {5, 65536}};
+  for (const auto& sizes : shapes)
+    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
+      SCOPED_TRACE(::testing::PrintToString(sizes) + " " + c10::toString(dtype));
+      torch::manual_seed(sizes[0]);
+      const auto random = [&](at::IntArrayRef of, at::ScalarType type) {
+        return torch::randn(of, at::device(kGpu).dtype(type));
+      };
+      const Tensors inputs{random(sizes, dtype), random(sizes, dtype), random({sizes[1]}, at::kFloat)};
+      Graph graph = capture_forward(over_tensors(steps), values_of(inputs));
+      for (const bool everything : {false, true}) {
+        FusedCompileOptions options;
+        options.fusion.everything = everything;
+        const auto compiled = compile_fused(graph, options);
+        const FusedGraph* fused = fused_graph(*compiled);
+        ASSERT_NE(fused, nullptr);
+        const auto expected = Executor(graph)(inputs), actual = fused->run(inputs, nullptr);
+        for (std::size_t i = 0; i < actual.size(); ++i)
+          EXPECT_EQ(difference(actual[i].toTensor(), expected[i].toTensor(), Mode::Close), "")
+              << "result " << i;
+        for (const FusedKernelReport& kernel : fused->kernels())
+          EXPECT_EQ(kernel.calls, 1u) << kernel.operators;
+      }
+    }
+}
+
+TEST(FusedGroupsOnAGpu, ReportsItsTimes) {
+  if (!torch::cuda::is_available()) GTEST_SKIP() << "no CUDA device";
+  const at::NoGradGuard guard;
+  const Tensors inputs{torch::randn({4096, 768}, kGpu), torch::randn({768}, kGpu)};
+  const auto compiled = compile_fused(
+      capture_forward(over_tensors([](const Tensors& in) { return Tensors{(in[0] * in[1]).relu()}; }),
+                      values_of(inputs)),
+      {});
+  const FusedGraph* fused = fused_graph(*compiled);
+  ASSERT_NE(fused, nullptr);
+  fused->measure(true);
+  for (int i = 0; i < 3; ++i) fused->run(inputs, nullptr);
+  ASSERT_EQ(fused->kernels().size(), 1u);
+  const FusedKernelReport kernel = fused->kernels()[0];
+  EXPECT_EQ(kernel.calls, 3u);
+  EXPECT_GT(kernel.seconds, 0);
+  EXPECT_EQ(kernel.bytes, 2 * 4096 * 768 * 4 + 768 * 4);
+  EXPECT_TRUE(kernel.source.find("__global__") != std::string::npos);
+}
 
 }  // namespace fused_groups_test
 }  // namespace penstock::graph

@@ -200,18 +200,16 @@ TEST(Namespaces, EachFolderHasOne) {
   }
 }
 
-// Types that headers declare: a name means one thing.
-// Official LibTorch builds export a std::filesystem::remove_all that jumps to address zero; see remove_tree.
+// Official LibTorch builds export a std::filesystem::remove_all that jumps to address zero.
 TEST(Names, WhatFailsWithLibTorchIsNotCalled) {
+  const std::string call = std::string("remove") + "_all(";
   for (const char* folder : {"penstock", "include/penstock", "tests", "bench", "examples"})
     for (const std::string& file : sources_under(folder))
-      EXPECT_EQ(text_of(source_root() / file)
-                    .find("remove_"
-                          "all("),
-                std::string::npos)
+      EXPECT_EQ(text_of(source_root() / file).find(call), std::string::npos)
           << file << " calls remove_all; use remove_tree of penstock/base/files.h";
 }
 
+// Types that headers declare: a name means one thing.
 TEST(Names, NoTypeNameExistsTwice) {
   static const std::regex declared(
       "(?:^|\\n)(?:template <[^\\n]*>\\n?)?(?:struct|class|enum class)(?: \\[\\[nodiscard\\]\\])? "

@@ -3,12 +3,11 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
-#include <limits>
-#include <set>
 #include <string_view>
 
-#include "penstock/errors.h"
+#include "penstock/base/describe.h"
+#include "penstock/graph/codegen/loop_text.h"
+#include "penstock/graph/codegen/row_passes.h"
 
 namespace penstock::graph {
 namespace {
@@ -122,175 +121,8 @@ constexpr std::string_view kPrelude =
           }
     )cpp";
 
-std::string_view memory_type(ElementType type) {
-  static constexpr std::string_view kTypes[] = {"u8",  "u8",  "i8",  "i16",   "i32",
-                                                "i64", "u16", "u16", "float", "double"};
-  return kTypes[static_cast<std::size_t>(type)];
-}
-std::string_view value_type(ElementType type) {
-  return type == ElementType::Bool ? std::string_view("bool") : memory_type(type);
-}
-
-std::string number_text(const LoopInstruction& number) {
-  if (number.type == ElementType::Bool) return number.whole != 0 ? "true" : "false";
-  if (!is_float(number.type)) {
-    if (number.whole == std::numeric_limits<std::int64_t>::min()) return "(-9223372036854775807ll - 1)";
-    return fmt::format("({}){}ll", value_type(number.type), number.whole);
-  }
-  const bool single = number.type == ElementType::Float;
-  const char* suffix = single ? "f" : "";
-  if (std::isnan(number.number)) return fmt::format("__builtin_nan{}(\"\")", suffix);
-  if (std::isinf(number.number))
-    return fmt::format("{}__builtin_inf{}()", number.number < 0 ? "-" : "", suffix);
-  return fmt::format("{:a}{}", number.number, suffix);
-}
-
-std::string index_text(std::string_view variable, std::int64_t stride) {
-  if (stride == 0) return "0";
-  return stride == 1 ? std::string(variable) : fmt::format("{} * {}ll", variable, stride);
-}
-
-constexpr std::int64_t kLongestSum = 4096;       // of one float
-constexpr std::int64_t kRowsOfOneSum = 128;      // the same, of Columns
-constexpr std::int64_t kScratchBytes = 1 << 18;  // on the stack of a thread, in total
-constexpr std::size_t kNotKept = std::numeric_limits<std::size_t>::max();
-constexpr int kCheapToRepeat = 4;  // cost of what is computed again instead of kept
-
-// At which pass over its row an instruction is known, and what each pass computes.
-struct RowPasses {
-  explicit RowPasses(const LoopKernel& of) : kernel(of), varies(varies_in_row(of)), depth(varies.size(), 0) {
-    for (std::size_t i = 0; i < depth.size(); ++i) {
-      const LoopInstruction& instruction = kernel.instructions[i];
-      for (std::size_t o = 0; o < operand_count(instruction.op); ++o)
-        depth[i] = std::max(depth[i], depth[static_cast<std::size_t>(instruction.operands[o])]);
-      if (is_reduction(instruction.op)) ++depth[i];
-      passes = std::max(passes, depth[i] + 1);
-    }
-    reductions.resize(passes);
-    stores.resize(passes);
-    for (std::size_t i = 0; i < depth.size(); ++i)
-      if (is_reduction(kernel.instructions[i].op)) reductions[depth[i] - 1].push_back(i);
-    for (const LoopStore& store : kernel.stores) {
-      const auto value = static_cast<std::size_t>(store.value);
-      const LoopBuffer& buffer = kernel.buffers[store.buffer];
-      const bool moves =
-          std::any_of(buffer.strides.begin() + static_cast<std::ptrdiff_t>(kernel.first_inner_dim()),
-                      buffer.strides.end(), [](std::int64_t stride) { return stride != 0; });
-      if (moves)
-        stores[depth[value]].push_back(store);
-      else
-        once.push_back(store);
-    }
-    choose_kept();
-  }
-
-  bool has_loop(std::size_t pass) const { return !reductions[pass].empty() || !stores[pass].empty(); }
-
-  // Varying instructions that a pass computes, in order; those that an earlier pass has kept are not
-  // computed.
-  std::vector<std::size_t> computed_in(std::size_t pass, bool with_kept = true) const {
-    std::vector<char> needed(depth.size(), 0);
-    const auto need = [&](int value) {
-      if (value != kNoOperand && varies[static_cast<std::size_t>(value)])
-        needed[static_cast<std::size_t>(value)] = 1;
-    };
-    for (const std::size_t reduction : reductions[pass]) need(kernel.instructions[reduction].operands[0]);
-    for (const LoopStore& store : stores[pass]) need(store.value);
-    for (std::size_t i = depth.size(); i-- > 0;) {
-      if (!needed[i] || (with_kept && is_kept_before(i, pass))) continue;
-      const LoopInstruction& instruction = kernel.instructions[i];
-      for (std::size_t o = 0; o < operand_count(instruction.op); ++o) need(instruction.operands[o]);
-    }
-    std::vector<std::size_t> order;
-    for (std::size_t i = 0; i < needed.size(); ++i)
-      if (needed[i]) order.push_back(i);
-    return order;
-  }
-  bool is_kept_before(std::size_t instruction, std::size_t pass) const {
-    return kept_in.size() > instruction && kept_in[instruction] < pass;
-  }
-  bool is_kept_by(std::size_t instruction, std::size_t pass) const {
-    return kept_in.size() > instruction && kept_in[instruction] == pass;
-  }
-
-  const LoopKernel& kernel;
-  std::vector<char> varies;
-  std::vector<std::size_t> depth;
-  std::size_t passes = 1;
-  std::vector<std::vector<std::size_t>> reductions;  // by pass
-  std::vector<std::vector<LoopStore>> stores;        // the same
-  std::vector<LoopStore> once;                       // one number for each row
-  std::vector<std::size_t> kept_in;  // by instruction: the pass that keeps its values for later ones
-
- private:
-  // Cost of computing a varying value from what does not vary and from loads.
-  int cost_to_repeat(std::size_t instruction) const {
-    std::set<std::size_t> seen;
-    std::vector<std::size_t> open{instruction};
-    int cost = 0;
-    while (!open.empty()) {
-      const std::size_t i = open.back();
-      open.pop_back();
-      if (!varies[i] || !seen.insert(i).second) continue;
-      const LoopInstruction& each = kernel.instructions[i];
-      if (each.op != LoopOp::Load) cost += cost_of(each.op);
-      for (std::size_t o = 0; o < operand_count(each.op); ++o)
-        open.push_back(static_cast<std::size_t>(each.operands[o]));
-    }
-    return cost;
-  }
-
-  // Values that a later pass uses, and that are expensive to compute again, are kept in memory of the thread.
-  void choose_kept() {
-    const std::int64_t row = kernel.product(kernel.first_inner_dim(), kernel.sizes.size());
-    std::int64_t bytes = 0;
-    std::vector<std::size_t> kept(depth.size(), kNotKept);
-    for (std::size_t pass = 0; pass + 1 < passes; ++pass) {
-      const std::vector<std::size_t> here = computed_in(pass, false);
-      const std::set<std::size_t> in_pass(here.begin(), here.end());
-      for (std::size_t later = pass + 1; later < passes; ++later) {
-        std::set<std::size_t> used;  // of this pass, by what only the later one computes
-        for (const std::size_t i : computed_in(later, false)) {
-          if (in_pass.contains(i)) continue;
-          const LoopInstruction& each = kernel.instructions[i];
-          for (std::size_t o = 0; o < operand_count(each.op); ++o)
-            used.insert(static_cast<std::size_t>(each.operands[o]));
-        }
-        for (const std::size_t reduction : reductions[later])
-          used.insert(static_cast<std::size_t>(kernel.instructions[reduction].operands[0]));
-        for (const LoopStore& store : stores[later]) used.insert(static_cast<std::size_t>(store.value));
-        for (const std::size_t i : used) {
-          if (!in_pass.contains(i) || !varies[i] || kept[i] < pass + 1) continue;
-          const std::int64_t needed = row * static_cast<std::int64_t>(bytes_of(kernel.instructions[i].type));
-          if (cost_to_repeat(i) < kCheapToRepeat || bytes + needed > kScratchBytes) continue;
-          bytes += needed;
-          kept[i] = pass;
-        }
-      }
-    }
-    kept_in = std::move(kept);
-    drop_unused();
-  }
-
-  // What is kept must be computed by the pass that keeps it, and used by a later one; keeping another value
-  // may have changed that.
-  void drop_unused() {
-    for (bool changed = true; changed;) {
-      changed = false;
-      std::set<std::size_t> loaded, computed_by_keeper;
-      for (std::size_t pass = 0; pass < passes; ++pass)
-        for (const std::size_t i : computed_in(pass)) {
-          if (is_kept_before(i, pass)) loaded.insert(i);
-          if (is_kept_by(i, pass)) computed_by_keeper.insert(i);
-        }
-      for (std::size_t i = 0; i < kept_in.size(); ++i) {
-        if (kept_in[i] == kNotKept || (loaded.contains(i) && computed_by_keeper.contains(i))) continue;
-        kept_in[i] = kNotKept;
-        changed = true;
-      }
-    }
-  }
-};
+constexpr std::int64_t kLongestSum = 4096;   // of one float
+constexpr std::int64_t kRowsOfOneSum = 128;  // the same, of Columns
 
 class FunctionEmitter {
  public:
@@ -369,122 +201,22 @@ class FunctionEmitter {
     }
   }
 
-  std::string operand(const LoopInstruction& instruction, std::size_t o) const {
-    return fmt::format("v{}", instruction.operands[o]);
-  }
-
   std::string loaded(std::size_t buffer, std::string_view base, const std::string& index) const {
-    const std::string item = fmt::format("{}{}[{}]", base, buffer, index);
-    switch (kernel_.buffers[buffer].type) {
-      case ElementType::Bool:
-        return item + " != 0";
-      case ElementType::BFloat16:
-        return fmt::format("from_bfloat16({})", item);
-      case ElementType::Half:
-        return fmt::format("from_half({})", item);
-      default:
-        return item;
-    }
+    return loaded_text(kernel_.buffers[buffer].type, fmt::format("{}{}[{}]", base, buffer, index));
   }
-
   std::string stored(const LoopStore& store) const {
-    const std::string value = fmt::format("v{}", store.value);
-    switch (kernel_.buffers[store.buffer].type) {
-      case ElementType::Bool:
-        return "(u8)" + value;
-      case ElementType::BFloat16:
-        return fmt::format("to_bfloat16({})", value);
-      case ElementType::Half:
-        return fmt::format("to_half({})", value);
-      default:
-        return value;
-    }
+    return stored_text(kernel_.buffers[store.buffer].type, fmt::format("v{}", store.value));
   }
 
   // The text of what an instruction computes. Loads are of `base` at the innermost index `variable`.
   std::string computed(std::size_t i, std::string_view base, std::string_view variable) const {
     const LoopInstruction& instruction = kernel_.instructions[i];
-    const auto a = [&] { return operand(instruction, 0); };
-    const auto b = [&] { return operand(instruction, 1); };
-    const auto binary = [&](std::string_view sign) { return fmt::format("{} {} {}", a(), sign, b()); };
-    const auto call = [&](std::string_view function) { return fmt::format("{}({})", function, a()); };
-    const std::string_view suffix = instruction.type == ElementType::Double ? "" : "f";
-    // Whole numbers narrower than int are computed as int.
-    const auto cut = [&](const std::string& text) {
-      return is_whole_number(instruction.type) ? fmt::format("({})({})", value_type(instruction.type), text)
-                                               : text;
-    };
-    switch (instruction.op) {
-      case LoopOp::Load:
-        return loaded(
-            instruction.buffer, base,
-            index_text(variable, variable.empty() ? 0 : kernel_.buffers[instruction.buffer].strides.back()));
-      case LoopOp::Number:
-        return number_text(instruction);
-      case LoopOp::Position:
-        return "(i64)j";
-      case LoopOp::Convert:
-        return instruction.type == ElementType::Bool
-                   ? (kernel_.instructions[static_cast<std::size_t>(instruction.operands[0])].type ==
-                              ElementType::Bool
-                          ? a()
-                          : a() + " != 0")
-                   : fmt::format("({}){}", value_type(instruction.type), a());
-      case LoopOp::Round:
-        return instruction.rounded == ElementType::Half ? fmt::format("from_half(to_half({}))", a())
-                                                        : fmt::format("from_bfloat16(to_bfloat16({}))", a());
-      case LoopOp::Add:
-        return cut(binary("+"));
-      case LoopOp::Subtract:
-        return cut(binary("-"));
-      case LoopOp::Multiply:
-        return cut(binary("*"));
-      case LoopOp::Divide:
-        return binary("/");
-      case LoopOp::Negate:
-        return cut("-" + a());
-      case LoopOp::Absolute:
-        if (!is_float(instruction.type)) return cut(fmt::format("{0} < 0 ? -{0} : {0}", a()));
-        return fmt::format("__builtin_fabs{}({})", suffix, a());
-      case LoopOp::SquareRoot:
-        return fmt::format("__builtin_sqrt{}({})", suffix, a());
-      case LoopOp::Maximum:
-        return fmt::format("({0} > {1}) | ({0} != {0}) ? {0} : {1}", a(), b());
-      case LoopOp::Minimum:
-        return fmt::format("({0} < {1}) | ({0} != {0}) ? {0} : {1}", a(), b());
-      case LoopOp::Exp:
-        return call("exp_of");
-      case LoopOp::Log:
-        return call("log_of");
-      case LoopOp::Tanh:
-        return call("tanh_of");
-      case LoopOp::Sigmoid:
-        return call("sigmoid_of");
-      case LoopOp::Erf:
-        return call("erf_of");
-      case LoopOp::Equal:
-        return binary("==");
-      case LoopOp::NotEqual:
-        return binary("!=");
-      case LoopOp::Less:
-        return binary("<");
-      case LoopOp::LessEqual:
-        return binary("<=");
-      case LoopOp::And:
-        return binary("&");
-      case LoopOp::Or:
-        return binary("|");
-      case LoopOp::Not:
-        return "!" + a();
-      case LoopOp::Select:
-        return fmt::format("{} ? {} : {}", a(), b(), operand(instruction, 2));
-      case LoopOp::RowSum:
-      case LoopOp::RowMaximum:
-      case LoopOp::RowMinimum:
-      case LoopOp::ColumnSum:
-        break;
-    }
-    throw InvariantError("graph: a reduction is no expression");
+    if (instruction.op == LoopOp::Load)
+      return loaded(
+          instruction.buffer, base,
+          index_text(variable, variable.empty() ? 0 : kernel_.buffers[instruction.buffer].strides.back()));
+    if (instruction.op == LoopOp::Position) return "(i64)j";
+    return instruction_text(kernel_, i);
   }
 
   void value(std::size_t i, const std::string& text) {
@@ -619,7 +351,7 @@ class FunctionEmitter {
     }
     for (const std::size_t i : reductions) {
       const LoopInstruction& reduction = kernel_.instructions[i];
-      const std::string v = operand(reduction, 0);
+      const std::string v = operand_text(reduction, 0);
       if (reduction.op == LoopOp::RowSum) {
         line(fmt::format("s{0} += {1};", i, v));
       } else {
@@ -683,7 +415,7 @@ class FunctionEmitter {
     for (std::size_t i = 0; i < varies.size(); ++i)
       if (varies[i]) value(i, computed(i, "q", "j"));
     for (const std::size_t i : sums)
-      line(fmt::format("s{}[j] += {};", i, operand(kernel_.instructions[i], 0)));
+      line(fmt::format("s{}[j] += {};", i, operand_text(kernel_.instructions[i], 0)));
     close();
     close();
     for (const std::size_t i : sums) line(fmt::format("for (i64 j = 0; j < n; ++j) t{0}[j] += s{0}[j];", i));

@@ -79,21 +79,20 @@ class FusedCompilation {
   std::shared_ptr<const CompiledGraph> fused(const std::vector<std::vector<std::uint8_t>>* stored) {
     const FusionPlan plan = plan_fusion(graph_, options_.fusion);
     if (plan.groups.empty()) return nullptr;
-    const HostCompiler compiler = host_compiler();
-    if (!compiler.works()) throw StateError(compiler.problem);
-    const FusedSources sources = sources_of(plan, kMostSources);
-    const auto code = compiled(compiler, sources.sources, stored);
+    const CodeTargets targets = targets_of(plan);
+    const FusedSources sources = sources_of(plan, targets, kMostSources);
+    const auto code = compiled(targets, sources, stored);
     std::shared_ptr<FusedGraph> made(new FusedGraph());
     made->graph_ = graph_;
     made->donated_inputs_ = options_.donated_inputs;
     made->code_ = code;
     for (std::size_t g = 0; g < plan.groups.size(); ++g) {
       const FusedSources::Place& place = sources.places[g];
-      KernelFunction* function = code[place.source]->loaded->function(place.function);
-      if (!function) throw InvariantError("graph: generated code lacks a function");
+      const FusedGroup& group = plan.groups[g];
       made->names_.push_back(place.function);
       made->kernels_.push_back(std::make_unique<const FusedKernel>(
-          graph_, plan.groups[g], place.text, function, code[place.source]->loaded, options_.kernels));
+          graph_, group, place.text, *targets.at(group.device.str()),
+          code[place.source]->loaded->call(group.kernel, place.function), options_.kernels));
     }
     const Graph fused = with_groups(graph_, plan, [&](std::size_t group, Operand inputs, Operand outputs) {
       return generated_node(*made->kernels_[group], std::move(inputs), std::move(outputs));
@@ -105,48 +104,57 @@ class FusedCompilation {
 
   // Throws StateError, with where source and output were saved, if something does not work.
   static std::vector<std::shared_ptr<const FusedGraph::Code>> compiled(
-      const HostCompiler& compiler, const std::vector<std::string>& sources,
+      const CodeTargets& targets, const FusedSources& sources,
       const std::vector<std::vector<std::uint8_t>>* stored) {
-    std::vector<std::shared_ptr<const FusedGraph::Code>> code(sources.size());
+    std::vector<std::shared_ptr<const FusedGraph::Code>> code(sources.sources.size());
+    for (const auto& [device, target] : targets) compile_for(device, *target, sources, stored, code);
+    return code;
+  }
+  // Those of one device.
+  static void compile_for(const std::string& device, const CodeTarget& target, const FusedSources& all,
+                          const std::vector<std::vector<std::uint8_t>>* stored,
+                          std::vector<std::shared_ptr<const FusedGraph::Code>>& code) {
+    KnownCode& known = KnownCode::of_process();
+    const std::string identity = target.identity();
     std::vector<std::string> missing;
     std::vector<std::size_t> places;
-    for (std::size_t i = 0; i < sources.size(); ++i) {
-      code[i] = KnownCode::of_process().find(compiler.identity, sources[i]);
+    for (std::size_t i = 0; i < code.size(); ++i) {
+      if (all.devices[i].str() != device) continue;
+      const std::string& source = all.sources[i];
+      code[i] = known.find(identity, source);
       if (!code[i] && stored && i < stored->size()) try {
           code[i] = std::make_shared<const FusedGraph::Code>(
-              FusedGraph::Code{sources[i], (*stored)[i], LoadedCode::load((*stored)[i])});
+              FusedGraph::Code{source, (*stored)[i], target.load((*stored)[i])});
         } catch (const StateError&) {
           // Compiled again.
         }
       if (code[i]) continue;
-      if (const std::string problem = KnownCode::of_process().problem_of(compiler.identity, sources[i]);
-          !problem.empty())
+      if (const std::string problem = known.problem_of(identity, source); !problem.empty())
         throw StateError(problem);
-      missing.push_back(sources[i]);
+      missing.push_back(source);
       places.push_back(i);
     }
-    if (missing.empty()) return code;
-    std::vector<ObjectCode> objects = compile_sources(compiler, missing);
+    if (missing.empty()) return;
+    std::vector<ObjectCode> objects = target.compile(missing);
     for (std::size_t i = 0; i < objects.size(); ++i) {
-      std::shared_ptr<const LoadedCode> loaded;
+      std::shared_ptr<const GeneratedCode> loaded;
       std::string problem = objects[i].problem;
       try {
-        if (problem.empty()) loaded = LoadedCode::load(objects[i].bytes);
+        if (problem.empty()) loaded = target.load(objects[i].bytes);
       } catch (const StateError& error) {
         problem = error.what();
       }
       if (!problem.empty()) {
         const std::string message = fmt::format(
-            "{} {}; {}", compiler.path, problem,
+            "{} {}; {}", target.compiler(), problem,
             save_for_inspection(missing[i], objects[i].output.empty() ? problem : objects[i].output));
-        KnownCode::of_process().add_problem(compiler.identity, missing[i], message);
+        known.add_problem(identity, missing[i], message);
         throw StateError(message);
       }
       code[places[i]] = std::make_shared<const FusedGraph::Code>(
           FusedGraph::Code{missing[i], std::move(objects[i].bytes), std::move(loaded)});
-      KnownCode::of_process().add(compiler.identity, code[places[i]]);
+      known.add(identity, code[places[i]]);
     }
-    return code;
   }
 
   const Graph& graph_;
@@ -166,9 +174,7 @@ class FusedCompiler final : public GraphCompiler {
     return compiled(graph, request, nullptr);
   }
 
-  std::string version() const override {
-    return fmt::format("{}.{}; {}", kFusedVersion, kEmitterVersion, host_compiler().identity);
-  }
+  std::string version() const override { return fmt::format("{}.{}", kFusedVersion, code_targets_version()); }
 
   std::optional<std::vector<std::uint8_t>> artifact(const CompiledGraph& compiled) const override {
     const FusedGraph* fused = fused_graph(compiled);
@@ -196,7 +202,7 @@ class FusedCompiler final : public GraphCompiler {
       }
       // Only what would be generated now.
       const FusionPlan plan = plan_fusion(graph, options_of(request).fusion);
-      const FusedSources sources = sources_of(plan, kMostSources);
+      const FusedSources sources = sources_of(plan, targets_of(plan), kMostSources);
       if (sources.sources.size() != keys.size()) return nullptr;
       for (std::size_t i = 0; i < keys.size(); ++i)
         if (source_key(sources.sources[i]) != keys[i]) return nullptr;
@@ -232,25 +238,41 @@ std::shared_ptr<const CompiledGraph> compile_fused(const Graph& graph, const Fus
   return FusedCompilation(graph, options).run(stored);
 }
 
-FusedSources sources_of(const FusionPlan& plan, std::size_t most_sources) {
+CodeTargets targets_of(const FusionPlan& plan) {
+  CodeTargets targets;
+  for (const FusedGroup& group : plan.groups)
+    if (auto& target = targets[group.device.str()]; !target) target = code_target(group.device);
+  return targets;
+}
+
+FusedSources sources_of(const FusionPlan& plan, const CodeTargets& targets, std::size_t most_sources) {
   constexpr std::size_t kFunctionsOfASource = 4;  // at least, as long as there are several
   FusedSources made;
-  std::map<std::string, std::size_t> known;  // text of a kernel to its number
-  std::vector<NamedKernel> kernels;
-  std::vector<std::size_t> kernel_of;
-  for (const FusedGroup& group : plan.groups) {
-    const auto [place, is_new] = known.try_emplace(to_text(group.kernel), kernels.size());
-    if (is_new) kernels.push_back({fmt::format("k{}", kernels.size()), group.kernel, group.operators});
-    kernel_of.push_back(place->second);
+  made.places.resize(plan.groups.size());
+  for (const auto& [device, target] : targets) {
+    std::map<std::string, std::size_t> known;  // text of a kernel to its number
+    std::vector<NamedKernel> kernels;
+    std::vector<std::pair<std::size_t, std::size_t>> kernel_of;  // group, kernel
+    for (std::size_t g = 0; g < plan.groups.size(); ++g) {
+      const FusedGroup& group = plan.groups[g];
+      if (group.device.str() != device) continue;
+      const auto [place, is_new] = known.try_emplace(to_text(group.kernel), kernels.size());
+      if (is_new) kernels.push_back({fmt::format("k{}", kernels.size()), group.kernel, group.operators});
+      kernel_of.emplace_back(g, place->second);
+    }
+    const std::size_t sources =
+        std::clamp<std::size_t>(kernels.size() / kFunctionsOfASource, kernels.empty() ? 0 : 1, most_sources);
+    // Neighbours are of similar size, so that each source gets some of each.
+    std::vector<std::vector<NamedKernel>> parts(sources);
+    for (std::size_t k = 0; k < kernels.size(); ++k) parts[k % sources].push_back(kernels[k]);
+    const std::size_t first = made.sources.size();
+    for (const std::vector<NamedKernel>& part : parts) {
+      made.sources.push_back(target->emit(part));
+      made.devices.emplace_back(device);
+    }
+    for (const auto& [group, k] : kernel_of)
+      made.places[group] = {first + k % sources, kernels[k].name, target->emit_function(kernels[k])};
   }
-  const std::size_t sources =
-      std::clamp<std::size_t>(kernels.size() / kFunctionsOfASource, kernels.empty() ? 0 : 1, most_sources);
-  // Neighbours are of similar size, so that each source gets some of each.
-  std::vector<std::vector<NamedKernel>> parts(sources);
-  for (std::size_t k = 0; k < kernels.size(); ++k) parts[k % sources].push_back(kernels[k]);
-  for (const std::vector<NamedKernel>& part : parts) made.sources.push_back(emit_cpp(part));
-  for (const std::size_t k : kernel_of)
-    made.places.push_back({k % sources, kernels[k].name, emit_function(kernels[k])});
   return made;
 }
 

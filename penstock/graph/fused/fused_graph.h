@@ -1,4 +1,4 @@
-// The compiler "fused": groups of operators as generated kernels for the CPU, the rest by the executor.
+// The compiler "fused": groups of operators as generated kernels for CPU and CUDA, the rest by the executor.
 //
 //   const auto compiled = graph_compiler("fused")->compile(graph, {});
 //   if (const FusedGraph* fused = fused_graph(*compiled))
@@ -9,15 +9,16 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
-#include "penstock/graph/codegen/emit_cpp.h"
 #include "penstock/graph/compiler/execute.h"
 #include "penstock/graph/fused/fused_kernel.h"
 #include "penstock/graph/fused/fusion.h"
+#include "penstock/graph/fused/generated_code.h"
 #include "penstock/graph_compiler.h"
 
 namespace penstock::graph {
@@ -45,8 +46,8 @@ class FusedGraph final : public CompiledGraph {
   // A library of functions: its source, and what was made of it.
   struct Code {
     std::string source;
-    std::vector<std::uint8_t> object;
-    std::shared_ptr<const LoadedCode> loaded;
+    std::vector<std::uint8_t> object;  // what the compiler has made
+    std::shared_ptr<const GeneratedCode> loaded;
   };
 
   std::vector<c10::IValue> run(std::vector<at::Tensor> inputs, const BoundSizes* sizes) const override;
@@ -81,15 +82,20 @@ std::shared_ptr<const CompiledGraph> compile_fused(
     const Graph& graph, const FusedCompileOptions& options,
     const std::vector<std::vector<std::uint8_t>>* stored = nullptr);
 
+// Makes and compiles the code of each device of a graph.
+using CodeTargets = std::map<std::string, std::unique_ptr<const CodeTarget>>;  // by device
+CodeTargets targets_of(const FusionPlan& plan);
+
 // The kernels of a plan as sources, several functions in each, and the function of each group.
 struct FusedSources {
   std::vector<std::string> sources;
+  std::vector<c10::Device> devices;  // by source
   struct Place {
     std::size_t source = 0;
     std::string function, text;
   };
   std::vector<Place> places;  // by group
 };
-FusedSources sources_of(const FusionPlan& plan, std::size_t most_sources);
+FusedSources sources_of(const FusionPlan& plan, const CodeTargets& targets, std::size_t most_sources);
 
 }  // namespace penstock::graph

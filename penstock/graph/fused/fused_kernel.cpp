@@ -1,7 +1,6 @@
 #include "penstock/graph/fused/fused_kernel.h"
 
 #include <ATen/EmptyTensor.h>
-#include <ATen/Parallel.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -10,22 +9,26 @@
 #include <utility>
 
 #include "penstock/base/warnings.h"
-#include "penstock/graph/codegen/emit_cpp.h"
 #include "penstock/graph/compiler/plain_tensor.h"
 
 namespace penstock::graph {
 namespace {
 
-constexpr std::int64_t kWorkOfAThread = 32768;  // additions, as LibTorch's pointwise operators
-
 bool has_layout(const at::Tensor& tensor, const Geometry& geometry) {
-  if (!tensor.defined() || !is_plain(tensor) || !tensor.device().is_cpu() ||
+  if (!tensor.defined() || !is_plain(tensor) || tensor.device() != geometry.device ||
       tensor.scalar_type() != geometry.dtype || tensor.sizes() != at::IntArrayRef(geometry.sizes))
     return false;
   const at::IntArrayRef strides = tensor.strides();
   for (std::size_t d = 0; d < strides.size(); ++d)
     if (strides[d] != geometry.strides[d] && geometry.sizes[d] != 1) return false;
   return true;
+}
+
+at::Tensor made_as(const Geometry& geometry) {
+  if (geometry.device.is_cpu())
+    return at::Tensor(at::detail::empty_strided_cpu(geometry.sizes, geometry.strides, geometry.dtype));
+  return at::empty_strided(geometry.sizes, geometry.strides,
+                           at::TensorOptions(geometry.dtype).device(geometry.device));
 }
 
 struct Tolerance {
@@ -56,7 +59,10 @@ std::string difference_from_operators(const at::Tensor& kernel, const at::Tensor
     return "another shape";
   if (kernel.numel() == 0) return {};
   const auto flat = [](const at::Tensor& tensor) {
-    return tensor.detach().to(tensor.is_floating_point() ? at::kDouble : at::kLong).reshape({-1});
+    return tensor.detach()
+        .to(at::kCPU)
+        .to(tensor.is_floating_point() ? at::kDouble : at::kLong)
+        .reshape({-1});
   };
   const at::Tensor a = flat(kernel).contiguous(), b = flat(operators).contiguous();
   const std::int64_t items = a.numel();
@@ -92,21 +98,21 @@ std::string difference_from_operators(const at::Tensor& kernel, const at::Tensor
                      first, a[first].item<double>(), b[first].item<double>());
 }
 
-FusedKernel::FusedKernel(const Graph& graph, FusedGroup group, std::string source, KernelFunction* function,
-                         std::shared_ptr<const LoadedCode> code, const FusedKernelOptions& options)
+FusedKernel::FusedKernel(const Graph& graph, FusedGroup group, std::string source, const CodeTarget& target,
+                         std::unique_ptr<const KernelCall> function, const FusedKernelOptions& options)
     : group_(std::move(group)),
       source_(std::move(source)),
-      code_(std::move(code)),
-      function_(function),
+      function_(std::move(function)),
       options_(options),
       part_(graph_of_group(graph, group_)),
       state_(options.check ? State::Unchecked : State::Good) {
+  if (options.check) common_ = target.emit({});
   for (const ValueId input : group_.inputs) inputs_.push_back(graph[input].geometry);
   for (const ValueId output : group_.outputs) outputs_.push_back(graph[output].geometry);
   const LoopKernel& kernel = group_.kernel;
   for (std::size_t j = 0; j < outputs_.size(); ++j)
     for (std::size_t i = 0; i < inputs_.size(); ++i)
-      if (inputs_[i] == outputs_[j] && may_share_memory(kernel, i, inputs_.size() + j))
+      if (inputs_[i] == outputs_[j] && target.may_share_memory(kernel, i, inputs_.size() + j))
         sharing_.push_back({i, j});
   // What the operators round to a half type, the kernel keeps in float.
   for (const Node& node : part_.nodes)
@@ -114,9 +120,6 @@ FusedKernel::FusedKernel(const Graph& graph, FusedGroup group, std::string sourc
       const at::ScalarType dtype = part_[value].geometry.dtype;
       if (dtype == at::kBFloat16 || (dtype == at::kHalf && rounded_ != at::kBFloat16)) rounded_ = dtype;
     });
-  range_ = kernel.range();
-  const std::int64_t work = kernel.elements_per_unit() * std::max(1, kernel.cost_per_element() / 4);
-  grain_ = std::max<std::int64_t>(1, kWorkOfAThread / std::max<std::int64_t>(1, work));
   may_decide_ = std::any_of(
       kernel.instructions.begin(), kernel.instructions.end(),
       [](const LoopInstruction& each) { return each.op >= LoopOp::Equal && each.op <= LoopOp::LessEqual; });
@@ -132,18 +135,14 @@ void FusedKernel::call(std::span<const at::Tensor* const> inputs, std::span<at::
   c10::SmallVector<void*, 16> buffers;
   for (const at::Tensor* input : inputs) buffers.push_back(input->data_ptr());
   for (std::size_t i = 0; i < results.size(); ++i) {
-    if (!results[i].defined())
-      results[i] = at::Tensor(
-          at::detail::empty_strided_cpu(outputs_[i].sizes, outputs_[i].strides, outputs_[i].dtype));
+    if (!results[i].defined()) results[i] = made_as(outputs_[i]);
     buffers.push_back(results[i].data_ptr());
   }
   const bool measures = measures_.load(std::memory_order_relaxed);
+  if (measures) function_->wait();
   const auto begin = measures ? std::chrono::steady_clock::now() : std::chrono::steady_clock::time_point();
-  if (range_ <= grain_)
-    function_(buffers.data(), 0, range_);
-  else
-    at::parallel_for(0, range_, grain_,
-                     [&](std::int64_t first, std::int64_t end) { function_(buffers.data(), first, end); });
+  function_->run(buffers);
+  if (measures) function_->wait();
   calls_.fetch_add(1, std::memory_order_relaxed);
   if (!measures) return;
   const auto taken = static_cast<std::uint64_t>(
@@ -191,7 +190,7 @@ void FusedKernel::check(std::span<const at::Tensor* const> inputs, std::span<at:
             fmt::format("training.compile_check: a generated kernel for {} does not compute what its "
                         "operators compute ({}); the operators run in its place; {}",
                         group_.operators, difference,
-                        save_for_inspection(emit_cpp({}) + source_, to_text(part_) + difference + "\n")));
+                        save_for_inspection(common_ + source_, to_text(part_) + difference + "\n")));
   for (std::size_t i = 0; i < results.size(); ++i) results[i] = expected[i];
 }
 

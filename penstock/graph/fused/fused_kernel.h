@@ -9,10 +9,10 @@
 #include <string>
 #include <vector>
 
-#include "penstock/graph/codegen/host_compiler.h"
 #include "penstock/graph/compiler/execute.h"
 #include "penstock/graph/compiler/generated_kernel.h"
 #include "penstock/graph/fused/fusion.h"
+#include "penstock/graph/fused/generated_code.h"
 
 namespace penstock::graph {
 
@@ -30,9 +30,9 @@ std::string difference_from_operators(const at::Tensor& kernel, const at::Tensor
 
 class FusedKernel final : public GeneratedKernel {
  public:
-  // `function` is part of `code`. `source`: of the function, for messages and reports.
-  FusedKernel(const Graph& graph, FusedGroup group, std::string source, KernelFunction* function,
-              std::shared_ptr<const LoadedCode> code, const FusedKernelOptions& options);
+  // `source`: of the function, for messages and reports.
+  FusedKernel(const Graph& graph, FusedGroup group, std::string source, const CodeTarget& target,
+              std::unique_ptr<const KernelCall> function, const FusedKernelOptions& options);
 
   std::vector<Sharing> sharing() const override { return sharing_; }
   void run(std::span<const at::Tensor* const> inputs, std::span<at::Tensor> results) const override;
@@ -42,7 +42,8 @@ class FusedKernel final : public GeneratedKernel {
   // Calls of the function, and those of the operators in its place.
   std::uint64_t calls() const { return calls_; }
   std::uint64_t calls_of_operators() const { return calls_of_operators_; }
-  // While set, the time of the shortest call is kept: others may have been interrupted.
+  // While set, the time of the shortest call is kept: others may have been interrupted. Calls on a GPU are
+  // waited for.
   void measure(bool on) const { measures_ = on; }
   std::uint64_t nanoseconds() const { return nanoseconds_; }
   void forget_times() const { calls_ = 0, nanoseconds_ = 0; }
@@ -57,12 +58,11 @@ class FusedKernel final : public GeneratedKernel {
 
   FusedGroup group_;
   std::string source_;
-  std::shared_ptr<const LoadedCode> code_;
-  KernelFunction* function_;
+  std::unique_ptr<const KernelCall> function_;
   FusedKernelOptions options_;
+  std::string common_;  // source that all functions use; only to be saved after a check
   std::vector<Geometry> inputs_, outputs_;
   std::vector<Sharing> sharing_;
-  std::int64_t range_ = 0, grain_ = 1;
   bool may_decide_ = false;
   at::ScalarType rounded_ = at::ScalarType::Undefined;  // difference_from_operators()
   Graph part_;                                          // the operators

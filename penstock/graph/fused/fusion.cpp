@@ -21,6 +21,8 @@ constexpr std::size_t kMostRepeated = 6;  // nodes that a sum computes again
 constexpr std::int64_t kLine = 64;        // bytes that memory moves at once
 constexpr std::int64_t kFewElements = 16384;
 constexpr std::int64_t kManyInOneRow = 262144;  // without other rows for other threads
+// The same on a GPU, where a row is what a block of threads computes, and fewer rows leave most of it idle.
+constexpr std::int64_t kManyInARowOfAGpu = 16384, kFewRowsOfAGpu = 64;
 
 using Nodes = std::vector<std::size_t>;
 
@@ -295,6 +297,10 @@ class GroupChoice {
     return loops && loops->kernel.form == LoopForm::Elements && loops->kernel.cost_per_element() <= 8;
   }
 
+  c10::Device device_of(const Group& group) const {
+    return graph_[group.loops->outputs.at(0).value].geometry.device;
+  }
+
   // Whether a kernel is worth its call.
   bool is_worthwhile(const Group& group) const {
     if (options_.everything) return true;
@@ -303,8 +309,13 @@ class GroupChoice {
                                          [&](std::size_t node) { return kinds_[node] == NodeKind::Compute; });
     if (computing < 2) return false;
     const LoopKernel& kernel = group.loops->kernel;
-    if (kernel.form == LoopForm::Rows && kernel.range() < 2 && kernel.elements() > kManyInOneRow)
-      return false;
+    if (kernel.form == LoopForm::Rows) {
+      const std::int64_t rows = kernel.range();
+      const bool on_gpu = device_of(group).is_cuda();
+      if (on_gpu ? rows < kFewRowsOfAGpu && kernel.elements() > kManyInARowOfAGpu * rows
+                 : rows < 2 && kernel.elements() > kManyInOneRow)
+        return false;
+    }
     if (kernel.elements() <= kFewElements) return true;
     return std::none_of(kernel.buffers.begin(), kernel.buffers.end(), [&](const LoopBuffer& buffer) {
       std::int64_t items = 1;
@@ -321,6 +332,7 @@ class GroupChoice {
     if (group.nodes.empty() || !is_worthwhile(group)) return;
     FusedGroup made{.nodes = all_nodes(group), .owned = group.nodes};
     made.kernel = group.loops->kernel;
+    made.device = device_of(group);
     for (const GroupTensor& input : group.loops->inputs) made.inputs.push_back(input.value);
     for (const GroupTensor& output : group.loops->outputs) made.outputs.push_back(output.value);
     std::map<std::string, std::size_t> counts;

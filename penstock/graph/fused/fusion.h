@@ -34,6 +34,7 @@ struct FusedGroup {
   std::vector<ValueId> inputs, outputs;
   LoopKernel kernel;      // its buffers are inputs and outputs
   std::string operators;  // names, for reports
+  c10::Device device = at::kCPU;
 };
 
 struct FusionPlan {

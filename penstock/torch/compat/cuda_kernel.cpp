@@ -39,6 +39,7 @@ struct Nvrtc {
   int (*cubin)(Program, char*);
   int (*capability_count)(int*);
   int (*capabilities)(int*);
+  int (*version)(int* major, int* minor);
 };
 
 struct Driver {
@@ -114,6 +115,7 @@ const Nvrtc& nvrtc() {
     resolve(library, "nvrtcGetCUBIN", f.cubin);
     resolve(library, "nvrtcGetNumSupportedArchs", f.capability_count);
     resolve(library, "nvrtcGetSupportedArchs", f.capabilities);
+    resolve(library, "nvrtcVersion", f.version);
     return f;
   }();
   return functions;
@@ -220,11 +222,30 @@ std::string compile_cuda(const CudaSource& text, int capability) {
                       : read(nvrtc().ptx_size, nvrtc().ptx, program.get(), "nvrtcGetPTX", text.name);
 }
 
+namespace {
+
+// The driver needs a context. The CUDA runtime creates one for a thread at its first call, which autograd's
+// worker threads may not have made yet. The device is the current one.
+void require_context(const std::string& name, int device) {
+  Context context = nullptr;
+  check_driver(driver().current_context(&context), "cuCtxGetCurrent", name, device);
+  if (context == nullptr) C10_CUDA_CHECK(cudaFree(nullptr));
+}
+
+void launch_on_stream(const std::string& name, void* function, int device, unsigned blocks, unsigned threads,
+                      void** arguments) {
+  const auto stream = c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device));
+  check_driver(driver().launch(static_cast<Function>(function), blocks, 1, 1, threads, 1, 1, 0,
+                               stream.stream(), arguments, nullptr),
+               "cuLaunchKernel", name, device);
+}
+
+}  // namespace
+
 void* CudaKernel::function_for(int device) {
   const std::lock_guard lock(mutex_);
   if (const auto found = functions_.find(device); found != functions_.end()) return found->second;
-  const auto* properties = at::cuda::getDeviceProperties(static_cast<c10::DeviceIndex>(device));
-  const int capability = 10 * properties->major + properties->minor;
+  const int capability = cuda_capability(device);
   auto image = images_.find(capability);
   if (image == images_.end()) image = images_.emplace(capability, compile_cuda(text_, capability)).first;
   Module module = nullptr;
@@ -239,15 +260,46 @@ void* CudaKernel::function_for(int device) {
 void CudaKernel::launch_pointers(int device, unsigned blocks, unsigned threads, void** arguments) {
   if (blocks == 0) return;
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
-  // The driver needs a context. The CUDA runtime creates one for a thread at its first call, which autograd's
-  // worker threads may not have made yet.
-  Context context = nullptr;
-  check_driver(driver().current_context(&context), "cuCtxGetCurrent", text_.name, device);
-  if (context == nullptr) C10_CUDA_CHECK(cudaFree(nullptr));
-  const auto function = static_cast<Function>(function_for(device));
-  const auto stream = c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device));
-  check_driver(driver().launch(function, blocks, 1, 1, threads, 1, 1, 0, stream.stream(), arguments, nullptr),
-               "cuLaunchKernel", text_.name, device);
+  require_context(text_.name, device);
+  launch_on_stream(text_.name, function_for(device), device, blocks, threads, arguments);
+}
+
+void CudaImage::load(int device) {
+  const std::lock_guard lock(mutex_);
+  if (modules_.contains(device)) return;
+  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+  require_context(name_, device);
+  Module module = nullptr;
+  check_driver(driver().load(&module, image_.data()), "cuModuleLoadData", name_, device);
+  modules_.emplace(device, module);
+}
+
+void* CudaImage::function(int device, const std::string& name) {
+  load(device);
+  const std::lock_guard lock(mutex_);
+  Function function = nullptr;
+  check_driver(driver().function(&function, static_cast<Module>(modules_.at(device)), name.c_str()),
+               "cuModuleGetFunction", name, device);
+  return function;
+}
+
+void CudaImage::launch(void* function, int device, unsigned blocks, unsigned threads,
+                       void** arguments) const {
+  if (blocks == 0) return;
+  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+  require_context(name_, device);
+  launch_on_stream(name_, function, device, blocks, threads, arguments);
+}
+
+int cuda_capability(int device) {
+  const auto* properties = at::cuda::getDeviceProperties(static_cast<c10::DeviceIndex>(device));
+  return 10 * properties->major + properties->minor;
+}
+
+std::string cuda_compiler(int capability) {
+  int major = 0, minor = 0;
+  check_nvrtc(nvrtc().version(&major, &minor), "nvrtcVersion", "any");
+  return fmt::format("NVRTC {}.{} for {}.{}", major, minor, capability / 10, capability % 10);
 }
 
 int multiprocessors(int device) {

@@ -60,7 +60,33 @@ class CudaKernel {
   std::map<int, std::string> images_;  // by compute capability
 };
 
+// Compiled code of several functions, as compile_cuda returns it, on the devices where it is used. Like a
+// CudaKernel it is never unloaded. Thread safety: any thread.
+class CudaImage {
+ public:
+  // `name`: for errors.
+  CudaImage(std::string name, std::string image) : name_(std::move(name)), image_(std::move(image)) {}
+  CudaImage(const CudaImage&) = delete;
+  CudaImage& operator=(const CudaImage&) = delete;
+
+  // Throws StateError for code that the device cannot run.
+  void load(int device);
+  // Throws StateError if there is no such function.
+  void* function(int device, const std::string& name);
+  // On the current stream of the device. `arguments`: the addresses of what the function takes.
+  void launch(void* function, int device, unsigned blocks, unsigned threads, void** arguments) const;
+
+ private:
+  const std::string name_, image_;
+  std::mutex mutex_;
+  std::map<int, void*> modules_;  // by device
+};
+
 // Returns the number of multiprocessors of a device.
 int multiprocessors(int device);
+// 90 means 9.0.
+int cuda_capability(int device);
+// NVRTC and what it compiles for, as text.
+std::string cuda_compiler(int capability);
 
 }  // namespace penstock

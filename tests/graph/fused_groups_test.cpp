@@ -394,6 +394,63 @@ TEST(FusedGroups, ClassLossesAndTheirBackward) {
   }
 }
 
+// What is fused must be one kernel at least, and have the numbers of the operators.
+void expect_fused(const std::function<Tensors(const Tensors&)>& steps, const Tensors& inputs, Mode mode) {
+  const at::NoGradGuard guard;
+  Graph graph = capture_forward(over_tensors(steps), values_of(inputs));
+  remove_dead_nodes(graph);
+  FusedCompileOptions options;
+  options.fusion.lowering.exact = options.kernels.exact = mode == Mode::Exact;
+  const auto compiled = compile_fused(graph, options);
+  const FusedGraph* fused = fused_graph(*compiled);
+  ASSERT_NE(fused, nullptr);
+  const auto expected = Executor(graph)(inputs), actual = fused->run(inputs, nullptr);
+  for (std::size_t i = 0; i < actual.size(); ++i)
+    EXPECT_EQ(difference(actual[i].toTensor(), expected[i].toTensor(), mode), "") << "result " << i;
+}
+
+// Half types are rounded before they decide something, and so are the numbers beside them.
+TEST(FusedGroups, HalfTypesDecideAsInMemory) {
+  expect_fused(
+      [](const Tensors& in) {
+        const at::Tensor product = in[0] * in[0];
+        return Tensors{product, product == product * 2};
+      },
+      {at::full({64}, 1000, at::kHalf)}, Mode::Close);
+  expect_fused([](const Tensors& in) { return Tensors{at::where(in[0] == 0.1, in[0], -in[0])}; },
+               {at::full({64}, 0.1, at::kBFloat16)}, Mode::Close);
+  expect_fused([](const Tensors& in) { return Tensors{in[0].pow(3) + in[0]}; },
+               {at::full({64}, 1.1640625, at::kBFloat16)}, Mode::Exact);
+}
+
+TEST(FusedGroups, WholeFactorsStayWhole) {
+  expect_fused([](const Tensors& in) { return Tensors{at::add(in[0], in[1], 9007199254740993) * 1 + in[0]}; },
+               {at::ones({64}, at::kLong), at::ones({64}, at::kLong)}, Mode::Exact);
+}
+
+TEST(FusedGroups, SumsOfColumns) {
+  const Tensors x{torch::randn({256, 64})};
+  // Twice the same, and one that another one depends on.
+  expect_fused(
+      [](const Tensors& in) {
+        const at::Tensor doubled = in[0] * 2, sum = doubled.sum(0);
+        return Tensors{sum, sum.clone(), doubled.sum(0)};
+      },
+      x, Mode::Close);
+  expect_fused(
+      [](const Tensors& in) {
+        return Tensors{((in[0] * 2) - in[0].sum(0)).sum(0), (in[0] * 3).relu()};
+      },
+      x, Mode::Close);
+  // A sum that is not worth a kernel keeps what it reads.
+  expect_fused(
+      [](const Tensors& in) {
+        const at::Tensor product = in[0] * in[1].t();
+        return Tensors{product.t().contiguous(), product.sum(0), (in[0] + 1).relu()};
+      },
+      {torch::randn({4096, 8}), torch::randn({8, 4096})}, Mode::Close);
+}
+
 TEST(FusedGroups, RandomExactOnesHaveTheBitsOfTheOperators) { compare_all(Mode::Exact); }
 TEST(FusedGroups, RandomOnesAreCloseToTheOperators) { compare_all(Mode::Close); }
 

@@ -421,11 +421,12 @@ class FunctionEmitter {
     for (const std::size_t i : sums) line(fmt::format("for (i64 j = 0; j < n; ++j) t{0}[j] += s{0}[j];", i));
     close();
     open("for (i64 j = 0; j < n; ++j)");
-    for (const LoopStore& each : kernel_.stores) {
-      const auto i = static_cast<std::size_t>(each.value);
-      const std::int64_t stride = kernel_.buffers[each.buffer].strides.back();
+    for (const std::size_t i : sums) {
       value(i, fmt::format("({})t{}[j]", value_type(kernel_.instructions[i].type), i));
-      line(fmt::format("p{}[{}] = {};", each.buffer, index_text("(c + j)", stride), stored(each)));
+      for (const LoopStore& each : kernel_.stores)
+        if (static_cast<std::size_t>(each.value) == i)
+          line(fmt::format("p{}[{}] = {};", each.buffer,
+                           index_text("(c + j)", kernel_.buffers[each.buffer].strides.back()), stored(each)));
     }
     close();
     close();

@@ -99,7 +99,8 @@ class OutputProcess {
     for (const int signal : {SIGCHLD, SIGPIPE, SIGINT, SIGTERM}) ::sigaddset(&defaults, signal);
     ::posix_spawnattr_setsigmask(&attributes, &none);
     ::posix_spawnattr_setsigdefault(&attributes, &defaults);
-    ::posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF);
+    ::posix_spawnattr_setflags(&attributes,
+                               POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF | POSIX_SPAWN_SETPGROUP);
     const int error = ::posix_spawnp(&pid_, arguments[0], &actions, &attributes, arguments.data(), environ);
     ::posix_spawnattr_destroy(&attributes);
     ::posix_spawn_file_actions_destroy(&actions);
@@ -107,6 +108,13 @@ class OutputProcess {
       pid_ = -1;
       problem_ = fmt::format("cannot be started: {}", std::generic_category().message(error));
     }
+  }
+
+  OutputProcess(OutputProcess&& other) noexcept
+      : pid_(std::exchange(other.pid_, -1)), problem_(std::move(other.problem_)) {}
+  OutputProcess& operator=(OutputProcess&&) = delete;
+  ~OutputProcess() {
+    if (pid_ > 0) end();
   }
 
   // Returns what went wrong, or an empty text.
@@ -124,9 +132,7 @@ class OutputProcess {
         // Somebody else has waited for it; what it has written decides.
         pid_ = -1;
       } else if (std::chrono::steady_clock::now() > deadline) {
-        ::kill(pid_, SIGKILL);
-        ::waitpid(pid_, &status, 0);
-        pid_ = -1;
+        end();
         problem_ = "took too long and was ended";
       } else {
         std::this_thread::sleep_for(pause);
@@ -137,6 +143,14 @@ class OutputProcess {
   }
 
  private:
+  // With the processes that it has started.
+  void end() {
+    int status = 0;
+    ::kill(-pid_, SIGKILL);
+    ::waitpid(pid_, &status, 0);
+    pid_ = -1;
+  }
+
   pid_t pid_ = -1;
   std::string problem_;
 };

@@ -91,7 +91,7 @@ class FusedCompilation {
       const FusedGroup& group = plan.groups[g];
       made->names_.push_back(place.function);
       made->kernels_.push_back(std::make_unique<const FusedKernel>(
-          graph_, group, place.text, *targets.at(group.device.str()),
+          made->graph_, group, place.text, *targets.at(group.device.str()),
           code[place.source]->loaded->call(group.kernel, place.function), options_.kernels));
     }
     const Graph fused = with_groups(graph_, plan, [&](std::size_t group, Operand inputs, Operand outputs) {

@@ -104,7 +104,7 @@ FusedKernel::FusedKernel(const Graph& graph, FusedGroup group, std::string sourc
       source_(std::move(source)),
       function_(std::move(function)),
       options_(options),
-      part_(graph_of_group(graph, group_)),
+      graph_(graph),
       state_(options.check ? State::Unchecked : State::Good) {
   if (options.check) common_ = target.emit({});
   for (const ValueId input : group_.inputs) inputs_.push_back(graph[input].geometry);
@@ -115,9 +115,9 @@ FusedKernel::FusedKernel(const Graph& graph, FusedGroup group, std::string sourc
       if (inputs_[i] == outputs_[j] && target.may_share_memory(kernel, i, inputs_.size() + j))
         sharing_.push_back({i, j});
   // What the operators round to a half type, the kernel keeps in float.
-  for (const Node& node : part_.nodes)
-    for_each_value(node.results, [&](ValueId value) {
-      const at::ScalarType dtype = part_[value].geometry.dtype;
+  for (const std::size_t node : group_.nodes)
+    for_each_value(graph.nodes[node].results, [&](ValueId value) {
+      const at::ScalarType dtype = graph[value].geometry.dtype;
       if (dtype == at::kBFloat16 || (dtype == at::kHalf && rounded_ != at::kBFloat16)) rounded_ = dtype;
     });
   may_decide_ = std::any_of(
@@ -157,7 +157,7 @@ void FusedKernel::call_operators(std::span<const at::Tensor* const> inputs,
                                  std::span<at::Tensor> results) const {
   {
     const std::lock_guard lock(mutex_);
-    if (!operators_) operators_ = std::make_unique<Executor>(part_);
+    if (!operators_) operators_ = std::make_unique<Executor>(graph_of_group(graph_, group_));
   }
   std::vector<at::Tensor> given;
   for (const at::Tensor* input : inputs) given.push_back(*input);
@@ -190,7 +190,8 @@ void FusedKernel::check(std::span<const at::Tensor* const> inputs, std::span<at:
             fmt::format("training.compile_check: a generated kernel for {} does not compute what its "
                         "operators compute ({}); the operators run in its place; {}",
                         group_.operators, difference,
-                        save_for_inspection(common_ + source_, to_text(part_) + difference + "\n")));
+                        save_for_inspection(common_ + source_,
+                                            to_text(graph_of_group(graph_, group_)) + difference + "\n")));
   for (std::size_t i = 0; i < results.size(); ++i) results[i] = expected[i];
 }
 

@@ -30,7 +30,7 @@ std::string difference_from_operators(const at::Tensor& kernel, const at::Tensor
 
 class FusedKernel final : public GeneratedKernel {
  public:
-  // `source`: of the function, for messages and reports.
+  // `graph`: outlives the kernel. `source`: of the function, for messages and reports.
   FusedKernel(const Graph& graph, FusedGroup group, std::string source, const CodeTarget& target,
               std::unique_ptr<const KernelCall> function, const FusedKernelOptions& options);
 
@@ -65,7 +65,7 @@ class FusedKernel final : public GeneratedKernel {
   std::vector<Sharing> sharing_;
   bool may_decide_ = false;
   at::ScalarType rounded_ = at::ScalarType::Undefined;  // difference_from_operators()
-  Graph part_;                                          // the operators
+  const Graph& graph_;
 
   mutable std::mutex mutex_;
   mutable std::unique_ptr<Executor> operators_;  // made when it is needed

@@ -241,6 +241,11 @@ class GroupChoice {
       }
       if (nodes.size() == group.nodes.size()) continue;
       auto loops = loops_of(graph_, nodes, needed_of(group.nodes), options_.lowering);
+      // Afterwards nothing else makes what it computes again: it must not be left to its operators.
+      Group with_repeated{group.nodes, {}, loops};
+      for (const std::size_t node : nodes)
+        if (group_of_[node] != g) with_repeated.repeated.push_back(node);
+      if (!is_worthwhile(with_repeated)) continue;
       // What it reads now must be stored; what it read may not be needed any more.
       std::set<std::size_t> changed;
       const auto used_before = used_again_;
@@ -276,9 +281,7 @@ class GroupChoice {
         continue;
       }
       for (auto& [other, loops_of_other] : again) groups_[other].loops = std::move(loops_of_other);
-      for (const std::size_t node : nodes)
-        if (group_of_[node] != g) group.repeated.push_back(node);
-      group.loops = std::move(loops);
+      group = std::move(with_repeated);
     }
   }
 

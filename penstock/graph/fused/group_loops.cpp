@@ -99,6 +99,12 @@ void GroupLowering::set_loops() {
     if (kernel_.form == LoopForm::Columns && !is_sum) throw NotLoops();
   }
 
+  // A sum of columns is known when all rows are.
+  for (const LoopInstruction& instruction : kernel_.instructions)
+    for (std::size_t o = 0; o < operand_count(instruction.op); ++o)
+      if (kernel_.instructions[static_cast<std::size_t>(instruction.operands[o])].op == LoopOp::ColumnSum)
+        throw NotLoops();
+
   // Outputs get their buffers; the largest tensor decides the order of the loops.
   const Term* first = nullptr;
   const Geometry* order = nullptr;

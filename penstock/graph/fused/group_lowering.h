@@ -73,6 +73,9 @@ class GroupLowering {
   }
   int add(const LoopInstruction& instruction) { return kernel_.add(instruction); }
   ElementType type_of(int value) const { return kernel_.instructions[static_cast<std::size_t>(value)].type; }
+  bool is_loaded(int value) const {
+    return kernel_.instructions[static_cast<std::size_t>(value)].op == LoopOp::Load;
+  }
   int number_like(int like, double number) { return kernel_.add(LoopInstruction::of(type_of(like), number)); }
   int convert(int value, ElementType type) {
     if (type_of(value) == type) return value;

@@ -73,8 +73,10 @@ int scaled(GroupLowering& group, const Node& node, std::size_t argument, int val
   if (alpha.toDouble() == 1) return value;
   // LibTorch multiplies and adds at once where the processor can.
   if (group.exact() && is_float(group.type_of(value))) throw NotLoops();
-  if (is_whole_number(group.type_of(value)) && alpha.isFloatingPoint()) throw NotLoops();
-  return group.add(LoopOp::Multiply, value, group.number_like(value, alpha.toDouble()));
+  const ElementType type = group.type_of(value);
+  return group.add(
+      LoopOp::Multiply, value,
+      is_whole_number(type) ? group.constant_of(type, alpha) : group.number_like(value, alpha.toDouble()));
 }
 
 void divide_values(GroupLowering& group, const Node& node, bool by_scalar) {
@@ -107,13 +109,23 @@ ElementType compared_in(GroupLowering& group, const Node& node, const c10::IValu
   if (number) {
     const at::Scalar scalar = number->toScalar();
     if (scalar.isBoolean()) throw NotLoops();
-    // A number counts as one of the default dtype.
-    if (scalar.isFloatingPoint() && !c10::isFloatingType(dtype)) dtype = at::kFloat;
+    // A number counts as one of the default dtype; captures are guarded against another one.
+    if (scalar.isFloatingPoint() && !c10::isFloatingType(dtype))
+      dtype = c10::get_default_dtype_as_scalartype();
     if (!scalar.isFloatingPoint() && dtype == at::kBool) dtype = at::kLong;
   }
   const auto type = element_type(dtype);
   if (!type) throw NotLoops();
   return *type;
+}
+
+// A number that decides something: in a half type as it is in memory, where it may be infinite.
+int decisive(GroupLowering& group, const Term& term) {
+  return is_narrow_float(term.type) && !group.is_loaded(term.value) ? group.round(term.value, term.type)
+                                                                    : term.value;
+}
+Term decisive_term(GroupLowering& group, const Term& term) {
+  return {decisive(group, term), term.type, term.dims};
 }
 
 template <class Compute>
@@ -123,13 +135,14 @@ void compare(GroupLowering& group, const Node& node, bool by_scalar, const Compu
   if (!number && node.arguments.at(1).value() == kNoValue) throw NotLoops();
   const Term a = group.tensor(node, 0);
   const ElementType type = compared_in(group, node, number);
-  const int x = operand_in(group, a, type);
+  const int x = operand_in(group, decisive_term(group, a), type);
   if (number) {
-    group.set(node, 0, compute(x, group.constant_of(type, number->toScalar())), a.dims);
+    const int constant = group.constant_of(type, number->toScalar());
+    group.set(node, 0, compute(x, is_narrow_float(type) ? group.round(constant, type) : constant), a.dims);
     return;
   }
   const Term b = group.tensor(node, 1);
-  const int y = operand_in(group, b, type);
+  const int y = operand_in(group, decisive_term(group, b), type);
   group.set(node, 0, compute(x, y), group.broadcast({&a, &b}, group.result(node).sizes.size()));
 }
 
@@ -144,13 +157,13 @@ void compare_op(GroupLowering& group, const Node& node) {
 template <LoopOp op>
 void logical_op(GroupLowering& group, const Node& node) {
   const Term a = group.tensor(node, 0);
-  const int x = group.convert(a.value, ElementType::Bool);
+  const int x = group.convert(decisive(group, a), ElementType::Bool);
   if (op == LoopOp::Not) {
     group.set(node, 0, group.add(op, x), a.dims);
     return;
   }
   const Term b = group.tensor(node, 1);
-  const int y = group.convert(b.value, ElementType::Bool);
+  const int y = group.convert(decisive(group, b), ElementType::Bool);
   group.set(node, 0, group.add(op, x, y), group.broadcast({&a, &b}, group.result(node).sizes.size()));
 }
 // Of bools alone: the same as the logical one.
@@ -200,6 +213,10 @@ void masked_fill(GroupLowering& group, const Node& node) {
 }
 
 int clamped(GroupLowering& group, int x, int low, int high) {
+#if defined(__aarch64__)
+  // LibTorch's vectors make 0 of -0 there, and its scalars do not.
+  if (group.exact()) throw NotLoops();
+#endif
   if (low != kNoOperand) x = group.add(LoopOp::Select, group.add(LoopOp::Less, x, low), low, x);
   if (high != kNoOperand) x = group.add(LoopOp::Select, group.add(LoopOp::Less, high, x), high, x);
   return x;
@@ -317,9 +334,15 @@ void add_combined(GroupLowering& group, const Node& node) {
 
 void power(GroupLowering& group, const Node& node) {
   const double exponent = group.number(node, 1);
+  const ElementType type = result_type(group, node);
+  // Of half LibTorch computes powers, not products.
+  if (group.exact() && type == ElementType::Half) throw NotLoops();
   unary(group, node, [&](int x) {
     if (exponent == 2) return product(group, x, x);
-    if (exponent == 3) return product(group, product(group, x, x), x);
+    if (exponent == 3) {
+      const int square = product(group, x, x);
+      return product(group, group.exact() && is_narrow_float(type) ? group.round(square, type) : square, x);
+    }
     if (group.exact() || !is_float(group.type_of(x))) throw NotLoops();
     const int one = group.number_like(x, 1);
     if (exponent == 0.5) return group.add(LoopOp::SquareRoot, x);

@@ -39,6 +39,12 @@ namespace {
 
 namespace fs = std::filesystem;
 
+// The path of this program. Asked for before anything else: in another mount namespace it may look different.
+const fs::path& own_path() {
+  static const fs::path path = fs::read_symlink("/proc/self/exe");
+  return path;
+}
+
 struct Options {
   std::string fault, seed, seeds, first = "1", limit_s;
   std::vector<std::string> trials;
@@ -139,7 +145,7 @@ class Campaign {
     if (result.kind == TrialResult::Kind::Failed)
       fmt::print("          its files: {}\n          repeat: {} --fault {} --seed {}\n",
                  (settings_.work / fmt::format("{}-{}", name_of(result.fault), result.seed)).string(),
-                 fs::read_symlink("/proc/self/exe").string(), name_of(result.fault), result.seed);
+                 own_path().string(), name_of(result.fault), result.seed);
     std::fflush(stdout);
   }
 
@@ -157,7 +163,7 @@ class Campaign {
 
 Settings settings_of(const Options& options, const std::string& no_namespaces) {
   Settings settings;
-  const fs::path here = fs::read_symlink("/proc/self/exe").parent_path();
+  const fs::path here = own_path().parent_path();
   settings.no_namespaces = no_namespaces;
   settings.penstock =
       options.penstock.empty() ? here.parent_path() / "bin" / "penstock" : fs::absolute(options.penstock);
@@ -241,6 +247,7 @@ int run(const Options& options) {
 
 int main(int argc, char** argv) {
   using namespace penstock;
+  chaos::own_path();
   chaos::Options options;
   CLI::App app("Trains under injected faults and judges how each trial ends");
   app.add_option("--seeds", options.seeds, "Number of trials; the kinds of faults take turns");

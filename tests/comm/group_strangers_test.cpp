@@ -78,17 +78,24 @@ void expect_groups_work(Squatter& squatter) {
   });
 }
 
+// Newer versions of Gloo listen once in a process, older ones for each connection.
+#if __has_include(<gloo/transport/tcp/listener.h>)
+constexpr int kTaken = 1;
+#else
+constexpr int kTaken = 3;
+#endif
+
 TEST(GroupStrangers, OneThatComesFirstAndSaysNothing) {
   Squatter squatter("");
   expect_groups_work(squatter);
-  EXPECT_EQ(squatter.taken(), 3);
+  EXPECT_EQ(squatter.taken(), kTaken);
 }
 
 TEST(GroupStrangers, OneThatComesFirstAndSendsGarbage) {
   Squatter squatter(
       "GET / HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\nUser-Agent: a scan of the network\r\n\r\n");
   expect_groups_work(squatter);
-  EXPECT_EQ(squatter.taken(), 3);
+  EXPECT_EQ(squatter.taken(), kTaken);
 }
 
 }  // namespace group_strangers_test

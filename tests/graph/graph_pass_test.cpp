@@ -194,7 +194,8 @@ TEST(AlgebraicPass, SavedTensorsDoNotGetIntoMemoryOfInputs) {
                        {torch::ones({3}).set_requires_grad(true)});
   PassLog log;
   run_passes_on_joint(capture, PassList({pass_named("algebraic")}, true), &log);
-  EXPECT_EQ(log.runs[0].nodes_before - log.runs[0].nodes_after, 1u);
+  // Newer versions of LibTorch multiply by 1 in the backward, too.
+  EXPECT_GE(log.runs[0].nodes_before - log.runs[0].nodes_after, 1u);
 }
 
 TEST(ViewsPass, RemovesViewsThatAreAnotherTensor) {

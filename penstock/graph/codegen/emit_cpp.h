@@ -31,7 +31,7 @@ struct NamedKernel {
 };
 
 // Part of keys of compiled code: another number for each change of what is emitted for a kernel.
-inline constexpr int kEmitterVersion = 1;
+inline constexpr int kEmitterVersion = 2;
 
 // The kernels are verified, and those of Columns have one loop over the columns.
 std::string emit_cpp(const std::vector<NamedKernel>& kernels);

@@ -97,12 +97,6 @@ constexpr std::size_t kMostResidentBytes = 256;       // of a thread
 constexpr unsigned kColumnLanes = 32, kRowLanes = 8;  // threads of a block for Columns
 constexpr std::int64_t kRowsOfASplit = 64;            // at least
 
-bool moves(const LoopBuffer& buffer, std::size_t first, std::size_t end) {
-  return std::any_of(buffer.strides.begin() + static_cast<std::ptrdiff_t>(first),
-                     buffer.strides.begin() + static_cast<std::ptrdiff_t>(end),
-                     [](std::int64_t stride) { return stride != 0; });
-}
-
 // Whether neighbours in the innermost loop are a vector in memory.
 bool is_vector(const LoopKernel& kernel, const LoopBuffer& buffer, unsigned vector) {
   if (kernel.sizes.empty() || buffer.strides.back() != 1) return false;

@@ -163,7 +163,7 @@ class FusedCompilation {
 
 namespace {
 
-constexpr std::uint32_t kFusedVersion = 1;  // of the choice of groups, and of the stored form
+constexpr std::uint32_t kFusedVersion = 2;  // of the choice of groups, and of the stored form
 
 class FusedCompiler final : public GraphCompiler {
  public:

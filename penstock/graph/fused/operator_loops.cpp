@@ -35,6 +35,8 @@ void unary(GroupLowering& group, const Node& node, const Compute& compute) {
 }
 template <LoopOp op>
 void unary_op(GroupLowering& group, const Node& node) {
+  // MKL's roots are not the nearest numbers.
+  if (op == LoopOp::SquareRoot && group.exact() && at::hasMKL()) throw NotLoops();
   unary(group, node, [&](int x) {
     if (op != LoopOp::Negate && op != LoopOp::Absolute && !is_float(group.type_of(x))) throw NotLoops();
     return group.add(op, x);

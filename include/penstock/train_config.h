@@ -179,8 +179,7 @@ struct TrainingConfig {
   std::vector<std::int64_t> recompute_stages;        // recompute in these stages only; empty: in all
   std::vector<std::int64_t> recompute_microbatches;  // recompute for these microbatches only; empty: for all
   // How stages run their forward and backward: off (operator by operator), graph (captured once, then
-  // replayed, with the same bits) or fused (the same, with generated code for groups of operators on the
-  // CPU).
+  // replayed, with the same bits) or fused (the same, with generated code for groups of operators).
   std::string compile = "off";
   // With compile = fused: whether only code is generated that has the bits of the operators, and whether each
   // new kernel is compared with the operators once, in its first call.

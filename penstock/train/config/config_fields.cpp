@@ -339,7 +339,7 @@ std::vector<ConfigField> make_fields() {
       {"training",
        "compile",
        "How stages run forward and backward: off (operator by operator), graph (captured once, then replayed "
-       "with the same bits) or fused (captured, with generated C++ for groups of operators on the CPU; "
+       "with the same bits) or fused (captured, with generated code for groups of operators; "
        "docs/fused.md)",
        at(&T::training, &R::compile),
        0,

@@ -403,7 +403,7 @@ void expect_fused(const std::function<Tensors(const Tensors&)>& steps, const Ten
   options.fusion.lowering.exact = options.kernels.exact = mode == Mode::Exact;
   const auto compiled = compile_fused(graph, options);
   const FusedGraph* fused = fused_graph(*compiled);
-  ASSERT_NE(fused, nullptr);
+  ASSERT_NE(fused, nullptr) << to_text(graph);
   const auto expected = Executor(graph)(inputs), actual = fused->run(inputs, nullptr);
   for (std::size_t i = 0; i < actual.size(); ++i)
     EXPECT_EQ(difference(actual[i].toTensor(), expected[i].toTensor(), mode), "") << "result " << i;

@@ -198,6 +198,12 @@ class GroupChoice {
           if (groups_[other].nodes.empty() || other == g || !tried.insert(other).second) continue;
           if (groups_[other].loops->kernel.form != groups_[g].loops->kernel.form) continue;
           const Nodes nodes = groups_[other].nodes;
+          // Loops with large steps would take the other ones with them.
+          if (is_worthwhile(groups_[g]) || is_worthwhile(groups_[other])) {
+            Group both{merged(groups_[g].nodes, nodes), {}, {}};
+            both.loops = loops_for(both.nodes);
+            if (!both.loops || !is_worthwhile(both)) continue;
+          }
           join(g, nodes, other);
         }
         others.push_back(g);

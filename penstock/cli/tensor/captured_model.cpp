@@ -1,6 +1,7 @@
 #include "penstock/cli/tensor/captured_model.h"
 
 #include <fmt/format.h>
+#include <torch/cuda.h>
 #include <torch/types.h>
 
 #include <fstream>
@@ -38,9 +39,19 @@ CapturedModel capture_model(const train::TrainConfig& config, bool min_cut, Capt
   const std::shared_ptr<models::TrainableModel> trainable = train::configured_model(config);
   train::check_activation_policy(config, trainable->plan());
   const std::shared_ptr<models::ModelStage> model = trainable->make_stage(whole_model(trainable->plan()));
+  const at::Device device = purpose == CaptureFor::Running && config.layout.device == "cuda"
+                                ? at::Device(at::kCUDA, 0)
+                                : at::Device(at::kCPU);
+  if (device.is_cuda()) {
+    if (!torch::cuda::is_available())
+      throw ConfigError(describe("layout.device", "cuda, and no CUDA device", "a device that is there",
+                                 "leave it out to run the kernels on the CPU"));
+    model->to(device);
+  }
   const graph::ModuleState state(*model);
   graph::Values inputs(state.tensors.begin(), state.tensors.end());
-  const at::Tensor tokens = at::zeros({config.layout.microbatch_size, config.model.context}, at::kLong);
+  const at::Tensor tokens =
+      at::zeros({config.layout.microbatch_size, config.model.context}, at::dtype(at::kLong).device(device));
   inputs.emplace_back(tokens);
   inputs.emplace_back(at::zeros_like(tokens));
   graph::Convention convention{state.tensors.size(), state.names};
@@ -52,7 +63,7 @@ CapturedModel capture_model(const train::TrainConfig& config, bool min_cut, Capt
         trainable->inputs({.tokens = x, .targets = targets, .documents = at::Tensor()});
     at::Tensor output;
     {
-      const AutocastScope scope(at::kCPU, dtype_of(config.training.precision));
+      const AutocastScope scope(device.type(), dtype_of(config.training.precision));
       output = model->forward_with(x, given.keywords);
     }
     return {model->loss(output, targets, static_cast<double>(tokens.numel()))};

@@ -58,7 +58,7 @@ void inspect_graph(const CLI::App& command, const InspectFlags& flags) {
     const train::ResolvedConfig resolved = train::load_config(config_sources(command));
     refuse_keys(resolved, "inspect graph", [&](const std::string& key) {
       return key.starts_with("model.") || key.starts_with("layout.") ||
-             (flags.kernels && key == "training.compile_exact") ||
+             (flags.kernels && (key == "training.compile_exact" || key == "training.precision")) ||
              ((flags.passes || flags.kernels || key != "training.disable_passes") &&
               (key == "training.compile" || key == "training.disable_passes" ||
                key == "training.activation_budget" || key == "training.activation_policy"));
@@ -125,19 +125,23 @@ void add_inspect_graph_command(CLI::App& inspect, CommandOutcome&) {
       "--kernels", flags->kernels,
       "Compile the graph as training.compile = fused does, run it, and print the generated "
       "kernels alone: operators, bytes moved, time, share of the step, rate beside that of a copy");
-  command->add_flag("--sources", flags->sources, "With --kernels: print the C++ of each kernel, too");
+  command->add_flag("--sources", flags->sources, "With --kernels: print the source of each kernel, too");
   command->allow_extras();
   command->footer(
       "Usage: penstock inspect graph FILE\n"
       "       penstock inspect graph [CONFIG.toml] [--section.key value ...]\n\n"
       "FILE is written by --save or by the library's save_graph. Without FILE, the configured model is "
       "captured (keys of [model] and [layout]; penstock train --help),\n"
-      "forward and backward of one microbatch on the CPU; nothing is computed, except by --kernels.\n"
+      "forward and backward of one microbatch on the CPU; nothing is computed, except by --kernels, which "
+      "runs\n"
+      "on a GPU with --layout.device cuda.\n"
       "Examples:\n"
       "  penstock inspect graph --preset tiny --html model.html --save model.psgraph\n"
       "  penstock inspect graph --preset tiny --svg model.svg\n"
       "  penstock inspect graph --preset tiny --passes --nodes 1\n"
       "  penstock inspect graph --preset tiny --kernels --sources\n"
+      "  penstock inspect graph --preset gpt2-124m --kernels --layout.device cuda --layout.microbatch_size "
+      "8\n"
       "  penstock inspect graph --preset tiny --schedule 1F1B --training.compile graph "
       "--training.activation_budget 0.5\n"
       "  penstock inspect graph model.psgraph --nodes 0\n"

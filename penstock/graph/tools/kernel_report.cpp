@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
+#include <torch/cuda.h>
 
 #include <algorithm>
 #include <chrono>
@@ -18,6 +19,10 @@ namespace {
 
 using KernelClock = std::chrono::steady_clock;
 
+void wait_for(c10::Device device) {
+  if (device.is_cuda()) torch::cuda::synchronize(device.index());
+}
+
 double seconds_from(KernelClock::time_point begin) {
   return std::chrono::duration<double>(KernelClock::now() - begin).count();
 }
@@ -33,6 +38,8 @@ struct CompiledStep {
   // One forward and one backward.
   double run(const Partition& halves, const std::vector<at::Tensor>& inputs) const {
     const at::NoGradGuard no_gradients;
+    const at::Device device = halves.forward[halves.forward.inputs.front().value].geometry.device;
+    wait_for(device);
     const auto begin = KernelClock::now();
     const std::vector<c10::IValue> results = forward->run(inputs, nullptr);
     if (backward) {
@@ -41,11 +48,13 @@ struct CompiledStep {
         given.push_back(results[i].toTensor());
       for (std::size_t i = given.size(); i < halves.backward.inputs.size(); ++i) {
         const Geometry& geometry = halves.backward[halves.backward.inputs[i].value].geometry;
-        given.push_back(
-            at::empty_strided(geometry.sizes, geometry.strides, at::dtype(geometry.dtype)).fill_(1));
+        given.push_back(at::empty_strided(geometry.sizes, geometry.strides,
+                                          at::dtype(geometry.dtype).device(geometry.device))
+                            .fill_(1));
       }
       static_cast<void>(backward->run(std::move(given), nullptr));
     }
+    wait_for(device);
     return seconds_from(begin);
   }
 
@@ -62,12 +71,15 @@ double least_of(const std::vector<double>& values) { return *std::min_element(va
 
 }  // namespace
 
-double copy_bandwidth() {
-  const at::Tensor from = at::ones({std::int64_t{16} << 20}), to = at::empty_like(from);
+double copy_bandwidth(c10::Device device) {
+  const at::Tensor from = at::ones({std::int64_t{device.is_cuda() ? 256 : 16} << 20}, device),
+                   to = at::empty_like(from);
   double best = 0;
   for (int i = 0; i < 6; ++i) {
+    wait_for(device);
     const auto begin = KernelClock::now();
     to.copy_(from);
+    wait_for(device);
     best = std::max(best, 2 * static_cast<double>(from.nbytes()) / seconds_from(begin));
   }
   return best;
@@ -95,7 +107,8 @@ std::string kernel_report(const Partition& halves, const std::vector<at::Tensor>
     with.push_back(fused.run(halves, inputs));
     without.push_back(plain.run(halves, inputs));
   }
-  const double step = least_of(with), bandwidth = copy_bandwidth(), runs = static_cast<double>(options.runs);
+  const double step = least_of(with), bandwidth = copy_bandwidth(inputs.front().device()),
+               runs = static_cast<double>(options.runs);
 
   std::vector<KernelRow> rows;
   std::map<std::pair<std::string, std::string>, std::size_t> row_of;

@@ -14,7 +14,7 @@ namespace penstock::graph {
 struct KernelReportOptions {
   std::size_t runs = 7;  // of forward and backward, after one that is not counted
   bool exact = false;    // CompileOptions::compile_exact
-  bool sources = false;  // the C++ of each kernel after the table
+  bool sources = false;  // of each kernel, after the table
 };
 
 // Compiles both halves with the compiler "fused" and with the executor, and runs them with these inputs (one
@@ -24,7 +24,7 @@ struct KernelReportOptions {
 std::string kernel_report(const Partition& halves, const std::vector<at::Tensor>& inputs,
                           const KernelReportOptions& options);
 
-// What a copy between large tensors moves, in bytes per second, with the threads of LibTorch.
-double copy_bandwidth();
+// What a copy between large tensors moves, in bytes per second, on the CPU with the threads of LibTorch.
+double copy_bandwidth(c10::Device device = at::kCPU);
 
 }  // namespace penstock::graph

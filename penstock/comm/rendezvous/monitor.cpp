@@ -68,7 +68,7 @@ std::unique_ptr<Monitor::End> join_monitor(const LaunchEnv& env, const Store& st
       const auto end = connection.shake_hands(key, Purpose::Monitor, env.rank,
                                               std::min(until, Clock::now() + kMonitorHandshakeTime));
       if (end == HandshakeEnd::Done)
-        return std::make_unique<MonitorSpoke>(std::move(connection), env.rank, env.world_size,
+        return std::make_unique<MonitorSpoke>(std::move(connection), key, env.rank, env.world_size,
                                               std::move(liveness), timeout);
       why = end == HandshakeEnd::Refused ? "what listens there does not know the job's secret"
                                          : "what listens there does not complete the handshake";
@@ -90,6 +90,8 @@ Monitor::Monitor(const LaunchEnv& env, const Store& store, std::shared_ptr<Liven
     : rank_(env.rank),
       end_(env.rank == 0 ? host_monitor(env, store, std::move(liveness), timeout)
                          : join_monitor(env, store, std::move(liveness), deadline, timeout)) {}
+
+const JobKey& Monitor::key() const { return end_->key; }
 
 Monitor::~Monitor() {
   bool failed = false;

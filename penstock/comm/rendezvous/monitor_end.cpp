@@ -70,7 +70,8 @@ MonitorPace MonitorPace::of(std::chrono::milliseconds timeout) {
 
 MonitorHub::MonitorHub(Socket listener, const JobKey& key, int world_size, std::shared_ptr<Liveness> liveness,
                        std::chrono::milliseconds timeout)
-    : world_size_(world_size),
+    : End(key),
+      world_size_(world_size),
       liveness_(std::move(liveness)),
       timeout_(timeout),
       pace_(MonitorPace::of(timeout)) {
@@ -220,9 +221,10 @@ void MonitorHub::leave(bool failed) {
 
 // ----------------------------------------------------------------------------------------------------- spoke
 
-MonitorSpoke::MonitorSpoke(SecureConnection connection, int rank, int world_size,
+MonitorSpoke::MonitorSpoke(SecureConnection connection, const JobKey& key, int rank, int world_size,
                            std::shared_ptr<Liveness> liveness, std::chrono::milliseconds timeout)
-    : rank_(rank),
+    : End(key),
+      rank_(rank),
       world_size_(world_size),
       liveness_(std::move(liveness)),
       pace_(MonitorPace::of(timeout)),

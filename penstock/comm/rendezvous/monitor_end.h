@@ -21,11 +21,14 @@ namespace penstock::comm {
 
 class Monitor::End {
  public:
+  explicit End(const JobKey& job_key) : key(job_key) {}
   virtual ~End() = default;
   // Sends a notice of this rank to the other end. Returns when it is handed to the kernel, or after a second.
   virtual void send(const Notice& notice) = 0;
   // After the last notice: waits for the others if this is rank 0, and ends the connections.
   virtual void leave(bool failed) = 0;
+
+  const JobKey key;
 };
 
 // When an end says that it is alive, and when its silence means that it is lost.
@@ -79,8 +82,8 @@ class MonitorHub final : public Monitor::End {
 // The end of every other rank.
 class MonitorSpoke final : public Monitor::End {
  public:
-  MonitorSpoke(SecureConnection connection, int rank, int world_size, std::shared_ptr<Liveness> liveness,
-               std::chrono::milliseconds timeout);
+  MonitorSpoke(SecureConnection connection, const JobKey& key, int rank, int world_size,
+               std::shared_ptr<Liveness> liveness, std::chrono::milliseconds timeout);
   ~MonitorSpoke() override;
   void send(const Notice& notice) override;
   void leave(bool failed) override;

@@ -51,6 +51,10 @@ class Echo {
       server_->send(peer, answer);
     };
     events.closed = [this](SecureServer::Id, int, const std::string&) { closed = closed + 1; };
+    events.tick = [this] {
+      if (tick_throws) throw StateError("no memory for a tick");
+    };
+    events.failed = [this](const std::string& why) { failed = failed + (why == "no memory for a tick"); };
     server_ =
         std::make_unique<SecureServer>(Socket(fd), Purpose::Store, job_key(), limits, std::move(events));
     server_->start();
@@ -58,7 +62,8 @@ class Echo {
   int port() const { return port_; }
   SecureServer& server() { return *server_; }
 
-  std::atomic<int> joined{0}, closed{0}, last_rank{-1};
+  std::atomic<int> joined{0}, closed{0}, failed{0}, last_rank{-1};
+  std::atomic<bool> tick_throws{false};
 
  private:
   int port_ = 0;
@@ -295,6 +300,27 @@ TEST(SecureServer, EndsWhileStrangersWait) {
     EXPECT_THROW(peer->receive(Clock::now() + 10s), ConnectionLost);
     close(fd);
   }
+}
+
+TEST(SecureServer, SurvivesATaskThatThrows) {
+  Echo echo;
+  auto peer = rank_of_the_job(echo.port());
+  ASSERT_TRUE(peer);
+  echo.server().post([] { throw StateError("a task"); });
+  expect_echo(*peer, "still here", "STILL HERE");
+  EXPECT_EQ(echo.failed, 0);
+}
+
+TEST(SecureServer, SaysThatItHasFailed) {
+  Echo echo;
+  auto peer = rank_of_the_job(echo.port());
+  ASSERT_TRUE(peer);
+  echo.tick_throws = true;
+  EXPECT_THROW(peer->receive(Clock::now() + 20s), ConnectionLost);
+  EXPECT_TRUE(soon([&] { return echo.failed == 1; }));
+  echo.server().post([] {});  // dropped
+  EXPECT_TRUE(echo.server().await_alone(Clock::now() + 20s)) << "nobody waits for what cannot come";
+  EXPECT_FALSE(rank_of_the_job(echo.port()));
 }
 
 // ------------------------------------------------------------------------------------- the store on top of

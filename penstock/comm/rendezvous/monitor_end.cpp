@@ -85,6 +85,9 @@ MonitorHub::MonitorHub(Socket listener, const JobKey& key, int world_size, std::
   events.received = [this](SecureServer::Id peer, std::string_view payload) { received(peer, payload); };
   events.closed = [this](SecureServer::Id peer, int, const std::string& why) { closed(peer, why); };
   events.tick = [this] { tick(); };
+  events.failed = [this](const std::string& why) {
+    liveness_->report({0, RankState::Failed, "its monitor has failed: " + why});
+  };
   server_ =
       std::make_unique<SecureServer>(std::move(listener), Purpose::Monitor, key, limits, std::move(events));
   server_->start();

@@ -125,7 +125,7 @@ class SecureServer::Loop {
         try {
           run();
         } catch (const std::exception& error) {
-          log().error("comm: connections to this process are no longer served: {}", error.what());
+          give_up(error.what());
         }
       });
     } catch (const std::system_error& error) {
@@ -136,6 +136,7 @@ class SecureServer::Loop {
   void post(std::function<void()> action) {
     {
       const std::lock_guard lock(mutex_);
+      if (failed_) return;
       posted_.push_back(std::move(action));
     }
     wake();
@@ -217,6 +218,21 @@ class SecureServer::Loop {
     }
   }
 
+  // Peers that wait for an answer must see that none will come.
+  void give_up(const std::string& why) {
+    log().error("comm: connections to this process are no longer served: {}", why);
+    listener_.reset();
+    connections_.clear();
+    std::vector<std::function<void()>> dropped;  // destroyed without the lock: they may own anything
+    {
+      const std::lock_guard lock(mutex_);
+      failed_ = true;
+      dropped.swap(posted_);
+    }
+    count();
+    if (events_.failed) events_.failed(why);
+  }
+
   int wait_ms(ServerClock::time_point now, ServerClock::time_point next_tick) const {
     auto until = now + 60s;
     if (events_.tick) until = std::min(until, next_tick);
@@ -239,7 +255,13 @@ class SecureServer::Loop {
         }
         actions.swap(posted_);
       }
-      for (const auto& action : actions) action();
+      for (const auto& action : actions) {
+        try {
+          action();
+        } catch (const std::exception& error) {
+          log().error("comm: a task of the thread that serves connections failed: {}", error.what());
+        }
+      }
     }
   }
 
@@ -449,6 +471,7 @@ class SecureServer::Loop {
   std::vector<std::function<void()>> posted_;
   std::size_t open_ = 0;
   bool stop_ = false;
+  bool failed_ = false;  // the thread has ended by an exception
 
   std::thread thread_;  // last: it uses all of the above
 };

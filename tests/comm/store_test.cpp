@@ -22,6 +22,8 @@
 #include "penstock/comm/launch/launch_env.h"
 #include "penstock/comm/launch/launch_notices.h"
 #include "penstock/comm/rendezvous/monitor.h"
+#include "penstock/comm/rendezvous/monitor_notice.h"
+#include "penstock/comm/secure/connection.h"
 #include "penstock/comm/secure/secret.h"
 #include "penstock/errors.h"
 #include "tests/comm/forked_ranks.h"
@@ -441,6 +443,37 @@ TEST(Monitor, TellsWhoLeavesAndWhoFails) {
   }
   EXPECT_EQ(all[1].liveness->state_of(1).state, RankState::Running);
   while (all.size() > 1) all.pop_back();
+}
+
+// Rank 0 answers so late that a rank has closed its connection and tries again.
+TEST(Monitor, AConnectionThatNeverSpokeIsNoRank) {
+  Ranks ranks(2);
+  std::vector<Watched> all(3);
+  const auto join = [&](int rank) {
+    Watched& watched = all[static_cast<std::size_t>(rank)];
+    watched.liveness = std::make_shared<Liveness>(3);
+    watched.monitor =
+        std::make_unique<Monitor>(env_of(rank, 3, ranks.port), ranks.all[static_cast<std::size_t>(rank)],
+                                  watched.liveness, in(20s), 20s);
+  };
+  join(0);
+  join(2);
+  const int port = std::stoi(*ranks.all[0].try_get("monitor"));
+  const auto shake_hands = [&] {
+    SecureConnection connection(Socket(test::stranger(port)), kMaxNotice);
+    EXPECT_EQ(connection.shake_hands(JobKey("the secret of this job"), Purpose::Monitor, 1, in(20s)),
+              HandshakeEnd::Done);
+    return connection;
+  };
+  shake_hands();                        // closed
+  const auto given_up = shake_hands();  // open still
+  join(1);
+  all[1].monitor->fail("its own words");
+  for (const int rank : {0, 2}) {
+    EXPECT_TRUE(reaches(all[static_cast<std::size_t>(rank)], 1, RankState::Failed));
+    EXPECT_EQ(all[static_cast<std::size_t>(rank)].liveness->state_of(1).reason, "its own words");
+  }
+  while (!all.empty()) all.pop_back();
 }
 
 TEST(Monitor, TheHubLeavesLast) {

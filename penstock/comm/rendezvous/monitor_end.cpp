@@ -94,12 +94,17 @@ MonitorHub::MonitorHub(Socket listener, const JobKey& key, int world_size, std::
 }
 
 void MonitorHub::joined(SecureServer::Id peer, int rank) {
-  const bool known =
-      std::any_of(peers_.begin(), peers_.end(), [&](const auto& entry) { return entry.second.rank == rank; });
-  if (rank == 0 || known) {
+  const auto known = std::find_if(peers_.begin(), peers_.end(),
+                                  [&](const auto& entry) { return entry.second.rank == rank; });
+  if (rank == 0 || (known != peers_.end() && known->second.spoke)) {
     log().warn("monitor: a second process claims to be rank {}; it is not listened to", rank);
     server_->close(peer);
     return;
+  }
+  // A rank whose handshake was answered too late tries again, and its first connection may still be open.
+  if (known != peers_.end()) {
+    server_->close(known->first);
+    peers_.erase(known);
   }
   peers_[peer] = {.rank = rank, .heard = Clock::now()};
   // A rank that joins after a loss must also be notified of it. If it is lost meanwhile, the list grows.
@@ -112,6 +117,7 @@ void MonitorHub::received(SecureServer::Id peer, std::string_view payload) {
   if (found == peers_.end()) return;
   const int from = found->second.rank;
   found->second.heard = Clock::now();
+  found->second.spoke = true;
   if (std::exchange(found->second.silent, false)) {
     liveness_->note_silence(from, std::nullopt);
     tell_others({NoticeKind::Heard, from, ""});
@@ -127,9 +133,10 @@ void MonitorHub::received(SecureServer::Id peer, std::string_view payload) {
 void MonitorHub::closed(SecureServer::Id peer, const std::string& why) {
   const auto found = peers_.find(peer);
   if (found == peers_.end()) return;
-  const int rank = found->second.rank;
+  const Peer gone = found->second;
   peers_.erase(found);
-  if (liveness_->state_of(rank).state == RankState::Running) spread({NoticeKind::Lost, rank, why});
+  if (gone.spoke && liveness_->state_of(gone.rank).state == RankState::Running)
+    spread({NoticeKind::Lost, gone.rank, why});
 }
 
 void MonitorHub::tick() {
@@ -143,7 +150,7 @@ void MonitorHub::tick() {
   // Sending may end a connection and change the map, so all is looked at first.
   std::vector<Notice> suspected, lost;
   for (auto& [id, peer] : peers_) {
-    if (liveness_->state_of(peer.rank).state != RankState::Running) continue;
+    if (!peer.spoke || liveness_->state_of(peer.rank).state != RankState::Running) continue;
     const auto silent = now - peer.heard;
     if (silent > pace_.silence) {
       peer.silent = true;

@@ -66,6 +66,7 @@ class MonitorHub final : public Monitor::End {
     int rank = 0;
     Clock::time_point heard;
     bool silent = false;
+    bool spoke = false;  // if not, its rank may have given this connection up and try another one
   };
 
   const int world_size_;
@@ -79,7 +80,7 @@ class MonitorHub final : public Monitor::End {
   std::unique_ptr<SecureServer> server_;
 };
 
-// The end of every other rank.
+// The end of every other rank. It says at once that it is alive: rank 0 counts it only then.
 class MonitorSpoke final : public Monitor::End {
  public:
   MonitorSpoke(SecureConnection connection, const JobKey& key, int rank, int world_size,

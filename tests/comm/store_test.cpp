@@ -2,7 +2,11 @@
 // wrong on the way.
 #include "penstock/comm/rendezvous/store.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
@@ -29,6 +33,7 @@
 #include "tests/comm/forked_ranks.h"
 #include "tests/comm/strangers.h"
 #include "tests/has_text.h"
+#include "tests/temporary_folder.h"
 
 namespace penstock::comm {
 namespace store_test {
@@ -309,6 +314,61 @@ TEST(AuthenticatedStore, TheLauncherSaysThatARankHasEnded) {
                        "waiting for rank 2"));
   host.rendezvous_done();
   EXPECT_THROW(host.get("joined", in(50ms), "rank 2"), TimeoutError);
+}
+
+// --------------------------------------------------------------------------------------------- files
+
+LaunchEnv file_env(int rank, int size, const std::filesystem::path& path) {
+  LaunchEnv env = env_of(rank, size, 0);
+  env.rendezvous = {.kind = Rendezvous::Kind::File, .path = path.string()};
+  return env;
+}
+
+// c10d locks the file for each use; a rank that is stopped meanwhile keeps the lock.
+TEST(FileRendezvous, AFileThatStaysLockedIsATimeOut) {
+  const test::TemporaryFolder folder;
+  const auto path = folder.path / "meet";
+  std::optional<Store> store = Store::connect(file_env(0, 2, path), in(2s));
+  store->set("a", "b");
+  EXPECT_EQ(store->try_get("a"), "b");
+  const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  ASSERT_EQ(flock(fd, LOCK_EX), 0);
+  std::promise<void> over;
+  std::thread lock([&] {
+    over.get_future().wait_for(60s);
+    close(fd);
+  });
+  const auto begin = Clock::now();
+  const std::string error = message_of<TimeoutError>([&] { store->set("c", "d"); });
+  EXPECT_TRUE(has_text(error, "a rank that has locked it is stopped")) << error;
+  EXPECT_TRUE(
+      has_text(message_of<TimeoutError>([&] { Store::connect(file_env(1, 2, path), in(2s)).set("e", "f"); }),
+               "a rank that has locked it is stopped"));
+  store.reset();
+  EXPECT_LT(Clock::now() - begin, 30s);
+  over.set_value();
+  lock.join();
+}
+
+TEST(FileRendezvous, TheFileIsForItsOwnerAlone) {
+  const test::TemporaryFolder folder;
+  const auto path = folder.path / "meet";
+  const auto refusal = [](const std::filesystem::path& place) {
+    return message_of<ConfigError>([&] { Store::connect(file_env(0, 2, place), in(20s)); });
+  };
+  const Store store = Store::connect(file_env(0, 2, path), in(20s));
+  struct stat status {};
+  ASSERT_EQ(stat(path.c_str(), &status), 0);
+  EXPECT_EQ(status.st_mode & 0777, 0600u);
+  ASSERT_EQ(chmod(path.c_str(), 0640), 0);
+  EXPECT_TRUE(has_text(refusal(path), "the file has the mode 0640"));
+  ASSERT_EQ(chmod(path.c_str(), 0600), 0);
+  EXPECT_EQ(refusal(path), "no error");
+  std::filesystem::create_symlink(path, folder.path / "link");
+  EXPECT_TRUE(has_text(refusal(folder.path / "link"), "the file cannot be opened"));
+  if (geteuid() != 0) return;  // nobody else can give a file away
+  ASSERT_EQ(chown(path.c_str(), 4711, 4711), 0);
+  EXPECT_TRUE(has_text(refusal(path), "the file belongs to user 4711, not to user 0"));
 }
 
 // --------------------------------------------------------------------------------------------- real

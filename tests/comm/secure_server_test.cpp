@@ -323,6 +323,31 @@ TEST(SecureServer, SaysThatItHasFailed) {
   EXPECT_FALSE(rank_of_the_job(echo.port()));
 }
 
+TEST(SecureServer, MayBeStoppedByTwoThreadsAtOnce) {
+  for (int i = 0; i < 50; ++i) {
+    Echo echo;
+    std::thread one([&] { echo.server().stop(); }), two([&] { echo.server().stop(); });
+    one.join();
+    two.join();
+  }
+}
+
+TEST(SecureServer, MayBeDestroyedOnItsOwnThread) {
+  auto echo = std::make_unique<Echo>();
+  auto peer = rank_of_the_job(echo->port());
+  ASSERT_TRUE(peer);
+  std::atomic<bool> gone{false}, late{false};
+  SecureServer& server = echo->server();
+  server.post([&] {
+    server.post([&] { late = true; });
+    echo.reset();
+    gone = true;
+  });
+  EXPECT_TRUE(soon([&] { return gone.load(); }));
+  EXPECT_THROW(peer->receive(Clock::now() + 20s), ConnectionLost);
+  EXPECT_FALSE(late) << "nothing is called that may use what is gone";
+}
+
 // ------------------------------------------------------------------------------------- the store on top of
 // it
 

@@ -505,6 +505,30 @@ TEST(Monitor, TellsWhoLeavesAndWhoFails) {
   while (all.size() > 1) all.pop_back();
 }
 
+// The last owner of a world may be what hears of a loss.
+TEST(Monitor, MayBeDestroyedByWhatItReports) {
+  Ranks ranks(2);
+  std::vector<LaunchEnv> envs;
+  for (int rank = 0; rank < 3; ++rank) envs.push_back(env_of(rank, 3, ranks.port));
+  auto all = watch_all(envs, ranks.all, 20s);
+  std::atomic<int> gone{0};
+  std::vector<std::shared_ptr<void>> tokens;
+  for (const int rank : {0, 2})
+    tokens.push_back(all[static_cast<std::size_t>(rank)].liveness->listen(
+        [&, own = &all[static_cast<std::size_t>(rank)]](const RankEvent&) {
+          if (!own->monitor) return;
+          own->monitor.reset();
+          ++gone;
+        }));
+  all[1].monitor->fail("its own words");
+  for (int i = 0; i < 2000 && gone < 2; ++i) std::this_thread::sleep_for(10ms);
+  EXPECT_EQ(gone, 2);
+  EXPECT_EQ(all[0].liveness->state_of(1).reason, "its own words");
+  EXPECT_TRUE(reaches(all[1], 0, RankState::Lost)) << "its thread has ended";
+  tokens.clear();
+  all.pop_back();
+}
+
 // Rank 0 answers so late that a rank has closed its connection and tries again.
 TEST(Monitor, AConnectionThatNeverSpokeIsNoRank) {
   Ranks ranks(2);

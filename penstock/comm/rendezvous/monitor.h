@@ -59,7 +59,7 @@ class Monitor {
   const int rank_;
   bool failed_ = false;
   std::mutex mutex_;  // guards failed_
-  std::unique_ptr<End> end_;
+  std::shared_ptr<End> end_;
 };
 
 }  // namespace penstock::comm

@@ -68,25 +68,38 @@ MonitorPace MonitorPace::of(std::chrono::milliseconds timeout) {
 
 // ------------------------------------------------------------------------------------------------------- hub
 
-MonitorHub::MonitorHub(Socket listener, const JobKey& key, int world_size, std::shared_ptr<Liveness> liveness,
+MonitorHub::MonitorHub(const JobKey& key, int world_size, std::shared_ptr<Liveness> liveness,
                        std::chrono::milliseconds timeout)
     : End(key),
       world_size_(world_size),
       liveness_(std::move(liveness)),
       timeout_(timeout),
-      pace_(MonitorPace::of(timeout)) {
+      pace_(MonitorPace::of(timeout)) {}
+
+void MonitorHub::start(Socket listener) {
   ServerLimits limits;
-  limits.half_open += 2 * static_cast<std::size_t>(world_size);
-  limits.peers = 2 * static_cast<std::size_t>(world_size);
+  limits.half_open += 2 * static_cast<std::size_t>(world_size_);
+  limits.peers = 2 * static_cast<std::size_t>(world_size_);
   limits.max_payload = kMaxNotice;
-  limits.ranks = world_size;
+  limits.ranks = world_size_;
+  // Each event holds the hub while it runs.
+  const auto hub = [weak = weak_from_this()] { return weak.lock(); };
   SecureServer::Events events;
-  events.joined = [this](SecureServer::Id peer, int rank) { joined(peer, rank); };
-  events.received = [this](SecureServer::Id peer, std::string_view payload) { received(peer, payload); };
-  events.closed = [this](SecureServer::Id peer, int, const std::string& why) { closed(peer, why); };
-  events.tick = [this] { tick(); };
-  events.failed = [this](const std::string& why) {
-    liveness_->report({0, RankState::Failed, "its monitor has failed: " + why});
+  events.joined = [hub](SecureServer::Id peer, int rank) {
+    if (const auto self = hub()) self->joined(peer, rank);
+  };
+  events.received = [hub](SecureServer::Id peer, std::string_view payload) {
+    if (const auto self = hub()) self->received(peer, payload);
+  };
+  events.closed = [hub](SecureServer::Id peer, int, const std::string& why) {
+    if (const auto self = hub()) self->closed(peer, why);
+  };
+  events.tick = [hub] {
+    if (const auto self = hub()) self->tick();
+  };
+  events.failed = [hub](const std::string& why) {
+    if (const auto self = hub())
+      self->liveness_->report({0, RankState::Failed, "its monitor has failed: " + why});
   };
   server_ =
       std::make_unique<SecureServer>(std::move(listener), Purpose::Monitor, key, limits, std::move(events));
@@ -225,8 +238,7 @@ void MonitorHub::leave(bool failed) {
                  std::chrono::duration<double>(until - now).count(), count_of(server_->peers(), "rank"));
     }
   }
-  server_->stop();  // its thread uses `server_` until then
-  server_.reset();
+  server_->stop();
 }
 
 // ----------------------------------------------------------------------------------------------------- spoke
@@ -243,12 +255,15 @@ MonitorSpoke::MonitorSpoke(SecureConnection connection, const JobKey& key, int r
   if (!wake_)
     throw StateError(fmt::format("monitor: cannot create an event descriptor: {}; raise `ulimit -n`",
                                  std::strerror(errno)));
-  const AllSignalsBlocked blocked;  // signals are for the threads of the program
-  thread_ = std::thread([this] { run(); });
 }
 
 MonitorSpoke::~MonitorSpoke() {
-  if (thread_.joinable()) leave(true);
+  if (thread_.joinable()) thread_.detach();  // it is this one, and about to end
+}
+
+void MonitorSpoke::start() {
+  const AllSignalsBlocked blocked;  // signals are for the threads of the program
+  thread_ = std::thread([self = shared_from_this()] { self->run(); });
 }
 
 void MonitorSpoke::send(const Notice& notice) {
@@ -256,7 +271,7 @@ void MonitorSpoke::send(const Notice& notice) {
   queue_.push_back(notice);
   const std::uint64_t one = 1;
   [[maybe_unused]] const ssize_t written = write(wake_.fd(), &one, sizeof one);
-  sent_.wait_for(lock, kSendTime, [&] { return queue_.empty() || over_; });
+  if (!on_own_thread()) sent_.wait_for(lock, kSendTime, [&] { return queue_.empty() || over_; });
 }
 
 void MonitorSpoke::leave(bool failed) {
@@ -265,6 +280,11 @@ void MonitorSpoke::leave(bool failed) {
     stop_ = true;
     const std::uint64_t one = 1;
     [[maybe_unused]] const ssize_t written = write(wake_.fd(), &one, sizeof one);
+  }
+  if (on_own_thread()) {
+    log().error(
+        "monitor: the world is destroyed while the loss of a rank is reported, which cannot wait for it");
+    return;  // the thread ends when it has sent what it has to
   }
   thread_.join();
   if (over_ || failed || liveness_->first_failure()) return;

@@ -77,12 +77,13 @@ class SecureServer {
   bool await_alone(std::chrono::steady_clock::time_point deadline);
 
   // Ends the server's thread, as the destructor does: no event function runs any more. For whoever reaches
-  // this object from them.
+  // this object from them. On the server's thread itself neither can wait for it: it then ends after the
+  // function that it runs, and calls no other one.
   void stop();
 
  private:
   class Loop;
-  std::unique_ptr<Loop> loop_;
+  std::shared_ptr<Loop> loop_;  // the thread is the other owner
 };
 
 }  // namespace penstock::comm

@@ -415,5 +415,25 @@ TEST(StoreClient, LateRepliesAreNotMistakenForOthers) {
   EXPECT_THROW(client.ask(request_of(StoreOperation::Get, {"d"}), Clock::now() + 20s), ConnectionLost);
 }
 
+TEST(StoreClient, AThreadWaitsForAnotherOneNoLongerThanItsDeadline) {
+  const auto [fd, port] = listen_on_loopback();
+  SecureServer::Events events;
+  events.received = [](SecureServer::Id, std::string_view) {};  // no answer
+  ServerLimits limits;
+  limits.max_payload = kMaxStoreMessage;
+  SecureServer server(Socket(fd), Purpose::Store, job_key(), limits, std::move(events));
+  server.start();
+  auto connection = rank_of_the_job(port, 1, job_key(), Purpose::Store, nullptr, kMaxStoreMessage);
+  ASSERT_TRUE(connection);
+  StoreClient client(std::move(*connection));
+  std::thread other(
+      [&] { EXPECT_FALSE(client.ask(request_of(StoreOperation::Get, {"a"}), Clock::now() + 3s)); });
+  std::this_thread::sleep_for(200ms);
+  const auto begin = Clock::now();
+  EXPECT_FALSE(client.ask(request_of(StoreOperation::Get, {"b"}), begin + 100ms));
+  EXPECT_LT(Clock::now() - begin, 2s);
+  other.join();
+}
+
 }  // namespace secure_server_test
 }  // namespace penstock::comm

@@ -134,11 +134,16 @@ std::shared_ptr<Backend> connect_gloo(const GroupState& group, BackendOptions op
   constexpr std::chrono::milliseconds kShortest{1000}, kLongest{15'000};
   auto patience = std::clamp<std::chrono::milliseconds>(group.timeout / 8, kShortest, kLongest);
   const WorldCore& core = *group.world;
-  if (options.size == 1) return make_gloo_backend(core.store.with_prefix(key + "/gloo"), options);
+  const auto store_at = [&](const std::string& place) {
+    Store store = core.store.with_prefix(place);
+    store.for_c10d()->setTimeout(options.timeout);  // now: other threads use the store later
+    return store;
+  };
+  if (options.size == 1) return make_gloo_backend(store_at(key + "/gloo"), options);
   const JobKey job = core.monitor ? core.monitor->key() : JobKey(rendezvous_secret(core.env));
   for (int attempt = 0;; ++attempt, patience *= 2) {
     const std::string place = fmt::format("{}/gloo{}", key, attempt);
-    const Store store = core.store.with_prefix(place);
+    const Store store = store_at(place);
     options.new_device = attempt > 0;
     // The nonce keeps what was recorded of an earlier job, attempt or group with the same names from being
     // accepted.

@@ -3,15 +3,20 @@
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <chrono>
+#include <cstdint>
+#include <cstring>
 #include <mutex>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "penstock/comm/secure/sha256.h"
 #include "penstock/world.h"
 
 namespace penstock::comm {
@@ -60,6 +65,37 @@ class Squatter {
   std::vector<int> held_;
 };
 
+// Records the proofs of membership that this process sends, as somebody who listens on the network does.
+class Wiretap {
+ public:
+  Wiretap() { current = this; }
+  ~Wiretap() { current = nullptr; }
+  Wiretap(const Wiretap&) = delete;
+  Wiretap& operator=(const Wiretap&) = delete;
+
+  std::set<std::string> proofs() {
+    const std::lock_guard lock(mutex_);
+    return proofs_;
+  }
+
+  // Gloo sends a header, whose third word is the slot, and the bytes of the tensor at once.
+  void sends(const iovec* parts, std::size_t count) {
+    constexpr std::uint64_t kProofSlot = 0x71ull << 56;
+    std::uint64_t header[3];
+    if (count != 2 || parts[0].iov_len < sizeof header || parts[1].iov_len != kDigestBytes) return;
+    std::memcpy(header, parts[0].iov_base, sizeof header);
+    if (header[2] != kProofSlot) return;
+    const std::lock_guard lock(mutex_);
+    proofs_.emplace(static_cast<const char*>(parts[1].iov_base), kDigestBytes);
+  }
+
+  inline static std::atomic<Wiretap*> current = nullptr;
+
+ private:
+  std::mutex mutex_;
+  std::set<std::string> proofs_;
+};
+
 // A run with groups of several sizes; every sum must be right.
 void expect_groups_work(Squatter& squatter) {
   squatter.allow(2);
@@ -98,6 +134,18 @@ TEST(GroupStrangers, OneThatComesFirstAndSendsGarbage) {
   EXPECT_EQ(squatter.taken(), kTaken);
 }
 
+// Two jobs with the same secret, whose groups have the same names and members.
+TEST(GroupStrangers, ProofsOfOneJobAreOfNoUseInAnother) {
+  std::set<std::string> jobs[2];
+  for (auto& proofs : jobs) {
+    Wiretap wiretap;
+    run_ranks(2, 60s, [](World&) {});
+    proofs = wiretap.proofs();
+    EXPECT_GE(proofs.size(), 2u) << "one in each direction";
+  }
+  for (const std::string& proof : jobs[0]) EXPECT_FALSE(jobs[1].contains(proof)) << "it was sent again";
+}
+
 }  // namespace group_strangers_test
 }  // namespace penstock::comm
 
@@ -108,4 +156,17 @@ extern "C" int listen(int socket, int backlog) noexcept {
   auto* squatter = penstock::comm::group_strangers_test::Squatter::current.load();
   if (result == 0 && squatter) squatter->listens(socket);
   return result;
+}
+
+// Older versions of Gloo send with writev, newer ones with sendmsg.
+extern "C" ssize_t writev(int file, const iovec* parts, int count) {
+  auto* wiretap = penstock::comm::group_strangers_test::Wiretap::current.load();
+  if (wiretap) wiretap->sends(parts, static_cast<std::size_t>(count));
+  return syscall(SYS_writev, file, parts, count);
+}
+
+extern "C" ssize_t sendmsg(int socket, const msghdr* message, int flags) {
+  auto* wiretap = penstock::comm::group_strangers_test::Wiretap::current.load();
+  if (wiretap) wiretap->sends(message->msg_iov, message->msg_iovlen);
+  return syscall(SYS_sendmsg, socket, message, flags);
 }

@@ -1,13 +1,20 @@
-// What the launchers of several hosts tell each other, and what the hub decides: without sockets and clocks.
+// What the launchers of several hosts tell each other, and what the hub decides: without sockets and clocks,
+// but for one test.
 #include "penstock/comm/launch/node_hub.h"
 
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <fstream>
+#include <optional>
 #include <random>
+#include <thread>
 
+#include "penstock/comm/launch/node_link.h"
 #include "penstock/comm/launch/node_messages.h"
 #include "penstock/comm/launch/remote_shells.h"
 #include "penstock/errors.h"
+#include "tests/comm/strangers.h"
 #include "tests/command.h"
 #include "tests/has_text.h"
 #include "tests/temporary_folder.h"
@@ -250,6 +257,29 @@ TEST(NodeHub, RestartsUntilNoneIsLeft) {
   EXPECT_TRUE(has_text(hub.last[1].text, "attempt 2 of 2 failed (rank 0 on alpha"));
 }
 
+TEST(NodeHub, WithoutAPortForTheRanksItIsOver) {
+  Hub hub({.least_nodes = 2, .most_nodes = 2, .restarts = 1});
+  bool exhausted = false;
+  HubOptions options = Hub::options({.least_nodes = 2, .most_nodes = 2, .restarts = 1});
+  options.pick_port = [&] {
+    if (exhausted) throw StateError("no free port");
+    return 1;
+  };
+  hub.hub = NodeHub(options, hub.now);
+  hub.join(0, "alpha", 1);
+  hub.join(1, "beta", 1);
+  ASSERT_EQ(hub.kind(1), Kind::Plan);
+  exhausted = true;
+  hub.say(1, {.kind = Kind::Failed, .rank = 1, .code = 7});
+  for (const NodeHub::Id id : {0, 1}) hub.ended(id, 0, 7);
+  for (const NodeHub::Id id : {0, 1}) {
+    ASSERT_EQ(hub.kind(id), Kind::Done);
+    EXPECT_EQ(hub.last[id].code, 1);
+    EXPECT_EQ(hub.last[id].text, "attempt 2 cannot begin: no free port");
+  }
+  EXPECT_TRUE(hub.hub.over());
+}
+
 TEST(NodeHub, SomeFailuresAreFinal) {
   Hub hub = running(3);
   hub.say(1, {.kind = Kind::Failed, .rank = 1, .code = 2, .final = true});
@@ -292,6 +322,22 @@ TEST(NodeHub, ASilentHostIsLostAfterTheDeadline) {
   ASSERT_EQ(hub.kind(0), Kind::Lost);
   EXPECT_EQ(hub.last[0].host, "gamma");
   EXPECT_TRUE(has_text(hub.last[0].text, "nothing was heard from its launcher for 8 s"));
+}
+
+// The hub runs on a thread of its own: a failure there must reach the launcher.
+TEST(NodeLink, TheHubsOwnLauncherHearsThatNoAttemptBegins) {
+  HubOptions options = Hub::options({});
+  options.pick_port = []() -> int { throw StateError("no free port"); };
+  const auto link = open_hub("127.0.0.1", test::port_for_later(), "the secret of this job", options);
+  link->send({.kind = Kind::Join, .nodes = 1, .least_nodes = 1, .ranks = 1, .host = "alpha"});
+  std::optional<NodeMessage> news;
+  for (int i = 0; i < 2000 && !news; ++i) {
+    news = link->take();
+    std::this_thread::sleep_for(10ms);
+  }
+  ASSERT_TRUE(news);
+  EXPECT_EQ(news->kind, Kind::Done);
+  EXPECT_TRUE(has_text(news->text, "no free port"));
 }
 
 // ---------------------------------------------------------------------------------------- scripts for other

@@ -51,6 +51,10 @@ class Echo {
       server_->send(peer, answer);
     };
     events.closed = [this](SecureServer::Id, int, const std::string&) { closed = closed + 1; };
+    events.tick = [this] {
+      if (tick_throws) throw StateError("no memory for a tick");
+    };
+    events.failed = [this](const std::string& why) { failed = failed + (why == "no memory for a tick"); };
     server_ =
         std::make_unique<SecureServer>(Socket(fd), Purpose::Store, job_key(), limits, std::move(events));
     server_->start();
@@ -58,7 +62,8 @@ class Echo {
   int port() const { return port_; }
   SecureServer& server() { return *server_; }
 
-  std::atomic<int> joined{0}, closed{0}, last_rank{-1};
+  std::atomic<int> joined{0}, closed{0}, failed{0}, last_rank{-1};
+  std::atomic<bool> tick_throws{false};
 
  private:
   int port_ = 0;
@@ -297,6 +302,52 @@ TEST(SecureServer, EndsWhileStrangersWait) {
   }
 }
 
+TEST(SecureServer, SurvivesATaskThatThrows) {
+  Echo echo;
+  auto peer = rank_of_the_job(echo.port());
+  ASSERT_TRUE(peer);
+  echo.server().post([] { throw StateError("a task"); });
+  expect_echo(*peer, "still here", "STILL HERE");
+  EXPECT_EQ(echo.failed, 0);
+}
+
+TEST(SecureServer, SaysThatItHasFailed) {
+  Echo echo;
+  auto peer = rank_of_the_job(echo.port());
+  ASSERT_TRUE(peer);
+  echo.tick_throws = true;
+  EXPECT_THROW(peer->receive(Clock::now() + 20s), ConnectionLost);
+  EXPECT_TRUE(soon([&] { return echo.failed == 1; }));
+  echo.server().post([] {});  // dropped
+  EXPECT_TRUE(echo.server().await_alone(Clock::now() + 20s)) << "nobody waits for what cannot come";
+  EXPECT_FALSE(rank_of_the_job(echo.port()));
+}
+
+TEST(SecureServer, MayBeStoppedByTwoThreadsAtOnce) {
+  for (int i = 0; i < 50; ++i) {
+    Echo echo;
+    std::thread one([&] { echo.server().stop(); }), two([&] { echo.server().stop(); });
+    one.join();
+    two.join();
+  }
+}
+
+TEST(SecureServer, MayBeDestroyedOnItsOwnThread) {
+  auto echo = std::make_unique<Echo>();
+  auto peer = rank_of_the_job(echo->port());
+  ASSERT_TRUE(peer);
+  std::atomic<bool> gone{false}, late{false};
+  SecureServer& server = echo->server();
+  server.post([&] {
+    server.post([&] { late = true; });
+    echo.reset();
+    gone = true;
+  });
+  EXPECT_TRUE(soon([&] { return gone.load(); }));
+  EXPECT_THROW(peer->receive(Clock::now() + 20s), ConnectionLost);
+  EXPECT_FALSE(late) << "nothing is called that may use what is gone";
+}
+
 // ------------------------------------------------------------------------------------- the store on top of
 // it
 
@@ -362,6 +413,26 @@ TEST(StoreClient, LateRepliesAreNotMistakenForOthers) {
   server.reset();
   EXPECT_THROW(client.ask(request_of(StoreOperation::Get, {"c"}), Clock::now() + 20s), ConnectionLost);
   EXPECT_THROW(client.ask(request_of(StoreOperation::Get, {"d"}), Clock::now() + 20s), ConnectionLost);
+}
+
+TEST(StoreClient, AThreadWaitsForAnotherOneNoLongerThanItsDeadline) {
+  const auto [fd, port] = listen_on_loopback();
+  SecureServer::Events events;
+  events.received = [](SecureServer::Id, std::string_view) {};  // no answer
+  ServerLimits limits;
+  limits.max_payload = kMaxStoreMessage;
+  SecureServer server(Socket(fd), Purpose::Store, job_key(), limits, std::move(events));
+  server.start();
+  auto connection = rank_of_the_job(port, 1, job_key(), Purpose::Store, nullptr, kMaxStoreMessage);
+  ASSERT_TRUE(connection);
+  StoreClient client(std::move(*connection));
+  std::thread other(
+      [&] { EXPECT_FALSE(client.ask(request_of(StoreOperation::Get, {"a"}), Clock::now() + 3s)); });
+  std::this_thread::sleep_for(200ms);
+  const auto begin = Clock::now();
+  EXPECT_FALSE(client.ask(request_of(StoreOperation::Get, {"b"}), begin + 100ms));
+  EXPECT_LT(Clock::now() - begin, 2s);
+  other.join();
 }
 
 }  // namespace secure_server_test

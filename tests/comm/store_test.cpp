@@ -2,7 +2,11 @@
 // wrong on the way.
 #include "penstock/comm/rendezvous/store.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
@@ -22,11 +26,14 @@
 #include "penstock/comm/launch/launch_env.h"
 #include "penstock/comm/launch/launch_notices.h"
 #include "penstock/comm/rendezvous/monitor.h"
+#include "penstock/comm/rendezvous/monitor_notice.h"
+#include "penstock/comm/secure/connection.h"
 #include "penstock/comm/secure/secret.h"
 #include "penstock/errors.h"
 #include "tests/comm/forked_ranks.h"
 #include "tests/comm/strangers.h"
 #include "tests/has_text.h"
+#include "tests/temporary_folder.h"
 
 namespace penstock::comm {
 namespace store_test {
@@ -309,6 +316,61 @@ TEST(AuthenticatedStore, TheLauncherSaysThatARankHasEnded) {
   EXPECT_THROW(host.get("joined", in(50ms), "rank 2"), TimeoutError);
 }
 
+// --------------------------------------------------------------------------------------------- files
+
+LaunchEnv file_env(int rank, int size, const std::filesystem::path& path) {
+  LaunchEnv env = env_of(rank, size, 0);
+  env.rendezvous = {.kind = Rendezvous::Kind::File, .path = path.string()};
+  return env;
+}
+
+// c10d locks the file for each use; a rank that is stopped meanwhile keeps the lock.
+TEST(FileRendezvous, AFileThatStaysLockedIsATimeOut) {
+  const test::TemporaryFolder folder;
+  const auto path = folder.path / "meet";
+  std::optional<Store> store = Store::connect(file_env(0, 2, path), in(2s));
+  store->set("a", "b");
+  EXPECT_EQ(store->try_get("a"), "b");
+  const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  ASSERT_EQ(flock(fd, LOCK_EX), 0);
+  std::promise<void> over;
+  std::thread lock([&] {
+    over.get_future().wait_for(60s);
+    close(fd);
+  });
+  const auto begin = Clock::now();
+  const std::string error = message_of<TimeoutError>([&] { store->set("c", "d"); });
+  EXPECT_TRUE(has_text(error, "a rank that has locked it is stopped")) << error;
+  EXPECT_TRUE(
+      has_text(message_of<TimeoutError>([&] { Store::connect(file_env(1, 2, path), in(2s)).set("e", "f"); }),
+               "a rank that has locked it is stopped"));
+  store.reset();
+  EXPECT_LT(Clock::now() - begin, 30s);
+  over.set_value();
+  lock.join();
+}
+
+TEST(FileRendezvous, TheFileIsForItsOwnerAlone) {
+  const test::TemporaryFolder folder;
+  const auto path = folder.path / "meet";
+  const auto refusal = [](const std::filesystem::path& place) {
+    return message_of<ConfigError>([&] { Store::connect(file_env(0, 2, place), in(20s)); });
+  };
+  const Store store = Store::connect(file_env(0, 2, path), in(20s));
+  struct stat status {};
+  ASSERT_EQ(stat(path.c_str(), &status), 0);
+  EXPECT_EQ(status.st_mode & 0777, 0600u);
+  ASSERT_EQ(chmod(path.c_str(), 0640), 0);
+  EXPECT_TRUE(has_text(refusal(path), "the file has the mode 0640"));
+  ASSERT_EQ(chmod(path.c_str(), 0600), 0);
+  EXPECT_EQ(refusal(path), "no error");
+  std::filesystem::create_symlink(path, folder.path / "link");
+  EXPECT_TRUE(has_text(refusal(folder.path / "link"), "the file cannot be opened"));
+  if (geteuid() != 0) return;  // nobody else can give a file away
+  ASSERT_EQ(chown(path.c_str(), 4711, 4711), 0);
+  EXPECT_TRUE(has_text(refusal(path), "the file belongs to user 4711, not to user 0"));
+}
+
 // --------------------------------------------------------------------------------------------- real
 // processes
 
@@ -441,6 +503,61 @@ TEST(Monitor, TellsWhoLeavesAndWhoFails) {
   }
   EXPECT_EQ(all[1].liveness->state_of(1).state, RankState::Running);
   while (all.size() > 1) all.pop_back();
+}
+
+// The last owner of a world may be what hears of a loss.
+TEST(Monitor, MayBeDestroyedByWhatItReports) {
+  Ranks ranks(2);
+  std::vector<LaunchEnv> envs;
+  for (int rank = 0; rank < 3; ++rank) envs.push_back(env_of(rank, 3, ranks.port));
+  auto all = watch_all(envs, ranks.all, 20s);
+  std::atomic<int> gone{0};
+  std::vector<std::shared_ptr<void>> tokens;
+  for (const int rank : {0, 2})
+    tokens.push_back(all[static_cast<std::size_t>(rank)].liveness->listen(
+        [&, own = &all[static_cast<std::size_t>(rank)]](const RankEvent&) {
+          if (!own->monitor) return;
+          own->monitor.reset();
+          ++gone;
+        }));
+  all[1].monitor->fail("its own words");
+  for (int i = 0; i < 2000 && gone < 2; ++i) std::this_thread::sleep_for(10ms);
+  EXPECT_EQ(gone, 2);
+  EXPECT_EQ(all[0].liveness->state_of(1).reason, "its own words");
+  EXPECT_TRUE(reaches(all[1], 0, RankState::Lost)) << "its thread has ended";
+  tokens.clear();
+  all.pop_back();
+}
+
+// Rank 0 answers so late that a rank has closed its connection and tries again.
+TEST(Monitor, AConnectionThatNeverSpokeIsNoRank) {
+  Ranks ranks(2);
+  std::vector<Watched> all(3);
+  const auto join = [&](int rank) {
+    Watched& watched = all[static_cast<std::size_t>(rank)];
+    watched.liveness = std::make_shared<Liveness>(3);
+    watched.monitor =
+        std::make_unique<Monitor>(env_of(rank, 3, ranks.port), ranks.all[static_cast<std::size_t>(rank)],
+                                  watched.liveness, in(20s), 20s);
+  };
+  join(0);
+  join(2);
+  const int port = std::stoi(*ranks.all[0].try_get("monitor"));
+  const auto shake_hands = [&] {
+    SecureConnection connection(Socket(test::stranger(port)), kMaxNotice);
+    EXPECT_EQ(connection.shake_hands(JobKey("the secret of this job"), Purpose::Monitor, 1, in(20s)),
+              HandshakeEnd::Done);
+    return connection;
+  };
+  shake_hands();                        // closed
+  const auto given_up = shake_hands();  // open still
+  join(1);
+  all[1].monitor->fail("its own words");
+  for (const int rank : {0, 2}) {
+    EXPECT_TRUE(reaches(all[static_cast<std::size_t>(rank)], 1, RankState::Failed));
+    EXPECT_EQ(all[static_cast<std::size_t>(rank)].liveness->state_of(1).reason, "its own words");
+  }
+  while (!all.empty()) all.pop_back();
 }
 
 TEST(Monitor, TheHubLeavesLast) {

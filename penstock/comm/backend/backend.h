@@ -72,7 +72,8 @@ struct BackendOptions {
   bool new_device = false;  // Gloo: do not share the sockets' thread with the groups that there are
 };
 
-// Gloo, for CPU tensors. Collective over the members of the group that `store` belongs to.
+// Gloo, for CPU tensors. Collective over the members of the group that `store` belongs to, and whose timeout
+// limits how long they wait there.
 bool gloo_available();
 std::shared_ptr<Backend> make_gloo_backend(const Store& store, const BackendOptions& options);
 

@@ -243,12 +243,10 @@ std::shared_ptr<Backend> make_gloo_backend(const Store& store, const BackendOpti
   const std::string interfaces = env_text("GLOO_SOCKET_IFNAME").value_or("");
   // Of several interfaces the first is used: each would need a thread of its own.
   const std::string interface = interfaces.substr(0, interfaces.find(','));
-  auto c10d_store = store.for_c10d();
-  c10d_store->setTimeout(options.timeout);
   try {
     gloo->devices.push_back(shared_device(interface, options.address, options.new_device));
     auto backend = std::make_shared<GlooBackend>(
-        c10::make_intrusive<OpenGloo>(c10d_store, options.axis_rank, options.size, gloo));
+        c10::make_intrusive<OpenGloo>(store.for_c10d(), options.axis_rank, options.size, gloo));
     if (options.proof) {
       try {
         backend->prove_membership(options);

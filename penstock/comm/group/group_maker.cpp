@@ -22,6 +22,7 @@
 #include "penstock/comm/group/stall_watch.h"
 #include "penstock/comm/group/work_state.h"
 #include "penstock/comm/launch/launch_env.h"
+#include "penstock/comm/secure/handshake.h"
 #include "penstock/comm/secure/secret.h"
 #include "penstock/errors.h"
 
@@ -112,14 +113,14 @@ void await_members(const Store& store, int size, Clock::time_point deadline) {
 }
 
 // Returns in the same moment on all members: the ports on which they wait for each other are then open for
-// milliseconds only.
-void begin_together(const Store& store, int size, Clock::time_point deadline) {
+// milliseconds only. The result is random and the same on all members.
+std::string begin_together(const Store& store, int size, Clock::time_point deadline) {
   constexpr auto kClose = std::chrono::milliseconds(200);  // usually all are here by then
   constexpr auto kPause = std::chrono::microseconds(300);
-  if (store.add("ready", 1) == size) store.set("all_ready", "1");
+  if (store.add("ready", 1) == size) store.set("all_ready", random_bytes(kNonceBytes));
   for (const auto until = Clock::now() + kClose; !store.has("all_ready") && Clock::now() < until;)
     std::this_thread::sleep_for(kPause);
-  store.get("all_ready", deadline, "members that are to connect");
+  return store.get("all_ready", deadline, "members that are to connect");
 }
 
 // A port of Gloo takes whoever connects first. A stranger that does so takes the place of a member, which is
@@ -133,16 +134,22 @@ std::shared_ptr<Backend> connect_gloo(const GroupState& group, BackendOptions op
   constexpr std::chrono::milliseconds kShortest{1000}, kLongest{15'000};
   auto patience = std::clamp<std::chrono::milliseconds>(group.timeout / 8, kShortest, kLongest);
   const WorldCore& core = *group.world;
-  if (options.size == 1) return make_gloo_backend(core.store.with_prefix(key + "/gloo"), options);
-  const JobKey secret(rendezvous_secret(core.env));
+  const auto store_at = [&](const std::string& place) {
+    Store store = core.store.with_prefix(place);
+    store.for_c10d()->setTimeout(options.timeout);  // now: other threads use the store later
+    return store;
+  };
+  if (options.size == 1) return make_gloo_backend(store_at(key + "/gloo"), options);
+  const JobKey job = core.monitor ? core.monitor->key() : JobKey(rendezvous_secret(core.env));
   for (int attempt = 0;; ++attempt, patience *= 2) {
     const std::string place = fmt::format("{}/gloo{}", key, attempt);
-    const Store store = core.store.with_prefix(place);
+    const Store store = store_at(place);
     options.new_device = attempt > 0;
-    options.proof = [secret, place](int from, int to) {
-      return secret.digest("a member of a group", fmt::format("{} {} {}", place, from, to));
+    // The nonce keeps what was recorded of an earlier job, attempt or group with the same names from being
+    // accepted.
+    options.proof = [job, place, nonce = begin_together(store, options.size, deadline)](int from, int to) {
+      return job.digest("a member of a group", fmt::format("{} {} {} ", place, from, to) + nonce);
     };
-    begin_together(store, options.size, deadline);
     std::shared_ptr<Backend> backend;
     std::exception_ptr error;
     const auto fail = [&](const std::string& why) {

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <exception>
 
 #include "penstock/base/quote.h"
 
@@ -198,7 +199,12 @@ void NodeHub::begin_attempt() {
   culprit_.reset();
   stopped_by_ = 0;
   ended_code_ = 0;
-  const int port = options_.pick_port();
+  int port = 0;
+  try {
+    port = options_.pick_port();
+  } catch (const std::exception& error) {
+    return finish(1, fmt::format("attempt {} cannot begin: {}", attempt_ + 1, error.what()));
+  }
   const int world = nodes_.back().first_rank + nodes_.back().ranks;
   for (std::size_t number = 0; number < nodes_.size(); ++number) {
     Node& node = nodes_[number];

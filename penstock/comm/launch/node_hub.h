@@ -30,7 +30,7 @@ struct HubOptions {
   std::chrono::milliseconds last_call{};     // for further hosts, once the smallest number is there
   std::chrono::milliseconds silence{};       // a host that says nothing for so long is lost
   std::string place;                         // host:port at which launchers join, for messages
-  std::function<int()> pick_port;            // returns a free port of this host for the ranks' rendezvous
+  std::function<int()> pick_port;  // returns a free port of this host for the ranks' rendezvous, or throws
 };
 
 class NodeHub {

@@ -45,11 +45,11 @@ std::string hub_address(const std::string& host) { return listen_at(host, false)
 
 class HubLink final : public NodeLink {
  public:
-  HubLink(Socket listener, const std::string& secret, HubOptions options, int most_nodes)
-      : state_(std::make_shared<State>(std::move(options))) {
+  HubLink(Socket listener, const std::string& secret, const HubOptions& options)
+      : place_(options.place), state_(std::make_shared<State>(options)) {
     ServerLimits limits;
     // All launchers of a job may come at once.
-    limits.half_open += 2 * static_cast<std::size_t>(most_nodes);
+    limits.half_open += 2 * static_cast<std::size_t>(options.most_nodes);
     limits.max_payload = kMaxNodeMessage;
     limits.peers = kMaxNodes;
     SecureServer::Events events;
@@ -62,6 +62,7 @@ class HubLink final : public NodeLink {
                                steady_clock::now()));
     };
     events.tick = [this] { deliver(state_->hub.tick(steady_clock::now())); };
+    events.failed = [this](const std::string& why) { lose(why); };
     server_ = std::make_unique<SecureServer>(std::move(listener), Purpose::Launch, JobKey(secret), limits,
                                              std::move(events));
     server_->start();
@@ -75,8 +76,13 @@ class HubLink final : public NodeLink {
   bool is_hub() const override { return true; }
 
   void send(const NodeMessage& message) override {
-    server_->post(
-        [this, message] { deliver(state_->hub.received(NodeHub::kSelf, message, steady_clock::now())); });
+    server_->post([this, message] {
+      try {
+        deliver(state_->hub.received(NodeHub::kSelf, message, steady_clock::now()));
+      } catch (const std::exception& error) {
+        lose(error.what());  // this launcher would wait for an answer for ever
+      }
+    });
   }
 
   std::optional<NodeMessage> take() override {
@@ -122,13 +128,26 @@ class HubLink final : public NodeLink {
       if (each.to != NodeHub::kSelf) {
         server_->send(each.to - 1, encode(each.message));
       } else if (each.message.kind != NodeMessage::Kind::Beat) {
-        const std::lock_guard lock(state_->mutex);
-        state_->inbox.push_back(each.message);
-        state_->ring();
+        tell_self(each.message);
       }
     }
   }
 
+  // The same message with which the other launchers learn that they have lost the hub.
+  void lose(const std::string& why) {
+    tell_self({.kind = NodeMessage::Kind::Lost,
+               .node = 0,
+               .host = place_,
+               .text = fmt::format("it can no longer serve the other launchers ({})", why)});
+  }
+
+  void tell_self(const NodeMessage& message) {
+    const std::lock_guard lock(state_->mutex);
+    state_->inbox.push_back(message);
+    state_->ring();
+  }
+
+  const std::string place_;
   std::shared_ptr<State> state_;
   std::unique_ptr<SecureServer> server_;
 };
@@ -212,8 +231,7 @@ std::unique_ptr<NodeLink> open_hub(const std::string& host, int port, const std:
         "launch: cannot listen at {}: {}; {}", options.place, std::strerror(errno),
         errno == EADDRINUSE ? "choose another port in --rdzv, on every host, or end the program that uses it"
                             : "--rdzv must name an address of the host of node rank 0"));
-  const int most_nodes = options.most_nodes;
-  return std::make_unique<HubLink>(std::move(listener), secret, std::move(options), most_nodes);
+  return std::make_unique<HubLink>(std::move(listener), secret, options);
 }
 
 std::unique_ptr<NodeLink> connect_to_hub(const std::string& host, int port, const std::string& secret,

@@ -26,7 +26,7 @@ class NodeLink {
   virtual bool is_hub() const = 0;
   virtual void send(const NodeMessage& message) = 0;
   // Returns the next message, or std::nullopt if there is none now. The loss of the hub is a message, too:
-  // Lost, about node 0. Beats are not returned.
+  // Lost, about node 0, also on the hub itself if it fails. Beats are not returned.
   virtual std::optional<NodeMessage> take() = 0;
   // Readable when `take` may return a message.
   virtual int wake_fd() const = 0;

@@ -169,6 +169,8 @@ std::optional<AttemptPlan> NodeSession::join() {
         context.operation = "launch";
         throw CommError(fmt::format("{}, before all hosts had joined", describe_news(*news)), context);
       }
+      case NodeMessage::Kind::Done:
+        throw StateError("launch: " + news->text);
       default:
         break;
     }
@@ -220,7 +222,7 @@ std::optional<AttemptPlan> NodeSession::finish(const AttemptPlan& plan, const At
         break;
       case NodeMessage::Kind::Lost:
         say(describe_news(*news));
-        if (link_->is_hub() || news->node != 0) break;
+        if (news->node != 0) break;
         exit_code_ = std::max(code, 1);
         return std::nullopt;
       default:

@@ -35,21 +35,21 @@ struct MonitorPlace {
   std::string host;
 };
 
-std::unique_ptr<Monitor::End> host_monitor(const LaunchEnv& env, const Store& store,
+std::shared_ptr<Monitor::End> host_monitor(const LaunchEnv& env, const Store& store,
                                            std::shared_ptr<Liveness> liveness,
                                            std::chrono::milliseconds timeout) {
   const std::string address = listen_address(env);
   auto listener = ListeningSocket::bind(address, 0, "free some TCP ports");
   const int port = listener.port();
   const std::string secret = env.secret.empty() ? make_secret() : env.secret;
-  auto hub = std::make_unique<MonitorHub>(Socket(listener.release()), JobKey(secret), env.world_size,
-                                          std::move(liveness), timeout);
+  auto hub = std::make_shared<MonitorHub>(JobKey(secret), env.world_size, std::move(liveness), timeout);
+  hub->start(Socket(listener.release()));
   store.set("monitor", fmt::format("{} {} {}", port, env.secret.empty() ? secret : kKnownSecret,
                                    address.empty() ? env.rendezvous.host : address));
   return hub;
 }
 
-std::unique_ptr<Monitor::End> join_monitor(const LaunchEnv& env, const Store& store,
+std::shared_ptr<Monitor::End> join_monitor(const LaunchEnv& env, const Store& store,
                                            std::shared_ptr<Liveness> liveness, Clock::time_point deadline,
                                            std::chrono::milliseconds timeout) {
   MonitorPlace place;
@@ -67,9 +67,12 @@ std::unique_ptr<Monitor::End> join_monitor(const LaunchEnv& env, const Store& st
       SecureConnection connection(std::move(socket), kMaxNotice);
       const auto end = connection.shake_hands(key, Purpose::Monitor, env.rank,
                                               std::min(until, Clock::now() + kMonitorHandshakeTime));
-      if (end == HandshakeEnd::Done)
-        return std::make_unique<MonitorSpoke>(std::move(connection), env.rank, env.world_size,
-                                              std::move(liveness), timeout);
+      if (end == HandshakeEnd::Done) {
+        auto spoke = std::make_shared<MonitorSpoke>(std::move(connection), key, env.rank, env.world_size,
+                                                    std::move(liveness), timeout);
+        spoke->start();
+        return spoke;
+      }
       why = end == HandshakeEnd::Refused ? "what listens there does not know the job's secret"
                                          : "what listens there does not complete the handshake";
     }
@@ -91,16 +94,16 @@ Monitor::Monitor(const LaunchEnv& env, const Store& store, std::shared_ptr<Liven
       end_(env.rank == 0 ? host_monitor(env, store, std::move(liveness), timeout)
                          : join_monitor(env, store, std::move(liveness), deadline, timeout)) {}
 
+const JobKey& Monitor::key() const { return end_->key; }
+
 Monitor::~Monitor() {
   bool failed = false;
   {
     const std::lock_guard lock(mutex_);
     failed = failed_;
   }
-  tell("departure", [&] {
-    if (!failed) end_->send({NoticeKind::Left, rank_, ""});
-    end_->leave(failed);
-  });
+  if (!failed) tell("departure", [&] { end_->send({NoticeKind::Left, rank_, ""}); });
+  tell("end", [&] { end_->leave(failed); });
 }
 
 void Monitor::fail(const std::string& reason) noexcept {

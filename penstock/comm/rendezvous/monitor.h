@@ -22,6 +22,7 @@
 #include "penstock/base/env.h"
 #include "penstock/comm/launch/launch_env.h"
 #include "penstock/comm/rendezvous/store.h"
+#include "penstock/comm/secure/secret.h"
 #include "penstock/comm/transport/liveness.h"
 
 namespace penstock::comm {
@@ -45,6 +46,10 @@ class Monitor {
   // Reports to all other ranks that another one is lost, as this rank's launcher says.
   void report_lost(int rank, const std::string& reason) noexcept;
 
+  // Of the secret by which the ranks recognize each other: PENSTOCK_SECRET, or else a random one that rank 0
+  // has put into the store.
+  const JobKey& key() const;
+
   // One end of the connections: rank 0's, or another rank's.
   class End;
 
@@ -54,7 +59,7 @@ class Monitor {
   const int rank_;
   bool failed_ = false;
   std::mutex mutex_;  // guards failed_
-  std::unique_ptr<End> end_;
+  std::shared_ptr<End> end_;
 };
 
 }  // namespace penstock::comm

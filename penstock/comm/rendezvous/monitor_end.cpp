@@ -68,34 +68,56 @@ MonitorPace MonitorPace::of(std::chrono::milliseconds timeout) {
 
 // ------------------------------------------------------------------------------------------------------- hub
 
-MonitorHub::MonitorHub(Socket listener, const JobKey& key, int world_size, std::shared_ptr<Liveness> liveness,
+MonitorHub::MonitorHub(const JobKey& key, int world_size, std::shared_ptr<Liveness> liveness,
                        std::chrono::milliseconds timeout)
-    : world_size_(world_size),
+    : End(key),
+      world_size_(world_size),
       liveness_(std::move(liveness)),
       timeout_(timeout),
-      pace_(MonitorPace::of(timeout)) {
+      pace_(MonitorPace::of(timeout)) {}
+
+void MonitorHub::start(Socket listener) {
   ServerLimits limits;
-  limits.half_open += 2 * static_cast<std::size_t>(world_size);
-  limits.peers = 2 * static_cast<std::size_t>(world_size);
+  limits.half_open += 2 * static_cast<std::size_t>(world_size_);
+  limits.peers = 2 * static_cast<std::size_t>(world_size_);
   limits.max_payload = kMaxNotice;
-  limits.ranks = world_size;
+  limits.ranks = world_size_;
+  // Each event holds the hub while it runs.
+  const auto hub = [weak = weak_from_this()] { return weak.lock(); };
   SecureServer::Events events;
-  events.joined = [this](SecureServer::Id peer, int rank) { joined(peer, rank); };
-  events.received = [this](SecureServer::Id peer, std::string_view payload) { received(peer, payload); };
-  events.closed = [this](SecureServer::Id peer, int, const std::string& why) { closed(peer, why); };
-  events.tick = [this] { tick(); };
+  events.joined = [hub](SecureServer::Id peer, int rank) {
+    if (const auto self = hub()) self->joined(peer, rank);
+  };
+  events.received = [hub](SecureServer::Id peer, std::string_view payload) {
+    if (const auto self = hub()) self->received(peer, payload);
+  };
+  events.closed = [hub](SecureServer::Id peer, int, const std::string& why) {
+    if (const auto self = hub()) self->closed(peer, why);
+  };
+  events.tick = [hub] {
+    if (const auto self = hub()) self->tick();
+  };
+  events.failed = [hub](const std::string& why) {
+    if (const auto self = hub())
+      self->liveness_->report({0, RankState::Failed, "its monitor has failed: " + why});
+  };
   server_ =
       std::make_unique<SecureServer>(std::move(listener), Purpose::Monitor, key, limits, std::move(events));
   server_->start();
 }
 
 void MonitorHub::joined(SecureServer::Id peer, int rank) {
-  const bool known =
-      std::any_of(peers_.begin(), peers_.end(), [&](const auto& entry) { return entry.second.rank == rank; });
-  if (rank == 0 || known) {
+  const auto known = std::find_if(peers_.begin(), peers_.end(),
+                                  [&](const auto& entry) { return entry.second.rank == rank; });
+  if (rank == 0 || (known != peers_.end() && known->second.spoke)) {
     log().warn("monitor: a second process claims to be rank {}; it is not listened to", rank);
     server_->close(peer);
     return;
+  }
+  // A rank whose handshake was answered too late tries again, and its first connection may still be open.
+  if (known != peers_.end()) {
+    server_->close(known->first);
+    peers_.erase(known);
   }
   peers_[peer] = {.rank = rank, .heard = Clock::now()};
   // A rank that joins after a loss must also be notified of it. If it is lost meanwhile, the list grows.
@@ -108,6 +130,7 @@ void MonitorHub::received(SecureServer::Id peer, std::string_view payload) {
   if (found == peers_.end()) return;
   const int from = found->second.rank;
   found->second.heard = Clock::now();
+  found->second.spoke = true;
   if (std::exchange(found->second.silent, false)) {
     liveness_->note_silence(from, std::nullopt);
     tell_others({NoticeKind::Heard, from, ""});
@@ -123,9 +146,10 @@ void MonitorHub::received(SecureServer::Id peer, std::string_view payload) {
 void MonitorHub::closed(SecureServer::Id peer, const std::string& why) {
   const auto found = peers_.find(peer);
   if (found == peers_.end()) return;
-  const int rank = found->second.rank;
+  const Peer gone = found->second;
   peers_.erase(found);
-  if (liveness_->state_of(rank).state == RankState::Running) spread({NoticeKind::Lost, rank, why});
+  if (gone.spoke && liveness_->state_of(gone.rank).state == RankState::Running)
+    spread({NoticeKind::Lost, gone.rank, why});
 }
 
 void MonitorHub::tick() {
@@ -139,7 +163,7 @@ void MonitorHub::tick() {
   // Sending may end a connection and change the map, so all is looked at first.
   std::vector<Notice> suspected, lost;
   for (auto& [id, peer] : peers_) {
-    if (liveness_->state_of(peer.rank).state != RankState::Running) continue;
+    if (!peer.spoke || liveness_->state_of(peer.rank).state != RankState::Running) continue;
     const auto silent = now - peer.heard;
     if (silent > pace_.silence) {
       peer.silent = true;
@@ -214,15 +238,15 @@ void MonitorHub::leave(bool failed) {
                  std::chrono::duration<double>(until - now).count(), count_of(server_->peers(), "rank"));
     }
   }
-  server_->stop();  // its thread uses `server_` until then
-  server_.reset();
+  server_->stop();
 }
 
 // ----------------------------------------------------------------------------------------------------- spoke
 
-MonitorSpoke::MonitorSpoke(SecureConnection connection, int rank, int world_size,
+MonitorSpoke::MonitorSpoke(SecureConnection connection, const JobKey& key, int rank, int world_size,
                            std::shared_ptr<Liveness> liveness, std::chrono::milliseconds timeout)
-    : rank_(rank),
+    : End(key),
+      rank_(rank),
       world_size_(world_size),
       liveness_(std::move(liveness)),
       pace_(MonitorPace::of(timeout)),
@@ -231,12 +255,15 @@ MonitorSpoke::MonitorSpoke(SecureConnection connection, int rank, int world_size
   if (!wake_)
     throw StateError(fmt::format("monitor: cannot create an event descriptor: {}; raise `ulimit -n`",
                                  std::strerror(errno)));
-  const AllSignalsBlocked blocked;  // signals are for the threads of the program
-  thread_ = std::thread([this] { run(); });
 }
 
 MonitorSpoke::~MonitorSpoke() {
-  if (thread_.joinable()) leave(true);
+  if (thread_.joinable()) thread_.detach();  // it is this one, and about to end
+}
+
+void MonitorSpoke::start() {
+  const AllSignalsBlocked blocked;  // signals are for the threads of the program
+  thread_ = std::thread([self = shared_from_this()] { self->run(); });
 }
 
 void MonitorSpoke::send(const Notice& notice) {
@@ -244,7 +271,7 @@ void MonitorSpoke::send(const Notice& notice) {
   queue_.push_back(notice);
   const std::uint64_t one = 1;
   [[maybe_unused]] const ssize_t written = write(wake_.fd(), &one, sizeof one);
-  sent_.wait_for(lock, kSendTime, [&] { return queue_.empty() || over_; });
+  if (!on_own_thread()) sent_.wait_for(lock, kSendTime, [&] { return queue_.empty() || over_; });
 }
 
 void MonitorSpoke::leave(bool failed) {
@@ -253,6 +280,11 @@ void MonitorSpoke::leave(bool failed) {
     stop_ = true;
     const std::uint64_t one = 1;
     [[maybe_unused]] const ssize_t written = write(wake_.fd(), &one, sizeof one);
+  }
+  if (on_own_thread()) {
+    log().error(
+        "monitor: the world is destroyed while the loss of a rank is reported, which cannot wait for it");
+    return;  // the thread ends when it has sent what it has to
   }
   thread_.join();
   if (over_ || failed || liveness_->first_failure()) return;

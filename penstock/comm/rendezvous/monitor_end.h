@@ -19,13 +19,18 @@
 
 namespace penstock::comm {
 
+// The thread of an end is one of its owners: a listener of `liveness` should not destroy the monitor, but if
+// one does, the thread still needs what it uses.
 class Monitor::End {
  public:
+  explicit End(const JobKey& job_key) : key(job_key) {}
   virtual ~End() = default;
   // Sends a notice of this rank to the other end. Returns when it is handed to the kernel, or after a second.
   virtual void send(const Notice& notice) = 0;
   // After the last notice: waits for the others if this is rank 0, and ends the connections.
   virtual void leave(bool failed) = 0;
+
+  const JobKey key;
 };
 
 // When an end says that it is alive, and when its silence means that it is lost.
@@ -40,10 +45,12 @@ struct MonitorPace {
 };
 
 // Rank 0's end: forwards what one rank says to all others.
-class MonitorHub final : public Monitor::End {
+class MonitorHub final : public Monitor::End, public std::enable_shared_from_this<MonitorHub> {
  public:
-  MonitorHub(Socket listener, const JobKey& key, int world_size, std::shared_ptr<Liveness> liveness,
+  MonitorHub(const JobKey& key, int world_size, std::shared_ptr<Liveness> liveness,
              std::chrono::milliseconds timeout);
+  // To be called once.
+  void start(Socket listener);
   void send(const Notice& notice) override;
   void leave(bool failed) override;
 
@@ -63,6 +70,7 @@ class MonitorHub final : public Monitor::End {
     int rank = 0;
     Clock::time_point heard;
     bool silent = false;
+    bool spoke = false;  // if not, its rank may have given this connection up and try another one
   };
 
   const int world_size_;
@@ -76,16 +84,19 @@ class MonitorHub final : public Monitor::End {
   std::unique_ptr<SecureServer> server_;
 };
 
-// The end of every other rank.
-class MonitorSpoke final : public Monitor::End {
+// The end of every other rank. It says at once that it is alive: rank 0 counts it only then.
+class MonitorSpoke final : public Monitor::End, public std::enable_shared_from_this<MonitorSpoke> {
  public:
-  MonitorSpoke(SecureConnection connection, int rank, int world_size, std::shared_ptr<Liveness> liveness,
-               std::chrono::milliseconds timeout);
+  MonitorSpoke(SecureConnection connection, const JobKey& key, int rank, int world_size,
+               std::shared_ptr<Liveness> liveness, std::chrono::milliseconds timeout);
   ~MonitorSpoke() override;
+  // To be called once, and `leave` after it.
+  void start();
   void send(const Notice& notice) override;
   void leave(bool failed) override;
 
  private:
+  bool on_own_thread() const { return std::this_thread::get_id() == thread_.get_id(); }
   void run();
   // Returns false if rank 0 is lost.
   bool exchange();

@@ -22,6 +22,7 @@
 #include "penstock/comm/launch/launch_env.h"
 #include "penstock/comm/launch/launch_notices.h"
 #include "penstock/comm/rendezvous/authenticated_store.h"
+#include "penstock/comm/secure/socket.h"
 #include "penstock/comm/transport/call_with_timeout.h"
 #include "penstock/comm/transport/tcp_listen.h"
 #include "penstock/errors.h"
@@ -36,6 +37,8 @@ using Bytes = std::vector<std::uint8_t>;
 // Limits of the time for one store call, whatever the run's timeout is. The host answers from a dedicated
 // thread.
 constexpr std::chrono::milliseconds kShortestAnswer{1000}, kLongestAnswer{15000};
+// How long the end of a store is waited for. The last rank removes the file of a rendezvous.
+constexpr std::chrono::milliseconds kCloseTime{5000};
 
 double seconds_since(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
@@ -82,6 +85,55 @@ c10::intrusive_ptr<c10d::Store> connect_to_agent(const LaunchEnv& env, Clock::ti
       context);
 }
 
+// What the ranks tell each other is for their user alone. c10d creates the file with permissions for
+// everybody and uses any file that is there, also one that somebody else has prepared.
+void claim_file(const Rendezvous& place) {
+  const auto refuse = [&](const std::string& why) {
+    throw ConfigError(
+        fmt::format("rendezvous at {}: {}; remove it, or set PENSTOCK_RENDEZVOUS to a new file in a folder "
+                    "that all ranks can write",
+                    place.describe(), why));
+  };
+  const Socket file(::open(place.path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, S_IRUSR | S_IWUSR));
+  struct stat status {};
+  if (!file || ::fstat(file.fd(), &status) != 0)
+    refuse(fmt::format("the file cannot be opened ({})", std::strerror(errno)));
+  if (!S_ISREG(status.st_mode)) refuse("it is not a file");
+  if (status.st_uid != ::geteuid())
+    refuse(fmt::format("the file belongs to user {}, not to user {}", status.st_uid, ::geteuid()));
+  if ((status.st_mode & (S_IRWXG | S_IRWXO)) != 0)
+    refuse(fmt::format("the file has the mode {:04o}, which lets other users use it",
+                       status.st_mode & (S_IRWXU | S_IRWXG | S_IRWXO)));
+}
+
+constexpr const char* kFileInUse =
+    "the rendezvous file cannot be used; a rank that has locked it is stopped, or its file system does not "
+    "answer";
+
+// c10d's store in a file. It locks the file for each use, also in its constructor and its destructor.
+c10::intrusive_ptr<c10d::Store> open_file_store(const LaunchEnv& env, std::chrono::milliseconds left,
+                                                CallWithTimeout& caller) {
+  const Rendezvous& place = env.rendezvous;
+  // c10d would wait until the deadline for a file that cannot be created.
+  if (const std::string folder = std::filesystem::path(place.path).parent_path().string();
+      ::access(folder.c_str(), W_OK | X_OK) != 0)
+    throw ConfigError(fmt::format(
+        "rendezvous at {}: {}: {}; set PENSTOCK_RENDEZVOUS to a file in a folder that all ranks can write",
+        place.describe(), folder, std::strerror(errno)));
+  claim_file(place);
+  const auto store = std::make_shared<c10::intrusive_ptr<c10d::Store>>();
+  const auto open = [store, path = place.path, ranks = env.world_size] {
+    *store = c10::make_intrusive<c10d::FileStore>(path, ranks);
+  };
+  const auto limit = std::min(left, kLongestAnswer);
+  if (caller.run(open, limit)) return *store;
+  CommContext context;
+  context.rank = env.rank;
+  context.operation = "rendezvous";
+  context.elapsed_s = std::chrono::duration<double>(limit).count();
+  throw TimeoutError(fmt::format("rendezvous at {}: {}", place.describe(), kFileInUse), context);
+}
+
 }  // namespace
 
 // A c10d store whose waits poll, so that they can end early. c10d's own TCPStore cannot wait with a short
@@ -90,19 +142,41 @@ c10::intrusive_ptr<c10d::Store> connect_to_agent(const LaunchEnv& env, Clock::ti
 // While the ranks meet, a wait also ends when the launcher says that a rank has ended.
 class Store::Interruptible final : public c10d::Store {
  public:
-  // `caller`: for a store in another process, which may be stopped. Calls own what they use, because they may
-  // be abandoned.
-  Interruptible(c10::intrusive_ptr<c10d::Store> inner, std::string prefix,
-                std::shared_ptr<CallWithTimeout> caller = nullptr)
-      : inner_(std::move(inner)), prefix_(std::move(prefix)), caller_(std::move(caller)) {
-    timeout_ = inner_->getTimeout();
+  // A store of c10d that all handles share.
+  struct Backing {
+    Backing(c10::intrusive_ptr<c10d::Store> c10d_store, std::shared_ptr<CallWithTimeout> on_thread,
+            std::string excuse)
+        : store(std::move(c10d_store)), caller(std::move(on_thread)), unanswered(std::move(excuse)) {}
+    // A store whose calls may never return may not return from its destructor either. A thread of its own has
+    // it then: `caller` may be stuck, and takes no further call.
+    ~Backing() {
+      if (!caller) return;
+      try {
+        CallWithTimeout closer;
+        static_cast<void>(closer.run([last = std::move(store)]() mutable { last.reset(); }, kCloseTime));
+      } catch (const std::exception&) {
+        // No thread is left: the store, if it is still here, ends with this object.
+      }
+    }
+    Backing(const Backing&) = delete;
+    Backing& operator=(const Backing&) = delete;
+
+    c10::intrusive_ptr<c10d::Store> store;
+    const std::shared_ptr<CallWithTimeout> caller;  // null: calls return soon
+    const std::string unanswered;                   // what a call that does not return means
+  };
+
+  // Calls own what they use, because they may be abandoned.
+  Interruptible(std::shared_ptr<const Backing> backing, std::string prefix)
+      : backing_(std::move(backing)), prefix_(std::move(prefix)) {
+    timeout_ = backing_->store->getTimeout();
   }
 
   void set(const std::string& key, const Bytes& value) override {
-    asked([inner = inner_, key = prefix_ + key, value] { return inner->set(key, value); });
+    asked([inner = backing_->store, key = prefix_ + key, value] { return inner->set(key, value); });
   }
   Bytes compareSet(const std::string& key, const Bytes& expected, const Bytes& desired) override {
-    return asked([inner = inner_, key = prefix_ + key, expected, desired] {
+    return asked([inner = backing_->store, key = prefix_ + key, expected, desired] {
       return inner->compareSet(key, expected, desired);
     });
   }
@@ -111,21 +185,21 @@ class Store::Interruptible final : public c10d::Store {
     return get_now(key);
   }
   Bytes get_now(const std::string& key) {
-    return asked([inner = inner_, key = prefix_ + key] { return inner->get(key); });
+    return asked([inner = backing_->store, key = prefix_ + key] { return inner->get(key); });
   }
   std::int64_t add(const std::string& key, std::int64_t value) override {
-    return asked([inner = inner_, key = prefix_ + key, value] { return inner->add(key, value); });
+    return asked([inner = backing_->store, key = prefix_ + key, value] { return inner->add(key, value); });
   }
   bool deleteKey(const std::string& key) override {
-    return asked([inner = inner_, key = prefix_ + key] { return inner->deleteKey(key); });
+    return asked([inner = backing_->store, key = prefix_ + key] { return inner->deleteKey(key); });
   }
   bool check(const std::vector<std::string>& keys) override {
     std::vector<std::string> full;
     for (const auto& key : keys) full.push_back(prefix_ + key);
-    return asked([inner = inner_, full] { return inner->check(full); });
+    return asked([inner = backing_->store, full] { return inner->check(full); });
   }
   std::int64_t getNumKeys() override {
-    return asked([inner = inner_] { return inner->getNumKeys(); });
+    return asked([inner = backing_->store] { return inner->getNumKeys(); });
   }
   void wait(const std::vector<std::string>& keys) override { wait(keys, timeout_); }
   void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) override {
@@ -135,8 +209,12 @@ class Store::Interruptible final : public c10d::Store {
 #if PENSTOCK_TORCH_AT_LEAST(2, 8)
   c10::intrusive_ptr<c10d::Store> clone() override {
     // It has its own connection, so it needs its own caller.
-    auto copy = c10::make_intrusive<Interruptible>(inner_->clone(), prefix_,
-                                                   caller_ ? std::make_shared<CallWithTimeout>() : nullptr);
+    auto store = asked([inner = backing_->store] { return inner->clone(); });
+    auto copy = c10::make_intrusive<Interruptible>(
+        std::make_shared<Backing>(std::move(store),
+                                  backing_->caller ? std::make_shared<CallWithTimeout>() : nullptr,
+                                  backing_->unanswered),
+        prefix_);
     copy->liveness_ = liveness_;
     copy->own_rank_ = own_rank_;
     copy->notices_ = notices_;
@@ -172,18 +250,15 @@ class Store::Interruptible final : public c10d::Store {
   template <class Call>
   std::invoke_result_t<Call> answered(Call call) {
     using Result = std::invoke_result_t<Call>;
-    if (!caller_) return call();
+    if (!backing_->caller) return call();
     const auto limit = std::clamp<std::chrono::milliseconds>(timeout_, kShortestAnswer, kLongestAnswer);
     const auto run = [&](std::function<void()> work) {
-      if (caller_->run(std::move(work), limit)) return;
+      if (backing_->caller->run(std::move(work), limit)) return;
       CommContext context;
       context.rank = own_rank_;
       context.operation = "store";
       context.elapsed_s = std::chrono::duration<double>(limit).count();
-      throw TimeoutError(
-          "the rendezvous store does not answer; the process that hosts it, usually rank 0, is stopped or "
-          "unreachable",
-          context);
+      throw TimeoutError(backing_->unanswered, context);
     };
     if constexpr (std::is_void_v<Result>) {
       run(std::move(call));
@@ -221,9 +296,8 @@ class Store::Interruptible final : public c10d::Store {
     }
   }
 
-  c10::intrusive_ptr<c10d::Store> inner_;
+  std::shared_ptr<const Backing> backing_;
   std::string prefix_;
-  std::shared_ptr<CallWithTimeout> caller_;
   std::shared_ptr<const Liveness> liveness_;
   std::shared_ptr<LaunchNotices> notices_;
   std::string place_;  // of a store in another process
@@ -242,51 +316,43 @@ Store Store::connect(const LaunchEnv& env, Clock::time_point deadline) {
                              std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()));
   if (place.kind == Rendezvous::Kind::None) return in_process();
   const auto notices = std::make_shared<LaunchNotices>(env.notices, env.rank);
-  const auto handle = [&](c10::intrusive_ptr<c10d::Store> inner, std::shared_ptr<CallWithTimeout> caller) {
+  const auto handle = [&](c10::intrusive_ptr<c10d::Store> inner, std::shared_ptr<CallWithTimeout> caller,
+                          const char* unanswered) {
     inner->setTimeout(left);
-    auto store = c10::make_intrusive<Interruptible>(std::move(inner), "penstock/" + place.prefix + "/",
-                                                    std::move(caller));
+    auto backing = std::make_shared<Interruptible::Backing>(std::move(inner), std::move(caller), unanswered);
+    auto store = c10::make_intrusive<Interruptible>(std::move(backing), "penstock/" + place.prefix + "/");
     store->notices_ = notices;
     store->own_rank_ = env.rank;
     store->place_ = place.describe();
     return Store(std::move(store));
   };
   if (place.kind == Rendezvous::Kind::File) {
-    // c10d would wait until the deadline for a file that cannot be created.
-    if (const std::string folder = std::filesystem::path(place.path).parent_path().string();
-        ::access(folder.c_str(), W_OK | X_OK) != 0)
-      throw ConfigError(fmt::format(
-          "rendezvous at {}: {}: {}; set PENSTOCK_RENDEZVOUS to a file in a folder that all ranks can write",
-          place.describe(), folder, std::strerror(errno)));
-    auto file = c10::make_intrusive<c10d::FileStore>(place.path, env.world_size);
-    // What the ranks tell each other is for their user alone. c10d creates the file when it is first used.
-    const int fd = ::open(place.path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, S_IRUSR | S_IWUSR);
-    if (fd >= 0) {
-      ::fchmod(fd, S_IRUSR | S_IWUSR);  // fails for the file of another user, which may be meant so
-      ::close(fd);
-    }
-    return handle(std::move(file), nullptr);
+    const auto caller = std::make_shared<CallWithTimeout>();
+    return handle(open_file_store(env, left, *caller), caller, kFileInUse);
   }
   // Otherwise the name would be looked up repeatedly until the deadline.
   require_known_host(place.host, deadline,
                      "set MASTER_ADDR (or PENSTOCK_RENDEZVOUS) to the name or address of rank 0's host");
   if (!place.hosted_by_rank0) {
     const auto caller = std::make_shared<CallWithTimeout>();
-    return handle(connect_to_agent(env, deadline, left, *caller), caller);
+    return handle(connect_to_agent(env, deadline, left, *caller), caller,
+                  "the rendezvous store does not answer; the process that hosts it, usually rank 0, is "
+                  "stopped or unreachable");
   }
-  if (env.rank != 0) return handle(AuthenticatedStore::connect(env, deadline, *notices), nullptr);
+  if (env.rank != 0) return handle(AuthenticatedStore::connect(env, deadline, *notices), nullptr, "");
   auto listener = ListeningSocket::bind(listen_address(env), place.port,
                                         "set MASTER_PORT to a free port, or end the process that uses it");
-  return handle(AuthenticatedStore::host(std::move(listener), env), nullptr);
+  return handle(AuthenticatedStore::host(std::move(listener), env), nullptr, "");
 }
 
 Store Store::in_process() {
-  return Store(c10::make_intrusive<Interruptible>(c10::make_intrusive<c10d::HashStore>(), ""));
+  return Store(c10::make_intrusive<Interruptible>(
+      std::make_shared<Interruptible::Backing>(c10::make_intrusive<c10d::HashStore>(), nullptr, ""), ""));
 }
 
 Store Store::with_prefix(const std::string& prefix) const {
   const auto mine = typed();
-  auto sub = c10::make_intrusive<Interruptible>(mine->inner_, mine->prefix_ + prefix + "/", mine->caller_);
+  auto sub = c10::make_intrusive<Interruptible>(mine->backing_, mine->prefix_ + prefix + "/");
   sub->liveness_ = mine->liveness_;
   sub->own_rank_ = mine->own_rank_;
   sub->notices_ = mine->notices_;
@@ -300,7 +366,7 @@ void Store::rendezvous_done() const {
 }
 
 void Store::watch(std::shared_ptr<const Liveness> liveness, int own_rank) {
-  if (auto* authenticated = dynamic_cast<AuthenticatedStore*>(typed()->inner_.get()))
+  if (auto* authenticated = dynamic_cast<AuthenticatedStore*>(typed()->backing_->store.get()))
     authenticated->watch(liveness);
   typed()->liveness_ = std::move(liveness);
   typed()->own_rank_ = own_rank;

@@ -90,7 +90,7 @@ std::size_t half_open_limit(std::size_t wanted) {
 
 }  // namespace
 
-class SecureServer::Loop {
+class SecureServer::Loop : public std::enable_shared_from_this<Loop> {
  public:
   Loop(Socket listener, Purpose purpose, const JobKey& key, const ServerLimits& limits, Events events)
       : listener_(std::move(listener)),
@@ -107,25 +107,32 @@ class SecureServer::Loop {
     fcntl(listener_.fd(), F_SETFL, fcntl(listener_.fd(), F_GETFL) | O_NONBLOCK);
   }
 
-  ~Loop() { stop(); }
+  ~Loop() {
+    if (thread_.joinable()) thread_.detach();  // it is this one, and about to end
+  }
+  Loop(const Loop&) = delete;
+  Loop& operator=(const Loop&) = delete;
 
   void stop() {
     {
       const std::lock_guard lock(mutex_);
       stop_ = true;
     }
+    if (served_here_ == this) return abandon();
     wake();
+    const std::lock_guard lock(joining_);
     if (thread_.joinable()) thread_.join();
   }
 
   void start() {
     const SignalsBlocked blocked;
     try {
-      thread_ = std::thread([this] {
+      thread_ = std::thread([self = shared_from_this()] {
+        served_here_ = self.get();
         try {
-          run();
+          self->run();
         } catch (const std::exception& error) {
-          log().error("comm: connections to this process are no longer served: {}", error.what());
+          self->give_up(error.what());
         }
       });
     } catch (const std::system_error& error) {
@@ -136,6 +143,7 @@ class SecureServer::Loop {
   void post(std::function<void()> action) {
     {
       const std::lock_guard lock(mutex_);
+      if (failed_) return;
       posted_.push_back(std::move(action));
     }
     wake();
@@ -172,6 +180,14 @@ class SecureServer::Loop {
   }
 
  private:
+  // On the thread itself.
+  void abandon() {
+    if (std::exchange(abandoned_, true)) return;
+    log().error("comm: a server is destroyed by one of its own events, which cannot wait for its end");
+    connections_.clear();  // no peer causes an event any more
+    count();
+  }
+
   void wake() {
     const std::uint64_t one = 1;
     // Only a counter that is already large makes this fail, and then the thread wakes up anyway.
@@ -189,7 +205,7 @@ class SecureServer::Loop {
         next_tick = now + kTick;
         events_.tick();
       }
-      if (run_posted()) return;
+      if (abandoned_ || run_posted()) return;
 
       polled.assign(1, {wake_.fd(), POLLIN, 0});
       // A negative descriptor is skipped by poll.
@@ -217,6 +233,22 @@ class SecureServer::Loop {
     }
   }
 
+  // Peers that wait for an answer must see that none will come.
+  void give_up(const std::string& why) {
+    if (abandoned_) return;
+    log().error("comm: connections to this process are no longer served: {}", why);
+    listener_.reset();
+    connections_.clear();
+    std::vector<std::function<void()>> dropped;  // destroyed without the lock: they may own anything
+    {
+      const std::lock_guard lock(mutex_);
+      failed_ = true;
+      dropped.swap(posted_);
+    }
+    count();
+    if (events_.failed) events_.failed(why);
+  }
+
   int wait_ms(ServerClock::time_point now, ServerClock::time_point next_tick) const {
     auto until = now + 60s;
     if (events_.tick) until = std::min(until, next_tick);
@@ -239,7 +271,14 @@ class SecureServer::Loop {
         }
         actions.swap(posted_);
       }
-      for (const auto& action : actions) action();
+      for (const auto& action : actions) {
+        try {
+          action();
+        } catch (const std::exception& error) {
+          log().error("comm: a task of the thread that serves connections failed: {}", error.what());
+        }
+        if (abandoned_) return true;
+      }
     }
   }
 
@@ -443,21 +482,25 @@ class SecureServer::Loop {
   ServerClock::time_point accept_from_{};
   bool warned_ = false;
   bool refused_ = false;
+  bool abandoned_ = false;  // stopped by one of its own events
+  inline static thread_local const Loop* served_here_ = nullptr;
 
   mutable std::mutex mutex_;  // guards the members below
   std::condition_variable alone_;
   std::vector<std::function<void()>> posted_;
   std::size_t open_ = 0;
   bool stop_ = false;
+  bool failed_ = false;  // the thread has ended by an exception
 
-  std::thread thread_;  // last: it uses all of the above
+  std::mutex joining_;  // of whoever waits for the thread's end
+  std::thread thread_;
 };
 
 SecureServer::SecureServer(Socket listener, Purpose purpose, const JobKey& key, const ServerLimits& limits,
                            Events events)
-    : loop_(std::make_unique<Loop>(std::move(listener), purpose, key, limits, std::move(events))) {}
+    : loop_(std::make_shared<Loop>(std::move(listener), purpose, key, limits, std::move(events))) {}
 
-SecureServer::~SecureServer() = default;
+SecureServer::~SecureServer() { loop_->stop(); }
 
 void SecureServer::start() { loop_->start(); }
 

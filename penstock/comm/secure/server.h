@@ -47,6 +47,9 @@ class SecureServer {
     std::function<void(Id peer, int rank, const std::string& why)> closed;
     // Called about once a second, if it is set.
     std::function<void()> tick;
+    // Called at most once, if it is set: an exception, such as one of `tick`, ends the server's thread. All
+    // connections have been closed without `closed`, and nothing is served any more.
+    std::function<void(const std::string& why)> failed;
   };
 
   // Takes a listening socket. Throws StateError if the system refuses descriptors.
@@ -66,19 +69,21 @@ class SecureServer {
   void close(Id peer);
   std::size_t peers() const;
 
-  // Runs a function on the server's thread. Functions posted between `start` and the destructor are run.
+  // Runs a function on the server's thread; an exception of it is logged. Functions posted between `start`
+  // and the destructor are run, unless the server has failed.
   void post(std::function<void()> action);
 
   // Waits until every peer has closed its connection, or until the deadline. Returns whether that is so.
   bool await_alone(std::chrono::steady_clock::time_point deadline);
 
   // Ends the server's thread, as the destructor does: no event function runs any more. For whoever reaches
-  // this object from them.
+  // this object from them. On the server's thread itself neither can wait for it: it then ends after the
+  // function that it runs, and calls no other one.
   void stop();
 
  private:
   class Loop;
-  std::unique_ptr<Loop> loop_;
+  std::shared_ptr<Loop> loop_;  // the thread is the other owner
 };
 
 }  // namespace penstock::comm

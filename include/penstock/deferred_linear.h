@@ -18,7 +18,8 @@
 //
 // The queue is that of the guard around the forward; the graph remembers it, so the backward may run on any
 // thread. Without a guard, or if neither weight nor bias requires grad, a DeferredLinear behaves like a
-// torch::nn::Linear in every respect.
+// torch::nn::Linear in every respect; also while it is captured as a part of a graph (compile.h,
+// compiled_stage.h), which then computes the gradients of its weights itself.
 //
 // Gradients are bitwise equal to those of torch::nn::Linear, also if several layers of a queue share a
 // weight. Hooks of the weights run once, in run(). A weight that is also used outside of these layers gets

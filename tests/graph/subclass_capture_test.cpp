@@ -181,6 +181,17 @@ TEST_F(SubclassCapture, ResultsWithoutGradient) {
   EXPECT_TRUE(same_tensor(a.grad(), b.grad()));
 }
 
+// One plain tensor would be inside of two gradients, and each addition to one would reach the other.
+TEST_F(SubclassCapture, GradientsOfOneValueAreSeparate) {
+  Compiled compiled(
+      [](const Values& in) -> Values { return {(in[0].toTensor() + in[1].toTensor()) * in[2].toTensor()}; });
+  const at::Tensor a = Boxed::make(numbers({3}, 1)).set_requires_grad(true),
+                   b = Boxed::make(numbers({3}, 2)).set_requires_grad(true), factor = numbers({3}, 3);
+  for (int call = 0; call < 2; ++call) compiled({a, b, factor})[0].toTensor().sum().backward();
+  EXPECT_TRUE(same_tensor(a.grad(), Boxed::make(factor * 2)));
+  EXPECT_TRUE(same_tensor(b.grad(), Boxed::make(factor * 2)));
+}
+
 TEST_F(SubclassCapture, WritesReachTheInput) {
   const Function function = [](const Values& in) -> Values {
     const at::Tensor x = in[0].toTensor();

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "penstock/deferred_linear.h"
 #include "penstock/errors.h"
 #include "penstock/fake.h"
 #include "penstock/microbatch.h"
@@ -232,6 +233,40 @@ TEST(CompiledStage, TakesDynamicDimsByTheNamesOfArguments) {
     expect_equal(run(fast, step_of(rows, 1), x), run(plain, step_of(rows, 1), x));
   }
   EXPECT_EQ(counted.captures.size(), 1u);
+}
+
+// The queue of the running microbatch gets nothing: the graph computes the gradients of the weights.
+TEST(CompiledStage, HasTheWeightGradientsOfDeferredLayers) {
+  const auto make = [] {
+    torch::manual_seed(3);
+    torch::nn::Sequential net(DeferredLinear(8, 16), torch::nn::ReLU(), DeferredLinear(16, 4));
+    return StageModule([net](at::Tensor x) mutable { return net->forward(x); }, {net.ptr()});
+  };
+  const auto gradients_of = [](const StageModule& stage, const at::Tensor& x) {
+    for (std::int64_t microbatch = 0; microbatch < 3; ++microbatch) {
+      WeightQueue queue;
+      at::Tensor out;
+      {
+        const StepGuard step(step_of(0, microbatch));
+        const WeightQueueGuard deferring(queue);
+        out = stage.forward(args_of(x), Tree()).tensor();
+      }
+      out.pow(2).sum().backward();
+      queue.run();
+    }
+    std::vector<at::Tensor> gradients;
+    for (const at::Tensor& parameter : stage.parameters()) gradients.push_back(parameter.grad());
+    if (x.requires_grad()) gradients.push_back(x.grad());
+    return gradients;
+  };
+  for (const bool of_input : {false, true}) {
+    SCOPED_TRACE(of_input);
+    const at::Tensor x = torch::randn({6, 8}), same = x.clone();
+    for (const at::Tensor& each : {x, same}) each.set_requires_grad(of_input);
+    const auto actual = gradients_of(compiled_stage(make()), x), expected = gradients_of(make(), same);
+    for (const at::Tensor& gradient : actual) ASSERT_TRUE(gradient.defined());
+    expect_equal(actual, expected);
+  }
 }
 
 // Rows of data-parallel ranks are part of the keys' boxes, which a graph holds.

@@ -41,7 +41,7 @@ struct BackwardRoles {
   // By gradient: the tensor whose gradient it is, or a part of it (a tensor inside a subclass). All gradients
   // of one tensor are computed in the same part.
   std::vector<std::size_t> tensor;
-  std::vector<char> is_parameter;  // by tensor
+  std::vector<char> is_parameter, is_subclass;  // by tensor
   // By saved tensor: a parameter or buffer, whose memory is there anyway; nobody else reads its memory after
   // backward (Partition::donated).
   std::vector<char> is_static, is_donated;

@@ -13,6 +13,7 @@
 #include "penstock/graph/run/epilogue.h"
 #include "penstock/graph/run/graph_call.h"
 #include "penstock/graph/run/half_requests.h"
+#include "penstock/graph/run/separate_gradients.h"
 #include "penstock/graph/wrap/effect_tokens.h"
 #include "penstock/graph/wrap/random_numbers.h"
 #include "penstock/graph/wrap/subclasses.h"
@@ -103,10 +104,14 @@ CompiledCall::CompiledCall(PartitionedCapture capture, const CompilerChoice& com
       graph_wrappers_(std::move(options.outside)) {
   const FunctionCapture& function = partitioned_.capture;
   const bool inference = function.joint.tangents.empty();
+  const Partition& split = partitioned_.halves;
   std::optional<BackwardParts> parts;
-  if (!inference && !partitioned_.halves.deferred.empty())
-    parts = split_backward_graph(partitioned_.halves.backward, backward_roles(function, partitioned_.halves),
-                                 partitioned_.halves.deferred);
+  std::vector<std::size_t> shared;
+  if (!inference) {
+    const BackwardRoles roles = backward_roles(function, split);
+    shared = gradients_in_shared_memory(split.backward, roles, split.deferred);
+    if (!split.deferred.empty()) parts = split_backward_graph(split.backward, roles, split.deferred);
+  }
   wrappers_.push_back({std::make_shared<const Epilogue>(function), function.meta});
   if (function.joint.subclasses)
     graph_wrappers_.push_back(
@@ -126,23 +131,25 @@ CompiledCall::CompiledCall(PartitionedCapture capture, const CompilerChoice& com
     return request;
   };
   forward_ = std::make_shared<const CompiledHalf>(
-      partitioned_.halves.forward,
+      split.forward,
       with_options(forward_request(partitioned_, inference ? GraphRole::Inference : GraphRole::Forward)),
       inference ? compilers.inference : compilers.forward, graph_wrappers_, std::move(options.code.forward),
       CompileBackward::AtOnce);
   if (!inference)
     backward_ = std::make_shared<const CompiledHalf>(
-        parts ? parts->inputs.graph : partitioned_.halves.backward,
+        parts ? parts->inputs.graph : split.backward,
         with_options(parts ? request_of(parts->inputs) : backward_request(partitioned_)), compilers.backward,
-        graph_wrappers_, std::move(options.code.backward), options.compile_backward);
+        with_separate_gradients(graph_wrappers_, shared), std::move(options.code.backward),
+        options.compile_backward);
   CompiledHalves halves{.forward = CompiledHalf::runnable(forward_),
                         .backward = CompiledHalf::runnable(backward_),
                         .wrappers = graph_wrappers_};
   if (parts) {
     // Operators with states are in the first part.
     weights_ = std::make_shared<const CompiledHalf>(
-        parts->weights.graph, with_options(request_of(parts->weights)), compilers.backward, without_states,
-        std::move(options.code.weights), options.compile_backward);
+        parts->weights.graph, with_options(request_of(parts->weights)), compilers.backward,
+        with_separate_gradients(without_states, shared), std::move(options.code.weights),
+        options.compile_backward);
     halves.weights = CompiledHalf::runnable(weights_);
     halves.saved_for_backward = std::move(parts->inputs.saved);
     halves.saved_for_weights = std::move(parts->weights.saved);

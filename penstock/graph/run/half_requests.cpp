@@ -62,17 +62,21 @@ BackwardRoles backward_roles(const FunctionCapture& capture, const Partition& ha
                       .results = joint.backward_returns(),
                       .tensor = {},
                       .is_parameter = {},
+                      .is_subclass = {},
                       .is_static = std::vector<char>(halves.saved.size(), 0),
                       .is_donated = std::vector<char>(halves.saved.size(), 0)};
   if (joint.subclasses) {
     const std::vector<FlattenRecord>& gradients = joint.subclasses->input_gradients;
-    for (std::size_t i = 0; i < gradients.size(); ++i)
+    for (std::size_t i = 0; i < gradients.size(); ++i) {
       roles.tensor.insert(roles.tensor.end(), gradients[i].count(), i);
+      roles.is_subclass.push_back(gradients[i].is_subclass());
+    }
     roles.is_parameter.assign(gradients.size(), 0);
   } else {
     roles.tensor.resize(joint.primals);
     std::iota(roles.tensor.begin(), roles.tensor.end(), std::size_t{0});
     roles.is_parameter.assign(joint.primals, 0);
+    roles.is_subclass.assign(joint.primals, 0);
   }
   std::fill_n(roles.is_parameter.begin(), std::min(capture.convention.found, roles.is_parameter.size()),
               char{1});

@@ -289,7 +289,8 @@ WeightQueueGuard::~WeightQueueGuard() { current_queue = std::move(previous_); }
 
 at::Tensor deferred_linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias) {
   const bool weight_grad = weight.requires_grad(), bias_grad = bias.defined() && bias.requires_grad();
-  if (!current_queue || !at::GradMode::is_enabled() || !(weight_grad || bias_grad))
+  // What is put into a queue is missing in the graph that records this call.
+  if (!current_queue || !at::GradMode::is_enabled() || !(weight_grad || bias_grad) || is_recording())
     return at::linear(input, weight, bias);
   const bool whole_layer = is_one_product(input, weight);
   at::Tensor inner;

@@ -10,7 +10,7 @@
 namespace penstock::graph {
 namespace {
 
-bool is_dense(const Geometry& geometry) {
+bool is_gapless(const Geometry& geometry) {
   std::vector<std::pair<std::int64_t, std::int64_t>> dims;
   for (std::size_t d = 0; d < geometry.sizes.size(); ++d)
     if (geometry.sizes[d] > 1) dims.emplace_back(geometry.strides[d], geometry.sizes[d]);
@@ -118,7 +118,7 @@ void GroupLowering::set_loops() {
     if (!is_computed(value)) throw NotLoops();
     const Geometry& geometry = graph_[value].geometry;
     const Term& term = terms_.at(index_of(value));
-    if (!is_dense(geometry) || geometry.storage_offset != 0 || !is_usable(geometry)) throw NotLoops();
+    if (!is_gapless(geometry) || geometry.storage_offset != 0 || !is_usable(geometry)) throw NotLoops();
     if (kernel_.form == LoopForm::Columns &&
         kernel_.instructions[static_cast<std::size_t>(term.value)].op != LoopOp::ColumnSum)
       throw NotLoops();

@@ -12,8 +12,12 @@
 #include <functional>
 #include <limits>
 #include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
 
 #include "penstock/base/warnings.h"
+#include "penstock/comm/group/group_maker.h"
 #include "penstock/comm/group/self_test.h"
 #include "penstock/comm/record/recorder.h"
 #include "penstock/comm/transport/liveness.h"
@@ -21,6 +25,7 @@
 #include "penstock/fake.h"
 #include "penstock/step_context.h"
 #include "penstock/world.h"
+#include "tests/comm/late_owner.h"
 #include "tests/has_text.h"
 
 namespace penstock::comm {
@@ -338,6 +343,42 @@ TEST(Group, TimeoutNamesTheMissingRankAndEndsTheGroup) {
   }
   EXPECT_TRUE(has_text(on_rank0, "no status from rank 1"));
   EXPECT_TRUE(has_text(on_rank0, "recorder-rank"));
+}
+
+// What ranks 0 and 1 say when rank 2 stops while their group is made; `stage`: the last one that it reached.
+std::vector<std::string> errors_without_rank_2(std::chrono::milliseconds timeout, const std::string& stage) {
+  const Store store = Store::in_process();
+  if (!stage.empty()) {
+    const Store place = store.with_prefix("key/gloo0");
+    place.set(stage + "/2", "1");
+    place.add(stage, 1);
+  }
+  std::vector<std::string> errors(2);
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < 2; ++rank)
+    ranks.emplace_back([&, rank] {
+      const auto core = test::lone_core();
+      core->env.rank = rank;
+      core->env.world_size = 3;
+      core->store = store;
+      core->liveness = std::make_shared<Liveness>(3);
+      core->liveness->note_silence(2, Clock::now() - 8s);
+      try {
+        make_group(core, {.name = "late", .key = "key", .ranks = {0, 1, 2}, .timeout = timeout},
+                   Clock::now() + timeout);
+      } catch (const TimeoutError& error) {
+        errors[static_cast<std::size_t>(rank)] = error.what();
+      }
+    });
+  for (std::thread& rank : ranks) rank.join();
+  return errors;
+}
+
+TEST(Group, AMemberThatStopsWhileAGroupIsMadeIsNamed) {
+  for (const std::string& error : errors_without_rank_2(1s, ""))
+    EXPECT_TRUE(has_text(error, "rank 2 to begin to connect: nothing was heard from rank 2 for "));
+  for (const std::string& error : errors_without_rank_2(5s, "begin to connect"))
+    EXPECT_TRUE(has_text(error, "rank 2 to connect: nothing was heard from rank 2 for "));
 }
 
 TEST(Group, OneRanksFailureEndsTheWaitsOfAll) {

@@ -211,6 +211,39 @@ TEST_F(RecorderDump, ACrashWhileOtherThreadsRecord) {
   EXPECT_GE(death.dump["totals"]["send"]["operations"], 10000);
 }
 
+// The names are predictable, and the folder may be one in which everybody may write.
+TEST_F(RecorderDump, LinksUnderItsNameAreNotFollowed) {
+  fs::create_directories(folder_);
+  const fs::path victim = folder_ / "victim";
+  std::ofstream(victim) << "precious";
+  const auto name = [](int rank, pid_t process) {
+    return "recorder-rank" + std::to_string(rank) + "-" + std::to_string(process) + ".json";
+  };
+  const Death death = run_child([&] {
+    fs::create_symlink(victim, folder_ / (name(5, ::getpid()) + ".partial"));
+    std::abort();
+  });
+  expect_story(death.dump, "fatal signal SIGABRT");
+
+  Recorder::global().set_rank(6);
+  for (int i = 0; i < 100; ++i)
+    fs::create_symlink(victim, folder_ / (name(6, ::getpid()) + ".partial" + std::to_string(i)));
+  ::setenv("PENSTOCK_RECORDER_DIR", folder_.c_str(), 1);
+  EXPECT_THAT(dump_for_error("recv timed out"), HasSubstr("are in " + folder_.string()));
+
+  std::string content;
+  std::ifstream(victim) >> content;
+  EXPECT_EQ(content, "precious");
+  int dumps = 0;
+  for (const auto& entry : fs::directory_iterator(folder_)) {
+    if (entry.path().extension() != ".json") continue;
+    ++dumps;
+    EXPECT_FALSE(entry.is_symlink());
+    EXPECT_EQ(entry.status().permissions(), fs::perms::owner_read | fs::perms::owner_write);
+  }
+  EXPECT_EQ(dumps, 2);
+}
+
 TEST_F(RecorderDump, TheFolderMustBeUsable) {
   fs::create_directories(folder_);
   std::ofstream(folder_ / "file") << "x";

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <cstdint>
 #include <exception>
 #include <functional>
 #include <map>
@@ -44,6 +45,12 @@ P2PTransport resolve(P2PTransport wanted) {
   if (wanted != P2PTransport::Auto) return wanted;
   return env_choice("PENSTOCK_P2P", {"gloo", "ucx"}, "gloo") == "ucx" ? P2PTransport::Ucx
                                                                       : P2PTransport::Gloo;
+}
+
+// What is known of members that do not answer, to be appended to an error.
+std::string silence_of_members(const GroupState& group) {
+  const std::string silence = group.world->liveness->describe_silence();
+  return silence.empty() ? "" : ": " + silence;
 }
 
 // Runs `build` on a thread of its own, so that the deadline, the loss of a rank and `given_up` end the wait
@@ -97,30 +104,63 @@ auto built_in_time(const GroupState& group, Clock::time_point deadline, const st
     if (Clock::now() >= deadline)
       throw TimeoutError(
           fmt::format(
-              "timed out waiting for {}; a member has stopped, or the network between the hosts drops "
+              "timed out waiting for {}{}; a member has stopped, or the network between the hosts drops "
               "packets: check that every member is running and that no firewall is between them",
-              what),
+              what, silence_of_members(group)),
           context);
     if (given_up()) return Result{};
   }
 }
 
+// The members wait for each other at two stages, which are also keys in the store.
+constexpr const char* kBegin = "begin to connect";
+constexpr const char* kConnect = "connect";
+
+std::string key_of_member(const char* stage, int position) { return fmt::format("{}/{}", stage, position); }
+std::string key_of_all(const char* stage) { return fmt::format("{}/all", stage); }
+
+void arrive(const GroupState& group, const Store& store, const char* stage) {
+  store.set(key_of_member(stage, group.axis_rank), "1");
+  if (store.add(stage, 1) == static_cast<std::int64_t>(group.ranks.size()))
+    store.set(key_of_all(stage), random_bytes(kNonceBytes));
+}
+
+// Returns when all members have arrived, with a random number that is the same on all of them. The error
+// names those that have not.
+std::string await_all(const GroupState& group, const Store& store, const char* stage,
+                      Clock::time_point deadline) {
+  try {
+    return store.get(key_of_all(stage), deadline, fmt::format("other members to {}", stage));
+  } catch (const TimeoutError& error) {
+    if (Clock::now() < deadline) throw;  // the store does not answer
+    std::vector<int> missing;
+    for (std::size_t i = 0; i < group.ranks.size(); ++i)
+      if (!store.has(key_of_member(stage, static_cast<int>(i)))) missing.push_back(group.ranks[i]);
+    if (missing.empty()) throw;
+    throw TimeoutError(
+        fmt::format("timed out waiting for rank{} {} to {}{}; check that every member is running and that no "
+                    "firewall is between them",
+                    missing.size() > 1 ? "s" : "", format_list(missing), stage, silence_of_members(group)),
+        error.context());
+  }
+}
+
 // A Gloo connection is complete on one side before it is on the other: a member that leaves at once would be
 // considered lost by one that is still connecting. So no member continues before all have connected.
-void await_members(const Store& store, int size, Clock::time_point deadline) {
-  if (store.add("connected", 1) == size) store.set("all_connected", "1");
-  store.get("all_connected", deadline, "members that are still connecting");
+void await_members(const GroupState& group, const Store& store, Clock::time_point deadline) {
+  arrive(group, store, kConnect);
+  await_all(group, store, kConnect, deadline);
 }
 
 // Returns in the same moment on all members: the ports on which they wait for each other are then open for
 // milliseconds only. The result is random and the same on all members.
-std::string begin_together(const Store& store, int size, Clock::time_point deadline) {
+std::string begin_together(const GroupState& group, const Store& store, Clock::time_point deadline) {
   constexpr auto kClose = std::chrono::milliseconds(200);  // usually all are here by then
   constexpr auto kPause = std::chrono::microseconds(300);
-  if (store.add("ready", 1) == size) store.set("all_ready", random_bytes(kNonceBytes));
-  for (const auto until = Clock::now() + kClose; !store.has("all_ready") && Clock::now() < until;)
+  arrive(group, store, kBegin);
+  for (const auto until = Clock::now() + kClose; !store.has(key_of_all(kBegin)) && Clock::now() < until;)
     std::this_thread::sleep_for(kPause);
-  return store.get("all_ready", deadline, "members that are to connect");
+  return await_all(group, store, kBegin, deadline);
 }
 
 // A port of Gloo takes whoever connects first. A stranger that does so takes the place of a member, which is
@@ -147,7 +187,7 @@ std::shared_ptr<Backend> connect_gloo(const GroupState& group, BackendOptions op
     options.new_device = attempt > 0;
     // The nonce keeps what was recorded of an earlier job, attempt or group with the same names from being
     // accepted.
-    options.proof = [job, place, nonce = begin_together(store, options.size, deadline)](int from, int to) {
+    options.proof = [job, place, nonce = begin_together(group, store, deadline)](int from, int to) {
       return job.digest("a member of a group", fmt::format("{} {} {} ", place, from, to) + nonce);
     };
     std::shared_ptr<Backend> backend;
@@ -172,7 +212,7 @@ std::shared_ptr<Backend> connect_gloo(const GroupState& group, BackendOptions op
       error = std::current_exception();
       fail(first_line(without_backtrace(failure.what())));
     }
-    await_members(store, options.size, deadline);
+    await_members(group, store, deadline);
     const auto failed = store.try_get("failed");
     if (!failed) return backend;
     // Not destroyed: that may wait for a thread of Gloo that waits for the rest of what a stranger has sent.
@@ -230,7 +270,7 @@ void open_backends(GroupState& group, P2PTransport p2p, const std::string& key, 
   // Gloo's members have waited for each other.
   const bool only_gloo = gloo_available() && !group.cuda && !group.ucx_within_hosts;
   if (!core.fake && options.size > 1 && !only_gloo)
-    await_members(core.store.with_prefix(key), options.size, deadline);
+    await_members(group, core.store.with_prefix(key), deadline);
   if (group.cpu) group.cpu_can = group.cpu->abilities();
   if (group.cuda) group.cuda_can = group.cuda->abilities();
 }

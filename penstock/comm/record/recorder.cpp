@@ -1,7 +1,9 @@
 #include "penstock/comm/record/recorder.h"
 
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <sched.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <bit>
@@ -254,10 +256,18 @@ void Recorder::dump(const std::string& path, std::string_view reason) const {
   static std::atomic<unsigned> dumps = 0;
   const std::string partial = fmt::format("{}.partial{}", path, ++dumps);
   const std::string text = to_json(reason);
-  std::FILE* file = std::fopen(partial.c_str(), "wb");
-  bool written = file != nullptr && std::fwrite(text.data(), 1, text.size(), file) == text.size();
+  // In a shared folder somebody may have prepared a link of this name: it is removed and not followed.
+  ::unlink(partial.c_str());
+  const int file =
+      ::open(partial.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, S_IRUSR | S_IWUSR);
+  bool written = file >= 0;
+  for (std::size_t done = 0; written && done < text.size();) {
+    const ssize_t part = ::write(file, text.data() + done, text.size() - done);
+    if (part > 0) done += static_cast<std::size_t>(part);
+    written = part > 0 || (part < 0 && errno == EINTR);
+  }
   int error = errno;
-  if (file != nullptr && std::fclose(file) != 0 && written) {
+  if (file >= 0 && ::close(file) != 0 && written) {
     written = false;
     error = errno;
   }

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -121,7 +122,11 @@ void dump_now(const Target& where, const char* reason) {
   partial.add(".partial");
 
   bool written = false;
-  const int file = ::open(partial.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+  // The name is known to everybody and the folder may be shared: what is there already, such as somebody's
+  // link to a file of this user, is not written to.
+  ::unlink(partial.c_str());
+  const int file =
+      ::open(partial.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, S_IRUSR | S_IWUSR);
   if (file >= 0) {
     FileSink sink(file);
     where.recorder->write_from_signal_handler(sink, reason);

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <poll.h>
 #include <sched.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -12,6 +13,7 @@
 #include <deque>
 #include <iterator>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -171,8 +173,19 @@ class UcxTransport::Mover {
     return mover;
   }
 
+  // Starts the thread with the first transport: where a transfer needs it, its failure could not be reported.
+  // Throws StateError if the system refuses one.
   void add(const std::shared_ptr<Core>& core) {
     const std::lock_guard lock(mutex_);
+    if (runs_in_ != ::getpid()) {  // a forked process lacks the thread
+      try {
+        std::thread([this] { run(); }).detach();
+      } catch (const std::system_error& error) {
+        throw StateError(
+            fmt::format("UCX transport: cannot start a thread: {}; raise `ulimit -u`", error.what()));
+      }
+      runs_in_ = ::getpid();
+    }
     std::erase_if(cores_, [](const auto& each) { return each.expired(); });
     cores_.push_back(core);
   }
@@ -180,7 +193,6 @@ class UcxTransport::Mover {
   // Called when a send was not transmitted completely at once.
   void wake() noexcept {
     const std::lock_guard lock(mutex_);
-    if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
     if (std::exchange(work_, true)) return;
     changed_.notify_one();
   }
@@ -229,7 +241,7 @@ class UcxTransport::Mover {
   std::condition_variable changed_;
   std::vector<std::weak_ptr<Core>> cores_;
   bool work_ = false;
-  std::thread thread_;
+  pid_t runs_in_ = 0;  // the process that has the thread
 };
 
 void UcxTransport::Core::wake_mover() noexcept { Mover::instance().wake(); }

@@ -19,7 +19,8 @@
 // sizes, strides, dtypes, devices, requires_grad, aliasing and non-tensor values, under the same grad mode
 // and the same training flags of all submodules. Any other call captures again, or throws StateError if
 // CompileOptions::recapture is false. Dims can be marked as dynamic (compile_options.h). Other settings of
-// a module (the probability of a Dropout) must not change after the first call.
+// a module (the probability of a Dropout) must not change after the first call. A call after a submodule, a
+// parameter or a buffer of the module was replaced (replace_module) throws StateError: compile it again.
 //
 // Backward can run once unless the graph is retained, as usual; differentiating it again (create_graph) runs
 // the module itself again, with a warning (CompileOptions::second_derivatives). Random numbers are drawn from

@@ -22,6 +22,7 @@
 //   after I. Without it, I runs the whole backward, and W does nothing. Gradients that the graph sums over
 //   ranks, and those of operators that compute them together with the gradient of an input, are computed in
 //   I.
+//   Modules, parameters and buffers that are replaced (replace_module): the stage is captured again.
 //   Blocks of a chain become one graph.
 //   Trial runs, recomputations and forwards under a mode (mode.h) call the original module.
 //

@@ -416,6 +416,47 @@ TEST(BackwardSplit, WritesBeforeBackwardAreErrors) {
                        "modified by an inplace operation"));
 }
 
+// Counts its backwards in an input.
+struct CountsInBackward : torch::autograd::Function<CountsInBackward> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
+                            const at::Tensor& counts) {
+    context->save_for_backward({counts});
+    return x * 2;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& gradients) {
+    context->get_saved_variables()[0].add_(1);
+    return {gradients[0] * 2, at::Tensor()};
+  }
+};
+
+// The first part writes the buffer, and the second one would find it changed.
+TEST(BackwardSplit, WhatReadsABufferThatBackwardWritesDoesNotWait) {
+  torch::manual_seed(1);
+  const at::Tensor a = parameter({8, 8}), b = parameter({8, 8});
+  for (const bool viewed : {false, true}) {
+    SCOPED_TRACE(viewed);
+    const WithParameters net{[=](const Tensors& in) {
+                               const at::Tensor h = CountsInBackward::apply(in[0], in[1]),
+                                                rows = viewed ? in[1].view({4, 8}) : in[1];
+                               return Tensors{(torch::linear(h, a) + torch::linear(rows, b)).sin()};
+                             },
+                             {a, b}};
+    const at::Tensor before = viewed ? torch::randn({32}) : torch::randn({4, 8});
+    const BackwardParts parts = net.parts({torch::randn({4, 8}).set_requires_grad(true), before});
+    EXPECT_EQ(parts.is_deferred, (std::vector<char>{1, 0, 0, 0}));
+    const auto run = [&](const Call& call, const at::Tensor& counts) {
+      return gradients_of(call, net.parameters, [&](unsigned i) {
+        return Tensors{at::randn({4, 8}, at::detail::createCPUGenerator(i)).set_requires_grad(true), counts};
+      });
+    };
+    const at::Tensor expected = before.clone(), actual = before.clone();
+    expect_same(run(call_of(net, {.split_backward = true}), actual), run(net.function, expected));
+    EXPECT_TRUE(torch::equal(actual, expected));
+    EXPECT_FALSE(torch::equal(actual, before));
+  }
+}
+
 // A result is held by no node that leads to it.
 TEST(BackwardSplit, ACallThatIsDroppedIsFreed) {
   const at::Tensor weight = parameter({8, 8}), other = parameter({8, 8});

@@ -447,6 +447,25 @@ struct HidingImpl : nn::Module {
 };
 TORCH_MODULE(Hiding);
 
+struct WithHeadImpl : nn::Module {
+  WithHeadImpl() { head = register_module("head", nn::Linear(4, 4)); }
+  at::Tensor forward(const at::Tensor& x) { return head->forward(x); }
+  nn::Linear head{nullptr};
+};
+TORCH_MODULE(WithHead);
+
+// Its graphs would go on computing with the old one.
+TEST(CompiledModule, AReplacedSubmoduleIsAnError) {
+  WithHead module;
+  const auto fast = compile(module);
+  const at::Tensor x = torch::randn({2, 4});
+  EXPECT_TRUE(torch::equal(fast->forward(x), module->forward(x)));
+  module->head = module->replace_module("head", nn::Linear(4, 4));
+  EXPECT_TRUE(has_text(message_of<StateError>([&] { fast->forward(x); }), "compile the module again"));
+  const auto again = compile(module);
+  EXPECT_TRUE(torch::equal(again->forward(x), module->forward(x)));
+}
+
 TEST(CompiledModule, FailedCapturesLeaveTheModuleUnchanged) {
   Looking looking;
   auto fast = compile(looking);

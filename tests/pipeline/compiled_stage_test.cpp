@@ -222,6 +222,28 @@ TEST(CompiledStage, SaysWhyItCapturesAgainAndHowOftenItMay) {
   EXPECT_TRUE(has_text(text, "args[0] has sizes [4, 8]"));
 }
 
+struct WithHeadImpl : torch::nn::Module {
+  WithHeadImpl() { head = register_module("head", torch::nn::Linear(8, 8)); }
+  at::Tensor forward(at::Tensor x) { return head->forward(x).tanh(); }
+  torch::nn::Linear head{nullptr};
+};
+
+TEST(CompiledStage, IsCapturedAgainWithAModuleThatWasReplaced) {
+  torch::manual_seed(3);
+  const auto module = std::make_shared<WithHeadImpl>();
+  Counted counted;
+  const StageModule plain(module), fast = compiled_stage(StageModule(module), counted.options());
+  const at::Tensor x = torch::randn({6, 8});
+  for (std::int64_t step = 0; step < 3; ++step) {
+    SCOPED_TRACE(step);
+    for (std::int64_t microbatch = 0; microbatch < 2; ++microbatch)
+      expect_equal(run(fast, step_of(step, microbatch), x), run(plain, step_of(step, microbatch), x));
+    ASSERT_EQ(counted.captures.size(), static_cast<std::size_t>(step) + 1);
+    EXPECT_EQ(has_text(counted.captures.back().reason, "was replaced"), step > 0);
+    module->head = module->replace_module("head", torch::nn::Linear(8, 8));
+  }
+}
+
 TEST(CompiledStage, TakesDynamicDimsByTheNamesOfArguments) {
   const StageModule plain = linear_with(dropped);
   Counted counted;

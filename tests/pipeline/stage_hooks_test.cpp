@@ -20,6 +20,7 @@
 #include "penstock/torch/compat/streams.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"
+#include "tests/throws.h"
 
 namespace penstock {
 namespace stage_hooks_test {
@@ -110,6 +111,32 @@ TEST(GradientSync, OncePerStepInEverySchedule) {
       pipeline.eval(batch.args);
       for (const Outer& module : modules) EXPECT_EQ(module->inner->forwards_without, 5);
     });
+  }
+}
+
+// Some parameters get their gradients in I, others in W: either would be reduced too early.
+TEST(GradientSync, TheLastIAndTheLastWAreOfOneMicrobatch) {
+  const auto made = [](const StageModule& module, const char* rows) {
+    comm::run_ranks(1, 20s, [&](comm::World& world) {
+      const PipelineStage stage(module, 0, 1, at::kCPU);
+      PipelineRuntime pipeline({stage}, schedule::parse_schedule(rows), test::square_loss(), {world});
+      const test::Batch batch = test::plain_batch(0, 4);
+      pipeline.step(batch.args, {}, batch.target);
+    });
+  };
+  for (const char* rows : {"0F0,0F1,0I0,0I1,0W1,0W0\n", "0F0,0F1,0I0,0B1,0W0\n"}) {
+    SCOPED_TRACE(rows);
+    const std::string text = test::message_of<ValueError>([&] { made(StageModule(Outer(0)), rows); });
+    EXPECT_TRUE(has_text(text, "backwards of stage 0, whose modules reduce their own gradients"));
+    EXPECT_TRUE(has_text(text, "the last B or I of microbatch 1, the last B or W of microbatch 0"));
+    made(StageModule(Block(0)), rows);
+  }
+  for (const char* rows : {"0F0,0F1,0I0,0I1,0W0,0W1\n", "0F0,0F1,0I0,0W0,0B1\n"}) {
+    SCOPED_TRACE(rows);
+    const Outer outer(0);
+    made(StageModule(outer), rows);
+    EXPECT_EQ(outer->inner->reductions, 1);
+    EXPECT_EQ(outer->inner->reduced_with, 1);
   }
 }
 

@@ -21,6 +21,20 @@ constexpr std::size_t kNoSuchNode = static_cast<std::size_t>(-1);
 // would move.
 constexpr double kBytesForWork = 1.0 / 64;
 
+// By node: whether it reads memory that backward writes.
+std::vector<char> readers_of_written(const Graph& graph, const BackwardRoles& roles) {
+  std::vector<char> reads(graph.nodes.size(), 0);
+  if (std::find(roles.is_written.begin(), roles.is_written.end(), 1) == roles.is_written.end()) return reads;
+  const MemoryGroups groups(graph);
+  std::vector<char> is_written(groups.count(), 0);
+  for (std::size_t i = 0; i < roles.saved; ++i)
+    if (roles.is_written[i]) is_written[groups.of(graph.inputs[i].value)] = 1;
+  for (std::size_t i = 0; i < graph.nodes.size(); ++i)
+    for_each_value(graph.nodes[i].arguments,
+                   [&](ValueId value) { reads[i] |= is_written[groups.of(value)]; });
+  return reads;
+}
+
 class DeferredChoice {
  public:
   DeferredChoice(const Graph& graph, const BackwardRoles& roles)
@@ -58,6 +72,7 @@ class DeferredChoice {
 
   // What other outputs need, and what keeps an order.
   void mark_needed_early() {
+    const std::vector<char> reads_written = readers_of_written(graph_, roles_);
     std::vector<char> needed(graph_.values.size(), 0);
     for (std::size_t i = 0; i < graph_.outputs.size(); ++i)
       if (!is_deferrable(i))
@@ -65,7 +80,7 @@ class DeferredChoice {
           if (value != kNoValue) needed[index_of(value)] = 1;
     for (std::size_t i = graph_.nodes.size(); i-- > 0;) {
       const Node& node = graph_.nodes[i];
-      bool early = must_run(node);
+      bool early = must_run(node) || reads_written[i] != 0;
       for_each_value(node.results, [&](ValueId value) { early |= needed[index_of(value)] != 0; });
       if (!early) continue;
       early_[i] = 1;
@@ -308,11 +323,14 @@ std::string why_not_deferred(const Graph& backward, const BackwardRoles& roles,
   for (std::size_t i = 0; i < deferred.size(); ++i)
     if (deferred[i] >= backward.nodes.size() || (i > 0 && deferred[i] <= deferred[i - 1]))
       return "nodes that do not exist, or in another order, are deferred";
-  const std::vector<char> waits = marks_of(deferred, backward.nodes.size());
+  const std::vector<char> waits = marks_of(deferred, backward.nodes.size()),
+                          reads_written = readers_of_written(backward, roles);
   std::vector<std::size_t> late(backward.values.size(), kNoSuchNode);  // by value: the deferred node
   for (const std::size_t node : deferred) {
     if (must_run(backward.nodes[node]))
       return fmt::format("node {}, which must keep its order, is deferred", node);
+    if (reads_written[node])
+      return fmt::format("node {}, which reads memory that backward writes, is deferred", node);
     for_each_value(backward.nodes[node].results, [&](ValueId value) { late[index_of(value)] = node; });
   }
   std::string why;

@@ -14,7 +14,8 @@
 // pass over memory, such as products of matrices, wait if they lead to a parameter of two dims or more. Cheap
 // ones, and those of parameters with at most one dim (norms, biases), wait unless it would take more memory
 // between the two parts: a minimum cut over the memory that is kept, against the work that waits. Nodes that
-// draw random numbers or have side effects, and what they need, never wait: they keep their order. If no
+// draw random numbers or have side effects, and what they need, never wait: they keep their order. Neither do
+// nodes that read memory which backward writes in the end, which is before the second part. If no
 // input has a gradient, as in the first stage of a pipeline, the operators wait that come last before a
 // gradient, and not the chain from gradient to gradient that leads to them.
 //
@@ -30,7 +31,7 @@
 namespace penstock::graph {
 
 // Part of the keys of stored graphs: another number for each change of what is chosen.
-inline constexpr int kBackwardSplitVersion = 1;
+inline constexpr int kBackwardSplitVersion = 2;
 
 // What the inputs and outputs of a backward graph are. Inputs: saved tensors, tangents, states. Outputs:
 // gradients, other results, states.
@@ -43,8 +44,8 @@ struct BackwardRoles {
   std::vector<std::size_t> tensor;
   std::vector<char> is_parameter, is_subclass;  // by tensor
   // By saved tensor: a parameter or buffer, whose memory is there anyway; nobody else reads its memory after
-  // backward (Partition::donated).
-  std::vector<char> is_static, is_donated;
+  // backward (Partition::donated); backward writes its memory (JointGraph::written_in_backward).
+  std::vector<char> is_static, is_donated, is_written;
 };
 
 // One operator computes all gradients of a convolution. Replaces it by two, one for that of its input and one

@@ -3,6 +3,7 @@
 #include <c10/core/GradMode.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <iterator>
 #include <optional>
 #include <utility>
@@ -75,8 +76,13 @@ void CapturedNode::save_all(const std::vector<c10::IValue>& values, const std::v
     if (is_mine) save(tensor), ++mine;
     if (is_its) weights->keep(without_history(tensor)), ++its;
   }
+  // The second part does not read what the first one writes in the end.
+  const auto written_first = [&](std::size_t primal) {
+    return std::any_of(call_->written_in_backward.begin(), call_->written_in_backward.end(),
+                       [&](const GraphCall::WrittenInBackward& written) { return written.primal == primal; });
+  };
   for (const std::size_t primal : call_->watched.primals)
-    weights->check_unwritten(without_history(primals[primal]));
+    if (!written_first(primal)) weights->check_unwritten(without_history(primals[primal]));
   for (const std::size_t output : call_->watched.outputs)
     weights->check_unwritten(without_history(results[output]));
 }

@@ -34,6 +34,7 @@ struct CompiledModuleBase::Impl {
   std::vector<std::shared_ptr<torch::nn::Module>> modules;  // all of them
   CompileOptions options;
   ModuleState state;
+  ModuleParts parts;  // when it was compiled
   Values state_values;
   std::vector<std::unique_ptr<Entry>> entries;
   const Entry* latest = nullptr;  // of the latest capture
@@ -69,6 +70,7 @@ CompiledModuleBase::CompiledModuleBase(std::shared_ptr<torch::nn::Module> module
   const torch::nn::Module& original = *impl_->module;
   impl_->modules = impl_->module->modules();
   impl_->state = ModuleState(original);
+  impl_->parts = ModuleParts(original);
   impl_->state_values.assign(impl_->state.tensors.begin(), impl_->state.tensors.end());
   // Registers the same tensors and submodules under the same names: optimizers and checkpoints see no
   // difference.
@@ -161,6 +163,11 @@ CompiledModuleBase::Impl::Entry& CompiledModuleBase::Impl::entry_for(std::type_i
 }
 
 Tree CompiledModuleBase::call(const Tree& args, std::type_index types, const Forward& forward) {
+  if (ModuleParts(*impl_->module) != impl_->parts)
+    throw StateError(fmt::format(
+        "graph: a submodule, a parameter or a buffer of {} was replaced or added after it was compiled, and "
+        "its graphs and those who hold its parameters have the old one; compile the module again",
+        impl_->module->name()));
   const FlatTree flat = flatten_tree(args);
   Impl::Entry& entry = impl_->entry_for(types, flat.spec, forward);
   Values inputs;

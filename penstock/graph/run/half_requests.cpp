@@ -4,6 +4,8 @@
 #include <numeric>
 #include <vector>
 
+#include "penstock/graph/ir/memory_groups.h"
+
 namespace penstock::graph {
 namespace {
 
@@ -64,7 +66,8 @@ BackwardRoles backward_roles(const FunctionCapture& capture, const Partition& ha
                       .is_parameter = {},
                       .is_subclass = {},
                       .is_static = std::vector<char>(halves.saved.size(), 0),
-                      .is_donated = std::vector<char>(halves.saved.size(), 0)};
+                      .is_donated = std::vector<char>(halves.saved.size(), 0),
+                      .is_written = std::vector<char>(halves.saved.size(), 0)};
   if (joint.subclasses) {
     const std::vector<FlattenRecord>& gradients = joint.subclasses->input_gradients;
     for (std::size_t i = 0; i < gradients.size(); ++i) {
@@ -82,6 +85,11 @@ BackwardRoles backward_roles(const FunctionCapture& capture, const Partition& ha
               char{1});
   for (const std::size_t i : static_saved(capture, halves)) roles.is_static[i] = 1;
   for (const std::size_t i : halves.donated(joint)) roles.is_donated[i] = 1;
+  if (joint.written_in_backward.empty()) return roles;
+  const MemoryGroups groups(joint.graph);
+  for (const std::size_t primal : joint.written_in_backward)
+    for (std::size_t i = 0; i < halves.saved.size(); ++i)
+      roles.is_written[i] |= groups.of(halves.saved[i]) == groups.of(joint.graph.inputs[primal].value);
   return roles;
 }
 

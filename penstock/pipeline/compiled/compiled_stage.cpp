@@ -20,6 +20,7 @@
 #include "penstock/graph/run/compiled.h"
 #include "penstock/graph/run/function_capture.h"
 #include "penstock/graph/run/leaf_values.h"
+#include "penstock/graph/run/module_state.h"
 #include "penstock/graph/run/spec_codec.h"
 #include "penstock/mode.h"
 #include "penstock/pipeline/compiled/prepare_stage.h"
@@ -99,7 +100,7 @@ class CompiledStage {
     // A mode is to see the operators of the module: those of a search for bad values, of an outer capture.
     if (step->trial || step->recompute || step->captured || current_mode())
       return module_.forward(args, kwargs);
-    if (!ready_) collect_state();
+    collect_state();
     const WholeForwardScope gathered(sharded_->roots());
     const Call call = call_with(args, kwargs, *step);
     const Values values = run(call, [&] { return (*call.entry->compiled)(call.inputs); });
@@ -112,7 +113,7 @@ class CompiledStage {
 
   void prepare(const Tree& args, const Tree& kwargs) {
     const auto step = StepContext::current();
-    if (!ready_) collect_state();
+    collect_state();
     const WholeForwardScope gathered(sharded_->roots());
     const Call call = call_with(args, kwargs, *step);
     run(call, [&] {
@@ -151,7 +152,17 @@ class CompiledStage {
     return call;
   }
 
+  // Modules, parameters and buffers may be replaced between calls (replace_module).
   void collect_state() {
+    graph::ModuleParts parts;
+    for (const auto& module : module_.modules()) parts.add(*module);
+    if (sharded_ && parts == parts_) return;
+    was_replaced_ = sharded_.has_value();
+    sharded_.reset();
+    entries_.clear();
+    all_modules_.clear();
+    names_.clear();
+    state_.clear();
     std::unordered_set<const c10::TensorImpl*> known;
     const bool several = module_.modules().size() > 1;
     for (const bool parameters : {true, false})
@@ -165,8 +176,8 @@ class CompiledStage {
       }
     for (const auto& module : module_.modules())
       for (const auto& each : module->modules()) all_modules_.push_back(each);
+    parts_ = std::move(parts);
     sharded_.emplace(module_);
-    ready_ = true;
   }
 
   Entry& entry_for(const TreeSpec& spec) {
@@ -292,7 +303,10 @@ class CompiledStage {
     if (was_loaded)
       capture.source = options_.compile.cache.artifact ? GraphSource::Artifact : GraphSource::Cache;
     for (const auto& each : entries_) capture.graphs += each->compiled->captures();
-    if (entry.latest) capture.reason = entry.latest->difference(inputs);
+    if (entry.latest)
+      capture.reason = entry.latest->difference(inputs);
+    else if (std::exchange(was_replaced_, false))
+      capture.reason = "a module, a parameter or a buffer of the stage was replaced";
     entry.latest.emplace(inputs, entry.convention);
     capture.seconds = std::chrono::duration<double>(Clock::now() - begin).count();
     if (options_.captured) options_.captured(capture);
@@ -306,7 +320,8 @@ class CompiledStage {
 
   StageModule module_;
   CompiledStageOptions options_;
-  bool ready_ = false;
+  graph::ModuleParts parts_;   // of which everything below was collected
+  bool was_replaced_ = false;  // since the latest capture
   std::vector<std::shared_ptr<torch::nn::Module>> all_modules_;
   std::vector<std::string> names_;
   std::vector<at::Tensor> state_;  // parameters, then buffers

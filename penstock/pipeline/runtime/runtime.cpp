@@ -30,6 +30,7 @@
 #include "penstock/pipeline/runtime/step_watch.h"
 #include "penstock/pipeline/runtime/trace_collection.h"
 #include "penstock/pipeline/stage/cut_arguments.h"
+#include "penstock/pipeline/stage/gradient_sync.h"
 #include "penstock/pipeline/stage/sharded_modules.h"
 
 namespace penstock {
@@ -85,16 +86,26 @@ bool has_overlaps(const Program& program) {
                      [](const auto& each) { return each.members > 1; });
 }
 
-// Returns the microbatch whose weight gradients the stage computes last.
-std::optional<int> last_backward(const Program& program, int stage) {
-  std::optional<int> found;
+// Returns the microbatch whose weight gradients the stage computes last. Some are computed by I, others by W:
+// modules that reduce their own (gradient_sync.h) need a microbatch that comes last in both.
+std::optional<int> last_backward(const Program& program, const PipelineStage& stage) {
+  using schedule::ActionKind;
+  std::optional<int> last, last_of_inputs;
   for (const auto& each : program.instructions) {
-    const schedule::ActionKind kind = each.action.kind();
-    if (each.kind == Instruction::Kind::Compute && each.action.stage() == stage &&
-        (kind == schedule::ActionKind::Backward || kind == schedule::ActionKind::BackwardWeight))
-      found = *each.action.microbatch();
+    if (each.kind != Instruction::Kind::Compute || each.action.stage() != stage.index()) continue;
+    const ActionKind kind = each.action.kind();
+    if (kind == ActionKind::Backward || kind == ActionKind::BackwardWeight) last = *each.action.microbatch();
+    if (kind == ActionKind::Backward || kind == ActionKind::BackwardInput)
+      last_of_inputs = *each.action.microbatch();
   }
-  return found;
+  if (last != last_of_inputs && !gradient_syncs_of(stage.module()).empty())
+    throw ValueError(describe(
+        fmt::format("backwards of stage {}, whose modules reduce their own gradients", stage.index()),
+        fmt::format("the last B or I of microbatch {}, the last B or W of microbatch {}", *last_of_inputs,
+                    *last),
+        "both of one microbatch",
+        fmt::format("move the B or W of microbatch {} after those of all others", *last_of_inputs)));
+  return last;
 }
 
 bool any_sharded(const std::vector<PipelineStage>& stages) {
@@ -177,7 +188,7 @@ struct PipelineRuntime::Impl {
     for (const PipelineStage& stage : stages)
       made.emplace_back(stage, lowered.stages().is_first(stage.index()),
                         lowered.stages().is_last(stage.index()), loss, by_blocks,
-                        last_backward(training, stage.index()));
+                        last_backward(training, stage));
     for (StageRunner& runner : made) runner.set_keeps_results(options.return_outputs);
     return made;
   }

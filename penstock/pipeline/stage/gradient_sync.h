@@ -13,7 +13,8 @@
 //
 // The reduced gradient must be in .grad() when the backward returns, because the division by the number of
 // microbatches follows. If the schedule splits backwards, the reduction is enabled in both passes, I and W,
-// of that microbatch; each parameter gets its gradient in one of them.
+// of that microbatch; each parameter gets its gradient in one of them. The pipeline refuses a schedule in
+// which another microbatch has the last I: the gradients of I would be reduced before they are complete.
 #pragma once
 
 #include <memory>

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 
 #include "penstock/base/env.h"
@@ -130,21 +131,29 @@ std::string address_and_port(const std::string& host, int port) {
   return is_ipv6(host) ? fmt::format("[{}]:{}", host, port) : fmt::format("{}:{}", host, port);
 }
 
-std::vector<std::string> addresses_of_name(const std::string& host) {
+NameAnswer look_up_name(const std::string& host) {
   addrinfo hints{};
   hints.ai_family = AF_UNSPEC;
   hints.ai_socktype = SOCK_STREAM;
   addrinfo* found = nullptr;
-  std::vector<std::string> result;
-  if (getaddrinfo(host.c_str(), nullptr, &hints, &found) != 0) return result;
+  NameAnswer answer;
+  if (const int error = getaddrinfo(host.c_str(), nullptr, &hints, &found); error != 0) {
+    answer.error = error == EAI_SYSTEM ? std::strerror(errno) : gai_strerror(error);
+    answer.temporary = error == EAI_AGAIN;
+    return answer;
+  }
   for (const addrinfo* at = found; at != nullptr; at = at->ai_next) {
     const std::string text = numeric_text(at->ai_addr);
-    if (!text.empty() && std::find(result.begin(), result.end(), text) == result.end())
-      result.push_back(text);
+    if (!text.empty() &&
+        std::find(answer.addresses.begin(), answer.addresses.end(), text) == answer.addresses.end())
+      answer.addresses.push_back(text);
   }
   freeaddrinfo(found);
-  return result;
+  if (answer.addresses.empty()) answer.error = "it has no address";
+  return answer;
 }
+
+std::vector<std::string> addresses_of_name(const std::string& host) { return look_up_name(host).addresses; }
 
 std::string source_address_towards(const std::string& address) {
   constexpr int kDiscardPort = 9;  // any port would do

@@ -29,8 +29,17 @@ bool is_ipv6(const std::string& address);
 // "10.0.0.1:29500", "[fd00::1]:29500".
 std::string address_and_port(const std::string& host, int port);
 
-// Returns the addresses of a host name, in the order in which to try them; empty if it has none. May wait for
-// a name server.
+// What the system's resolver says of a host name.
+struct NameAnswer {
+  std::vector<std::string> addresses = {};  // in the order in which to try them
+  std::string error = {};                   // empty if there are addresses
+  bool temporary = false;                   // another attempt may succeed
+};
+
+// May wait for a name server, for as long as the system allows.
+NameAnswer look_up_name(const std::string& host);
+
+// Returns the addresses alone; empty if it has none.
 std::vector<std::string> addresses_of_name(const std::string& host);
 
 // Returns the source address of packets to `address`, or "" if there is no route. Sends nothing.

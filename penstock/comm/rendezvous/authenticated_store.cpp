@@ -3,8 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
 #include <exception>
 #include <optional>
 #include <thread>
@@ -107,7 +105,7 @@ c10::intrusive_ptr<AuthenticatedStore> AuthenticatedStore::host(ListeningSocket 
   return c10::make_intrusive<AuthenticatedStore>(std::move(server), nullptr, env);
 }
 
-c10::intrusive_ptr<AuthenticatedStore> AuthenticatedStore::connect(const LaunchEnv& env,
+c10::intrusive_ptr<AuthenticatedStore> AuthenticatedStore::connect(const LaunchEnv& env, HostLookup& host,
                                                                    Clock::time_point deadline,
                                                                    const LaunchNotices& notices) {
   const auto begin = Clock::now();
@@ -118,8 +116,7 @@ c10::intrusive_ptr<AuthenticatedStore> AuthenticatedStore::connect(const LaunchE
     check_notices(notices, env, begin);
     std::string why;
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
-    Socket socket(
-        connect_to(place.host, place.port, std::clamp<std::chrono::milliseconds>(left, 1ms, kConnectTime)));
+    Socket socket(host.connect(place.port, std::clamp<std::chrono::milliseconds>(left, 1ms, kConnectTime)));
     if (socket) {
       SecureConnection connection(std::move(socket), kMaxStoreMessage);
       const auto end = connection.shake_hands(key, Purpose::Store, env.rank,
@@ -145,7 +142,7 @@ c10::intrusive_ptr<AuthenticatedStore> AuthenticatedStore::connect(const LaunchE
         first_refusal.reset();
       }
     } else {
-      why = std::strerror(errno);
+      why = host.problem();
     }
     if (Clock::now() >= deadline)
       throw TimeoutError(

@@ -21,6 +21,7 @@
 #include "penstock/comm/launch/launch_notices.h"
 #include "penstock/comm/secure/store_client.h"
 #include "penstock/comm/secure/store_server.h"
+#include "penstock/comm/transport/host_lookup.h"
 #include "penstock/comm/transport/liveness.h"
 #include "penstock/comm/transport/tcp_listen.h"
 #include "penstock/torch/compat/version.h"
@@ -36,7 +37,9 @@ class AuthenticatedStore final : public c10d::Store {
   // Connects to the store of rank 0 and retries until the deadline. Throws TimeoutError if nobody answers,
   // ConfigError if whoever answers has another secret or is not such a store, PeerLostError if the launcher
   // says that a rank has ended.
-  static c10::intrusive_ptr<AuthenticatedStore> connect(const LaunchEnv& env, Clock::time_point deadline,
+  // `host`: of the rendezvous.
+  static c10::intrusive_ptr<AuthenticatedStore> connect(const LaunchEnv& env, HostLookup& host,
+                                                        Clock::time_point deadline,
                                                         const LaunchNotices& notices);
 
   AuthenticatedStore(std::unique_ptr<StoreServer> server, std::unique_ptr<StoreClient> client,

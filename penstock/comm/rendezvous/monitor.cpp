@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <sstream>
 #include <thread>
 #include <utility>
@@ -12,6 +11,7 @@
 #include "penstock/base/log.h"
 #include "penstock/comm/rendezvous/monitor_end.h"
 #include "penstock/comm/secure/secret.h"
+#include "penstock/comm/transport/host_lookup.h"
 #include "penstock/comm/transport/tcp_listen.h"
 #include "penstock/errors.h"
 
@@ -57,12 +57,14 @@ std::shared_ptr<Monitor::End> join_monitor(const LaunchEnv& env, const Store& st
       place.secret >> place.host;
   const JobKey key(place.secret == kKnownSecret ? env.secret : place.secret);
   const auto until = std::min(deadline, Clock::now() + kMonitorAnswerTime);
+  HostLookup host(place.host);
   std::string why;
   do {
-    Socket socket(connect_to(place.host, place.port));
+    Socket socket(host.connect(place.port));
     if (!socket) {
-      why = std::strerror(errno);
-      if (errno == ECONNREFUSED) break;  // it listened before it said so
+      const int error = errno;
+      why = host.problem();
+      if (error == ECONNREFUSED) break;  // it listened before it said so
     } else {
       SecureConnection connection(std::move(socket), kMaxNotice);
       const auto end = connection.shake_hands(key, Purpose::Monitor, env.rank,

@@ -24,6 +24,7 @@
 #include "penstock/comm/rendezvous/authenticated_store.h"
 #include "penstock/comm/secure/socket.h"
 #include "penstock/comm/transport/call_with_timeout.h"
+#include "penstock/comm/transport/host_lookup.h"
 #include "penstock/comm/transport/tcp_listen.h"
 #include "penstock/errors.h"
 #include "penstock/torch/compat/version.h"
@@ -47,8 +48,9 @@ double seconds_since(Clock::time_point begin) {
 // The store that torchrun's agent hosts, which is a TCP store of c10d. Its protocol belongs to a version of
 // LibTorch: an agent of another one accepts the connection and closes it at the first request, which is
 // therefore made here.
-c10::intrusive_ptr<c10d::Store> connect_to_agent(const LaunchEnv& env, Clock::time_point deadline,
-                                                 std::chrono::milliseconds left, CallWithTimeout& caller) {
+c10::intrusive_ptr<c10d::Store> connect_to_agent(const LaunchEnv& env, HostLookup& host,
+                                                 Clock::time_point deadline, std::chrono::milliseconds left,
+                                                 CallWithTimeout& caller) {
   const auto begin = Clock::now();
   const Rendezvous& place = env.rendezvous;
   c10d::TCPStoreOptions options;
@@ -64,7 +66,7 @@ c10::intrusive_ptr<c10d::Store> connect_to_agent(const LaunchEnv& env, Clock::ti
   CommContext context;
   context.rank = env.rank;
   context.operation = "rendezvous";
-  await_listening(place.host, place.port, deadline, context);
+  await_listening(host, place.port, deadline, context);
   std::string why = "it does not answer";
   try {
     const auto store = std::make_shared<c10::intrusive_ptr<c10d::Store>>();
@@ -330,16 +332,17 @@ Store Store::connect(const LaunchEnv& env, Clock::time_point deadline) {
     const auto caller = std::make_shared<CallWithTimeout>();
     return handle(open_file_store(env, left, *caller), caller, kFileInUse);
   }
-  // Otherwise the name would be looked up repeatedly until the deadline.
-  require_known_host(place.host, deadline,
+  // A name that does not exist is an error at once.
+  HostLookup host(place.host);
+  host.require_known(deadline,
                      "set MASTER_ADDR (or PENSTOCK_RENDEZVOUS) to the name or address of rank 0's host");
   if (!place.hosted_by_rank0) {
     const auto caller = std::make_shared<CallWithTimeout>();
-    return handle(connect_to_agent(env, deadline, left, *caller), caller,
+    return handle(connect_to_agent(env, host, deadline, left, *caller), caller,
                   "the rendezvous store does not answer; the process that hosts it, usually rank 0, is "
                   "stopped or unreachable");
   }
-  if (env.rank != 0) return handle(AuthenticatedStore::connect(env, deadline, *notices), nullptr, "");
+  if (env.rank != 0) return handle(AuthenticatedStore::connect(env, host, deadline, *notices), nullptr, "");
   auto listener = ListeningSocket::bind(listen_address(env), place.port,
                                         "set MASTER_PORT to a free port, or end the process that uses it");
   return handle(AuthenticatedStore::host(std::move(listener), env), nullptr, "");

@@ -1,9 +1,9 @@
 // TCP sockets that listen where the other ranks are, and nowhere else.
 #pragma once
 
-#include <chrono>
 #include <string>
 
+#include "penstock/comm/transport/host_lookup.h"
 #include "penstock/comm/transport/transfer.h"
 #include "penstock/errors.h"
 
@@ -30,19 +30,11 @@ class ListeningSocket {
   int fd_ = -1;
 };
 
-// Throws ConfigError ending in `remedy` unless the host name can be resolved. The answer "no such host" is
-// final; a name server that does not answer is queried again for a short time, at most until the deadline.
-void require_known_host(const std::string& host, Clock::time_point deadline, const std::string& remedy);
-
 // Waits until host:port accepts connections. Throws TimeoutError with `context` at the deadline; c10d would
 // instead retry with messages that do not name the remedy.
-void await_listening(const std::string& host, int port, Clock::time_point deadline, CommContext context);
+void await_listening(HostLookup& host, int port, Clock::time_point deadline, CommContext context);
 
 // Returns the name by which other hosts know this one.
 std::string own_host_name();
-
-// Connects, or returns -1 with errno set if refused, unreachable, or without an answer within `limit` for
-// each address of the host.
-int connect_to(const std::string& host, int port, std::chrono::milliseconds limit = std::chrono::seconds(2));
 
 }  // namespace penstock::comm

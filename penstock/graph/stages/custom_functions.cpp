@@ -25,39 +25,6 @@ using torch::autograd::Edge;
 using torch::autograd::variable_list;
 using AutogradNode = torch::autograd::Node;
 
-// -------------------------------------------------------------------------------------------------------
-// history
-
-void HistoryOfValues::note_place(const at::Tensor& tensor, ValueId value) {
-  if (!tensor.requires_grad()) return;
-  requires_grad_[index_of(value)] = 1;
-  Edge edge = torch::autograd::impl::gradient_edge(tensor);
-  if (!edge.is_valid()) return;
-  if (value_at_.emplace(std::pair(edge.function.get(), edge.input_nr), value).second)
-    held_.push_back(std::move(edge));
-}
-
-void HistoryOfValues::note(const at::Tensor& tensor, ValueId value) {
-  if (index_of(value) >= known_.size()) {
-    known_.resize(index_of(value) + 1, 0);
-    requires_grad_.resize(known_.size(), 0);
-  }
-  if (!std::exchange(known_[index_of(value)], 1)) made_.emplace_back(tensor, value);
-  note_place(tensor, value);
-}
-
-void HistoryOfValues::finish() {
-  for (const auto& [tensor, value] : made_) note_place(tensor, value);
-}
-
-ValueId HistoryOfValues::value_at(const Edge& edge) const {
-  const auto found = value_at_.find({edge.function.get(), edge.input_nr});
-  return found == value_at_.end() ? kNoValue : found->second;
-}
-
-// -------------------------------------------------------------------------------------------------------
-// functions
-
 namespace {
 
 constexpr std::string_view kCustom = "torch::autograd::CppNode<";

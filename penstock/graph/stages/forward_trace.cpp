@@ -13,6 +13,7 @@
 #include "penstock/fake.h"
 #include "penstock/graph/ir/subclass_record.h"
 #include "penstock/graph/stages/custom_functions.h"
+#include "penstock/graph/stages/history_of_values.h"
 #include "penstock/graph/stages/module_recorder.h"
 #include "penstock/graph/trace/fake_in_place.h"
 #include "penstock/graph/trace/tracer.h"
@@ -28,16 +29,13 @@ std::vector<at::Tensor> real_among_found(const Values& inputs, std::size_t found
   return real;
 }
 
-std::string in_module(const std::string& module) {
-  return module.empty() ? std::string("of the root module") : fmt::format("in module '{}'", module);
-}
-
 class TraceRun {
  public:
   TraceRun(const Values& inputs, const TraceSettings& settings)
       : settings_(settings),
         found_(real_among_found(inputs, settings.found), settings.device),
-        modules_(settings.roots, tracer_.graph) {
+        modules_(settings.roots, tracer_.graph),
+        history_(tracer_.graph, modules_) {
     tracer_.found = settings.found;
     for (std::size_t i = 0; i < inputs.size(); ++i) {
       if (!is_defined_tensor(inputs[i])) {
@@ -53,7 +51,7 @@ class TraceRun {
   }
 
   ForwardTrace run(const Function& function) {
-    tracer_.seen = [this](const at::Tensor& tensor, ValueId value) { history_.note(tensor, value); };
+    tracer_.seen = [this](const at::Tensor& tensor, ValueId value) { return history_.note(tensor, value); };
     const c10::AutoGradMode gradients(true);
     const OwnAutocastCache cast_weights;
     const ModeGuard below(fake_mode_);

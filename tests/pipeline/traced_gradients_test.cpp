@@ -1,0 +1,161 @@
+// Gradients of the stages of a traced pipeline equal those of the module itself, also where autograd forgets
+// without an operator (data, detach_, requires_grad_), or the trace is refused.
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "penstock/errors.h"
+#include "penstock/trace_pipeline.h"
+#include "tests/has_text.h"
+#include "tests/pipeline/traced_models.h"
+#include "tests/throws.h"
+
+namespace penstock {
+namespace traced_gradients_test {
+
+using test::has_text;
+using test::linear;
+using test::message_of;
+using test::Stages;
+using test::values;
+
+at::Tensor leaf(int seed) { return values({3, 4}, seed).requires_grad_(true); }
+
+// Two layers, and something in between.
+struct Between : torch::nn::Module {
+  using Compute = std::function<at::Tensor(const at::Tensor& h, Between& net)>;
+  explicit Between(Compute function) : compute(std::move(function)) {
+    a = register_module("a", linear(0));
+    b = register_module("b", linear(1));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor h = a->forward(x);
+    const ModuleScope scope(*a);
+    return b->forward(compute(h, *this));
+  }
+  Compute compute;
+  torch::nn::Linear a{nullptr}, b{nullptr};
+};
+
+// Undefined for what the result does not depend on.
+std::vector<at::Tensor> gradients_of(const at::Tensor& y, const torch::nn::Module& net, const at::Tensor& x) {
+  std::vector<at::Tensor> inputs = net.parameters();
+  inputs.push_back(x);
+  return torch::autograd::grad({y.square().sum()}, inputs, {}, c10::nullopt, false, /*allow_unused=*/true);
+}
+
+// The stages have the parameters of the module itself.
+template <class Net>
+void expect_same_gradients(const std::shared_ptr<Net>& net, const Stages& stages, const at::Tensor& x) {
+  const at::Tensor expected = net->forward(x), actual = stages(x);
+  EXPECT_TRUE(actual.equal(expected));
+  const auto wanted = gradients_of(expected, *net, x), found = gradients_of(actual, *net, x);
+  for (std::size_t i = 0; i < wanted.size(); ++i) {
+    ASSERT_EQ(found[i].defined(), wanted[i].defined()) << "gradient " << i;
+    if (wanted[i].defined()) {
+      EXPECT_TRUE(at::allclose(found[i], wanted[i])) << "gradient " << i;
+    }
+  }
+}
+
+// -------------------------------------------------------------------------------------------------------
+// history that is lost without an operator
+
+TEST(TracedHistory, WhatAutogradForgetsStagesDoNotDifferentiate) {
+  const std::vector<std::pair<const char*, Between::Compute>> forgetful = {
+      {"straight-through", [](const at::Tensor& h, Between&) { return h + (h.round() - h).data(); }},
+      {"detach_",
+       [](const at::Tensor& h, Between&) {
+         const at::Tensor gate = h.sigmoid();
+         gate.detach_();
+         return h * gate;
+       }},
+      {"the data of a parameter",
+       [](const at::Tensor& h, Between& net) { return torch::linear(h, net.b->weight.data()); }},
+      {"a leaf of its own",
+       [](const at::Tensor& h, Between&) {
+         const at::Tensor own = h.data();
+         own.requires_grad_(true);
+         return own * own;
+       }},
+      {"a parameter that is frozen for a while",
+       [](const at::Tensor& h, Between& net) {
+         net.b->weight.requires_grad_(false);
+         const at::Tensor y = torch::linear(h, net.b->weight);
+         net.b->weight.requires_grad_(true);
+         return y.tanh();
+       }},
+      {"a write to the data",
+       [](const at::Tensor& h, Between&) {
+         const at::Tensor y = h * 1.5;
+         y.data().mul_(2);
+         return y + h;
+       }},
+      {"a new history after detach_",
+       [](const at::Tensor& h, Between& net) {
+         at::Tensor y = h.sin();
+         y.detach_();
+         y.mul_(net.b->weight.sum());
+         return y + h;
+       }},
+  };
+  const at::Tensor x = leaf(1);
+  for (const auto& [what, compute] : forgetful) {
+    SCOPED_TRACE(what);
+    const auto net = std::make_shared<Between>(compute);
+    const Stages stages(trace_pipeline(StageModule(net), Tree::tuple({x}), {}, PipeSplit::into(1)));
+    expect_same_gradients(net, stages, x);
+  }
+}
+
+// What comes from another stage has its history there.
+struct Gated : torch::nn::Module {
+  Gated() {
+    a = register_module("a", linear(0));
+    b = register_module("b", linear(1));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor h = a->forward(x), gate = h.tanh();
+    gate.detach_();
+    return b->forward(h) * gate;
+  }
+  torch::nn::Linear a{nullptr}, b{nullptr};
+};
+
+TEST(TracedHistory, ABorderBetweenATensorAndItsUse) {
+  const auto net = std::make_shared<Gated>();
+  const at::Tensor x = leaf(1);
+  const Stages stages(trace_pipeline(StageModule(net), Tree::tuple({x}), {}, PipeSplit::at({{"b"}})));
+  expect_same_gradients(net, stages, x);
+}
+
+// An ordinary detach(), and what never had a history, need no further operator.
+TEST(TracedHistory, OnlyLostHistoryIsRecorded) {
+  const auto net = std::make_shared<Between>([](const at::Tensor& h, Between&) {
+    const at::Tensor mask = torch::zeros_like(h).data(), kept = h.detach();
+    return h * (mask + kept);
+  });
+  const Pipe pipe = trace_pipeline(StageModule(net), Tree::tuple({leaf(1)}), {}, PipeSplit::into(1));
+  const std::string text = pipe.stage_text(0);
+  const std::size_t first = text.find("aten::detach");
+  ASSERT_NE(first, std::string::npos);
+  EXPECT_EQ(text.find("aten::detach", first + 1), std::string::npos) << text;
+}
+
+TEST(TracedHistory, TheHistoryOfAnotherTensorIsRefused) {
+  const auto net = std::make_shared<Between>([](const at::Tensor& h, Between&) {
+    h.set_data(h.round());
+    return h * 2;
+  });
+  const std::string said = message_of<NotImplemented>(
+      [&] { trace_pipeline(StageModule(net), Tree::tuple({leaf(1)}), {}, PipeSplit::into(1)); });
+  EXPECT_TRUE(has_text(said, "set_data")) << said;
+  EXPECT_TRUE(has_text(said, "in module 'a'")) << said;
+}
+
+}  // namespace traced_gradients_test
+}  // namespace penstock

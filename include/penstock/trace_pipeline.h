@@ -230,9 +230,9 @@ struct BuildStageOptions {
 // moved to the device; a parameter that an earlier stage uses too is a leaf of its own.
 //
 // Its forward throws ValueError for tensors of sizes without an example, for plain values that differ from
-// the example, for missing keyword arguments, in a mode that was not traced, and under another autocast or
-// default dtype than the trace. Throws ValueError if an operator of the trace has no kernel on this kind of
-// device.
+// the example, for missing keyword arguments, in a mode that was not traced, under another autocast or
+// default dtype than the trace, and if requires_grad_(true) after the trace would lose a gradient. Throws
+// ValueError if an operator of the trace has no kernel on this kind of device.
 StageModule stage_module(const Pipe& pipe, int index, at::Device device,
                          const BuildStageOptions& options = {});
 

@@ -1,5 +1,6 @@
 // Gradients of the stages of a traced pipeline equal those of the module itself, also where autograd forgets
-// without an operator (data, detach_, requires_grad_), or the trace is refused.
+// without an operator (data, detach_, requires_grad_) and where requires_grad changes after the trace, or it
+// is refused.
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -155,6 +156,96 @@ TEST(TracedHistory, TheHistoryOfAnotherTensorIsRefused) {
       [&] { trace_pipeline(StageModule(net), Tree::tuple({leaf(1)}), {}, PipeSplit::into(1)); });
   EXPECT_TRUE(has_text(said, "set_data")) << said;
   EXPECT_TRUE(has_text(said, "in module 'a'")) << said;
+}
+
+// -------------------------------------------------------------------------------------------------------
+// requires_grad that changes after the trace
+
+// y = x * weight with a derivative of its own.
+struct ScaleFunction : torch::autograd::Function<ScaleFunction> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
+                            const at::Tensor& weight) {
+    context->save_for_backward({x, weight});
+    return x * weight;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& gradients) {
+    const auto saved = context->get_saved_variables();
+    return {gradients[0] * saved[1] * 1.5, (gradients[0] * saved[0]).sum(0)};
+  }
+};
+
+struct Scaled : torch::nn::Module {
+  Scaled() {
+    embed = register_module("embed", linear(0));
+    place = register_parameter("place", values({4}, 2));
+    gain = register_parameter("gain", values({4}, 3));
+    head = register_module("head", linear(1));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    at::Tensor h = embed->forward(x);
+    if (with_place) h = h + place;
+    return head->forward(ScaleFunction::apply(h, gain));
+  }
+  void freeze(bool frozen) {
+    for (const at::Tensor& each : {embed->weight, embed->bias, gain}) each.requires_grad_(!frozen);
+  }
+  bool with_place = false;
+  torch::nn::Linear embed{nullptr}, head{nullptr};
+  at::Tensor place, gain;
+};
+
+Stages stages_of(const std::shared_ptr<Scaled>& net) {
+  return Stages(trace_pipeline(StageModule(net), Tree::tuple({values({3, 4}, 1)}), {}, PipeSplit::into(1)));
+}
+
+TEST(TracedRequiresGrad, TurnedOnBelowAFunctionIsRefused) {
+  for (const bool with_place : {false, true}) {
+    SCOPED_TRACE(with_place);
+    const auto net = std::make_shared<Scaled>();
+    net->with_place = with_place;
+    net->freeze(true);
+    const Stages stages = stages_of(net);
+    EXPECT_NO_THROW(stages(values({3, 4}, 1)));
+    net->gain.requires_grad_(true);
+    const std::string said = message_of<ValueError>([&] { stages(values({3, 4}, 1)); });
+    EXPECT_TRUE(has_text(said, "'gain' requires a gradient")) << said;
+    EXPECT_TRUE(has_text(said, "aten::mul")) << said;
+    EXPECT_TRUE(has_text(said, "trace the model again")) << said;
+    const at::NoGradGuard no_grad;
+    EXPECT_NO_THROW(stages(values({3, 4}, 1))) << "nobody wants a gradient";
+  }
+}
+
+TEST(TracedRequiresGrad, ThroughOtherOperatorsToo) {
+  const auto net = std::make_shared<Scaled>();
+  net->freeze(true);
+  const Stages stages = stages_of(net);
+  net->embed->bias.requires_grad_(true);
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] { stages(values({3, 4}, 1)); }), "'embed.bias'"));
+  net->embed->bias.requires_grad_(false);
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] { stages(leaf(1)); }), "args[0] requires a gradient"));
+}
+
+// What the function takes had a gradient in the trace, too: that of `place`.
+TEST(TracedRequiresGrad, TurnedOnWhereTheFunctionHasADerivative) {
+  const auto net = std::make_shared<Scaled>();
+  net->with_place = true;
+  net->embed->weight.requires_grad_(false);
+  const Stages stages = stages_of(net);
+  net->embed->weight.requires_grad_(true);
+  expect_same_gradients(net, stages, leaf(1));
+}
+
+TEST(TracedRequiresGrad, TurnedOff) {
+  const auto net = std::make_shared<Scaled>();
+  const Stages stages = stages_of(net);
+  net->freeze(true);
+  const at::Tensor x = values({3, 4}, 1), y = stages(x);
+  EXPECT_TRUE(y.equal(net->forward(x)));
+  y.sum().backward();
+  EXPECT_TRUE(net->head->weight.grad().defined());
+  EXPECT_FALSE(net->gain.grad().defined());
 }
 
 }  // namespace traced_gradients_test

@@ -203,8 +203,8 @@ class Pipe {
 // nearest name) or does not run, for stages without operators, for splits through a chain of in-place
 // operators, and for more stages than there are places; DataDependentError for a forward that depends on
 // values; StateError for one that computes with numbers of the running step; TypeError for distributed
-// tensors; NotImplemented for autograd functions that write their arguments, and for a tensor that gets other
-// values and keeps its history (set_data).
+// tensors; NotImplemented for autograd functions that write their arguments, for gradient hooks that the
+// forward sets, and for a tensor that gets other values and keeps its history (set_data).
 Pipe trace_pipeline(const StageModule& module, const Tree& args, const Tree& kwargs, const PipeSplit& split,
                     const TraceOptions& options = {});
 

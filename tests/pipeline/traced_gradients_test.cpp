@@ -1,6 +1,6 @@
 // Gradients of the stages of a traced pipeline equal those of the module itself, also where autograd forgets
 // without an operator (data, detach_, requires_grad_) and where requires_grad changes after the trace, or it
-// is refused.
+// is refused; so are hooks that the forward sets.
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -246,6 +246,74 @@ TEST(TracedRequiresGrad, TurnedOff) {
   y.sum().backward();
   EXPECT_TRUE(net->head->weight.grad().defined());
   EXPECT_FALSE(net->gain.grad().defined());
+}
+
+// -------------------------------------------------------------------------------------------------------
+// hooks
+
+struct KeepGradients final : torch::autograd::FunctionPostHook {
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& results,
+                                            const torch::autograd::variable_list&) override {
+    return results;
+  }
+};
+
+at::Tensor clamped(const at::Tensor& gradient) { return gradient.clamp(-1, 1); }
+
+void trace_between(const std::shared_ptr<Between>& net) {
+  trace_pipeline(StageModule(net), Tree::tuple({leaf(1)}), {}, PipeSplit::into(1));
+}
+
+TEST(TracedHooks, ThoseOfTheForwardAreRefused) {
+  const std::vector<std::pair<const char*, Between::Compute>> hooked = {
+      {"of a tensor",
+       [](const at::Tensor& h, Between&) {
+         h.register_hook(clamped);
+         return h * 2;
+       }},
+      {"of a tensor that is written afterwards",
+       [](const at::Tensor& h, Between&) {
+         at::Tensor y = h * 2;
+         y.register_hook(clamped);
+         return y.add_(1);
+       }},
+      {"retain_grad",
+       [](const at::Tensor& h, Between&) {
+         h.retain_grad();
+         return h * 2;
+       }},
+      {"of a node", [](const at::Tensor& h, Between&) {
+         h.grad_fn()->add_post_hook(std::make_unique<KeepGradients>());
+         return h * 2;
+       }}};
+  for (const auto& [what, compute] : hooked) {
+    SCOPED_TRACE(what);
+    const auto net = std::make_shared<Between>(compute);
+    const std::string said = message_of<NotImplemented>([&] { trace_between(net); });
+    EXPECT_TRUE(has_text(said, "gradient hook")) << said;
+    EXPECT_TRUE(has_text(said, "in module 'a'")) << said;
+  }
+}
+
+// The parameter has no hook afterwards, and can get one.
+TEST(TracedHooks, OfAParameter) {
+  const auto net = std::make_shared<Between>([](const at::Tensor& h, Between& of) {
+    of.b->weight.register_hook(clamped);
+    return h;
+  });
+  EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { trace_between(net); }), "'b.weight'"));
+  net->compute = [](const at::Tensor& h, Between&) { return h; };
+  int calls = 0;
+  net->b->weight.register_hook([&](const at::Tensor& gradient) {
+    ++calls;
+    return gradient * 0;
+  });
+  const at::Tensor x = leaf(1);
+  const Stages stages(trace_pipeline(StageModule(net), Tree::tuple({x}), {}, PipeSplit::into(1)));
+  EXPECT_EQ(calls, 0);
+  stages(x).sum().backward();
+  EXPECT_EQ(calls, 1);
+  EXPECT_TRUE(net->b->weight.grad().equal(at::zeros({4, 4})));
 }
 
 }  // namespace traced_gradients_test

@@ -3,22 +3,35 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/GradMode.h>
 #include <fmt/format.h>
+#include <torch/csrc/autograd/cpp_hook.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <unordered_set>
 
 #include "penstock/errors.h"
+#include "penstock/torch/compat/autograd_node.h"
 
 namespace penstock::graph {
 
 using torch::autograd::Edge;
+using AutogradNode = torch::autograd::Node;
 
 namespace {
 
 // Invalid for a tensor without history, also for a view that requires a gradient only because its base does.
 Edge place_of(const at::Tensor& tensor) {
   return tensor.requires_grad() ? torch::autograd::impl::gradient_edge(tensor) : Edge();
+}
+
+// A hook that was removed has left an empty function.
+std::size_t count_tensor_hooks(const at::Tensor& tensor) {
+  const torch::autograd::AutogradMeta* autograd = torch::autograd::impl::get_autograd_meta(tensor);
+  if (!autograd || !autograd->cpp_hooks_list_) return 0;
+  return static_cast<std::size_t>(std::count_if(autograd->cpp_hooks_list_->begin(),
+                                                autograd->cpp_hooks_list_->end(),
+                                                [](const auto& hook) { return hook != nullptr; }));
 }
 
 }  // namespace
@@ -69,6 +82,47 @@ void HistoryOfValues::finish() {
 ValueId HistoryOfValues::value_at(const Edge& edge) const {
   const auto found = value_at_.find({edge.function.get(), edge.input_nr});
   return found == value_at_.end() ? kNoValue : found->second;
+}
+
+std::vector<AutogradNode*> HistoryOfValues::nodes() const {
+  std::vector<AutogradNode*> found;
+  std::unordered_set<AutogradNode*> known;
+  const auto visit = [&](AutogradNode* node) {
+    if (node && known.insert(node).second) found.push_back(node);
+  };
+  for (const Edge& place : held_) visit(place.function.get());
+  for (std::size_t next = 0; next < found.size(); ++next)
+    for (const Edge& edge : found[next]->next_edges()) visit(edge.function.get());
+  return found;
+}
+
+// -------------------------------------------------------------------------------------------------------
+// hooks
+
+void HistoryOfValues::note_hooks() {
+  for (const Edge& place : held_) hooks_before_[place.function.get()] = count_hooks(*place.function);
+  for (const std::vector<at::Tensor>& handles : handles_)
+    for (const at::Tensor& tensor : handles)
+      hooks_before_[tensor.unsafeGetTensorImpl()] = count_tensor_hooks(tensor);
+}
+
+std::optional<ValueId> HistoryOfValues::hooked() const {
+  const auto has_more = [&](const void* owner, std::size_t count) {
+    const auto before = hooks_before_.find(owner);
+    return count > (before == hooks_before_.end() ? 0 : before->second);
+  };
+  for (AutogradNode* node : nodes())
+    if (has_more(node, count_hooks(*node))) {
+      const auto first = value_at_.lower_bound({node, 0});
+      return first != value_at_.end() && first->first.first == node ? first->second : kNoValue;
+    }
+  // The hooks of a leaf are not on a node in every version of LibTorch.
+  for (std::size_t i = 0; i < handles_.size(); ++i)
+    for (const at::Tensor& tensor : handles_[i])
+      if (tensor.requires_grad() && !tensor.grad_fn() &&
+          has_more(tensor.unsafeGetTensorImpl(), count_tensor_hooks(tensor)))
+        return ValueId{static_cast<std::int32_t>(i)};
+  return std::nullopt;
 }
 
 // -------------------------------------------------------------------------------------------------------

@@ -15,8 +15,10 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/edge.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -43,7 +45,14 @@ class HistoryOfValues {
   bool requires_grad(ValueId value) const {
     return index_of(value) < requires_grad_.size() && requires_grad_[index_of(value)] != 0;
   }
-  const std::vector<torch::autograd::Edge>& places() const { return held_; }
+  // All nodes that the gradients of the forward may pass.
+  std::vector<torch::autograd::Node*> nodes() const;
+
+  // Called when the inputs have been noted: their hooks are not the forward's.
+  void note_hooks();
+  // After finish(): a value whose gradient goes to a hook that the forward has set, kNoValue if it is not
+  // known which; empty without such a hook.
+  std::optional<ValueId> hooked() const;
 
  private:
   void make_room_for(ValueId value);
@@ -68,7 +77,8 @@ class HistoryOfValues {
   std::vector<char> requires_grad_, has_history_;                  // by value
   std::unordered_map<const c10::TensorImpl*, Detached> detached_;  // all are handles
   std::map<std::pair<const torch::autograd::Node*, std::uint32_t>, ValueId> value_at_;
-  std::vector<torch::autograd::Edge> held_;  // keeps the nodes alive
+  std::vector<torch::autograd::Edge> held_;                    // keeps the nodes alive
+  std::unordered_map<const void*, std::size_t> hooks_before_;  // by node, and by leaf
 };
 
 }  // namespace penstock::graph

@@ -203,7 +203,8 @@ class Pipe {
 // nearest name) or does not run, for stages without operators, for splits through a chain of in-place
 // operators, and for more stages than there are places; DataDependentError for a forward that depends on
 // values; StateError for one that computes with numbers of the running step; TypeError for distributed
-// tensors; NotImplemented for autograd functions that write their arguments.
+// tensors; NotImplemented for autograd functions that write their arguments, for gradient hooks that the
+// forward sets, and for a tensor that gets other values and keeps its history (set_data).
 Pipe trace_pipeline(const StageModule& module, const Tree& args, const Tree& kwargs, const PipeSplit& split,
                     const TraceOptions& options = {});
 
@@ -229,9 +230,9 @@ struct BuildStageOptions {
 // moved to the device; a parameter that an earlier stage uses too is a leaf of its own.
 //
 // Its forward throws ValueError for tensors of sizes without an example, for plain values that differ from
-// the example, for missing keyword arguments, in a mode that was not traced, and under another autocast or
-// default dtype than the trace. Throws ValueError if an operator of the trace has no kernel on this kind of
-// device.
+// the example, for missing keyword arguments, in a mode that was not traced, under another autocast or
+// default dtype than the trace, and if requires_grad_(true) after the trace would lose a gradient. Throws
+// ValueError if an operator of the trace has no kernel on this kind of device.
 StageModule stage_module(const Pipe& pipe, int index, at::Device device,
                          const BuildStageOptions& options = {});
 

@@ -226,6 +226,38 @@ inline std::vector<TracedModel> traced_models() {
   return all;
 }
 
+// ---- stages without a schedule ----
+
+// All stages of a pipe in one process.
+struct Stages {
+  explicit Stages(const Pipe& pipe) {
+    for (int stage = 0; stage < pipe.stages(); ++stage) all.push_back(stage_module(pipe, stage, at::kCPU));
+  }
+  // For models without values that skip stages.
+  Tree forward(const Tree& args, const Tree& kwargs = {}) const {
+    Tree value = args;
+    for (const StageModule& stage : all) value = stage.forward(value, kwargs);
+    return value;
+  }
+  at::Tensor operator()(const at::Tensor& x, const Tree& kwargs = {}) const {
+    return forward(Tree::tuple({x}), kwargs).tensor();
+  }
+  void train(bool on) const {
+    for (const StageModule& stage : all) stage.modules()[0]->train(on);
+  }
+
+  std::vector<StageModule> all;
+};
+
+// Of width 4, the same values for the same number.
+inline torch::nn::Linear linear(int number) {
+  torch::nn::Linear made(4, 4);
+  const at::NoGradGuard no_grad;
+  made->weight.copy_(values({4, 4}, 10 + number));
+  made->bias.copy_(values({4}, 20 + number));
+  return made;
+}
+
 inline TracedModel random_model(std::uint64_t seed) {
   TracedModel model;
   model.name = "random model " + std::to_string(seed);

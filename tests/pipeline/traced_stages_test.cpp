@@ -24,30 +24,11 @@ namespace penstock {
 namespace traced_stages_test {
 
 using test::has_text;
+using test::linear;
 using test::message_of;
+using test::Stages;
 using test::values;
 using Names = std::vector<std::string>;
-
-// All stages of a pipe in one process.
-struct Stages {
-  explicit Stages(const Pipe& pipe) {
-    for (int stage = 0; stage < pipe.stages(); ++stage) all.push_back(stage_module(pipe, stage, at::kCPU));
-  }
-  // For models without values that skip stages.
-  Tree forward(const Tree& args, const Tree& kwargs = {}) const {
-    Tree value = args;
-    for (const StageModule& stage : all) value = stage.forward(value, kwargs);
-    return value;
-  }
-  at::Tensor operator()(const at::Tensor& x, const Tree& kwargs = {}) const {
-    return forward(Tree::tuple({x}), kwargs).tensor();
-  }
-  void train(bool on) const {
-    for (const StageModule& stage : all) stage.modules()[0]->train(on);
-  }
-
-  std::vector<StageModule> all;
-};
 
 StepContext step_of(std::int64_t microbatch, std::optional<BatchRows> rows = {}) {
   StepContext step;
@@ -57,14 +38,6 @@ StepContext step_of(std::int64_t microbatch, std::optional<BatchRows> rows = {})
   step.microbatches = 4;
   step.rows = rows;
   return step;
-}
-
-torch::nn::Linear linear(int number) {
-  torch::nn::Linear made(4, 4);
-  const at::NoGradGuard no_grad;
-  made->weight.copy_(values({4, 4}, 10 + number));
-  made->bias.copy_(values({4}, 20 + number));
-  return made;
 }
 
 // -------------------------------------------------------------------------------------------------------

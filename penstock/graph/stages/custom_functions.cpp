@@ -12,7 +12,6 @@
 #include <iterator>
 #include <set>
 #include <string>
-#include <unordered_set>
 
 #include "penstock/errors.h"
 #include "penstock/fake.h"
@@ -24,39 +23,6 @@ namespace penstock::graph {
 using torch::autograd::Edge;
 using torch::autograd::variable_list;
 using AutogradNode = torch::autograd::Node;
-
-// -------------------------------------------------------------------------------------------------------
-// history
-
-void HistoryOfValues::note_place(const at::Tensor& tensor, ValueId value) {
-  if (!tensor.requires_grad()) return;
-  requires_grad_[index_of(value)] = 1;
-  Edge edge = torch::autograd::impl::gradient_edge(tensor);
-  if (!edge.is_valid()) return;
-  if (value_at_.emplace(std::pair(edge.function.get(), edge.input_nr), value).second)
-    held_.push_back(std::move(edge));
-}
-
-void HistoryOfValues::note(const at::Tensor& tensor, ValueId value) {
-  if (index_of(value) >= known_.size()) {
-    known_.resize(index_of(value) + 1, 0);
-    requires_grad_.resize(known_.size(), 0);
-  }
-  if (!std::exchange(known_[index_of(value)], 1)) made_.emplace_back(tensor, value);
-  note_place(tensor, value);
-}
-
-void HistoryOfValues::finish() {
-  for (const auto& [tensor, value] : made_) note_place(tensor, value);
-}
-
-ValueId HistoryOfValues::value_at(const Edge& edge) const {
-  const auto found = value_at_.find({edge.function.get(), edge.input_nr});
-  return found == value_at_.end() ? kNoValue : found->second;
-}
-
-// -------------------------------------------------------------------------------------------------------
-// functions
 
 namespace {
 
@@ -71,19 +37,9 @@ std::string custom_name(const AutogradNode& node) {
 }
 
 // Later functions last.
-std::vector<AutogradNode*> custom_nodes(const std::vector<Edge>& places) {
-  std::vector<AutogradNode*> open, found;
-  std::unordered_set<AutogradNode*> known;
-  const auto visit = [&](AutogradNode* node) {
-    if (node && known.insert(node).second) open.push_back(node);
-  };
-  for (const Edge& place : places) visit(place.function.get());
-  while (!open.empty()) {
-    AutogradNode* node = open.back();
-    open.pop_back();
-    if (is_custom(*node)) found.push_back(node);
-    for (const Edge& edge : node->next_edges()) visit(edge.function.get());
-  }
+std::vector<AutogradNode*> custom_nodes(const HistoryOfValues& history) {
+  std::vector<AutogradNode*> found = history.nodes();
+  std::erase_if(found, [](const AutogradNode* node) { return !is_custom(*node); });
   std::sort(found.begin(), found.end(),
             [](const AutogradNode* a, const AutogradNode* b) { return a->sequence_nr() < b->sequence_nr(); });
   return found;
@@ -107,7 +63,7 @@ class Recording {
     tracer_.phase = Phase::Backward;
     const c10::AutoGradMode no_gradients(false);
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
-    for (AutogradNode* node : custom_nodes(history_.places())) functions.push_back(record(*node));
+    for (AutogradNode* node : custom_nodes(history_)) functions.push_back(record(*node));
     graph_.inputs.resize(inputs);
     return functions;
   }

@@ -13,6 +13,7 @@
 #include "penstock/fake.h"
 #include "penstock/graph/ir/subclass_record.h"
 #include "penstock/graph/stages/custom_functions.h"
+#include "penstock/graph/stages/history_of_values.h"
 #include "penstock/graph/stages/module_recorder.h"
 #include "penstock/graph/trace/fake_in_place.h"
 #include "penstock/graph/trace/tracer.h"
@@ -28,16 +29,13 @@ std::vector<at::Tensor> real_among_found(const Values& inputs, std::size_t found
   return real;
 }
 
-std::string in_module(const std::string& module) {
-  return module.empty() ? std::string("of the root module") : fmt::format("in module '{}'", module);
-}
-
 class TraceRun {
  public:
   TraceRun(const Values& inputs, const TraceSettings& settings)
       : settings_(settings),
         found_(real_among_found(inputs, settings.found), settings.device),
-        modules_(settings.roots, tracer_.graph) {
+        modules_(settings.roots, tracer_.graph),
+        history_(tracer_.graph, modules_) {
     tracer_.found = settings.found;
     for (std::size_t i = 0; i < inputs.size(); ++i) {
       if (!is_defined_tensor(inputs[i])) {
@@ -50,10 +48,11 @@ class TraceRun {
       input_of_graph_.push_back(i);
       inputs_.emplace_back(fake);
     }
+    history_.note_hooks();
   }
 
   ForwardTrace run(const Function& function) {
-    tracer_.seen = [this](const at::Tensor& tensor, ValueId value) { history_.note(tensor, value); };
+    tracer_.seen = [this](const at::Tensor& tensor, ValueId value) { return history_.note(tensor, value); };
     const c10::AutoGradMode gradients(true);
     const OwnAutocastCache cast_weights;
     const ModeGuard below(fake_mode_);
@@ -76,6 +75,7 @@ class TraceRun {
     tracer_.seen = nullptr;
     ForwardTrace trace;
     trace.module_of_node = modules_.paths(settings_.found, settings_.aliases);
+    refuse_hooks(trace.module_of_node);
     trace.marks = modules_.marks;
     trace.functions = record_custom_functions(tracer_, history_);
     verify(tracer_.graph);
@@ -97,6 +97,32 @@ class TraceRun {
                              "a plain tensor",
                              "trace the model with plain tensors; stages with distributed ones are made of "
                              "modules (StageModule)"));
+  }
+
+  // A replay makes nodes of its own, which do not have them.
+  void refuse_hooks(const std::vector<std::string>& module_of_node) const {
+    const std::optional<ValueId> value = history_.hooked();
+    if (!value) return;
+    throw NotImplemented(fmt::format(
+        "graph: the forward sets a gradient hook (register_hook, retain_grad) on {}, which a replay would "
+        "not "
+        "call; change the gradient in the backward of a torch::autograd::Function, or set the hook of a "
+        "parameter outside of the forward",
+        origin_of(*value, module_of_node)));
+  }
+
+  std::string origin_of(ValueId value, const std::vector<std::string>& module_of_node) const {
+    const Graph& graph = tracer_.graph;
+    for (const Placeholder& input : graph.inputs)
+      if (input.value == value) return fmt::format("'{}'", input.name);
+    for (std::size_t i = 0; i < graph.nodes.size(); ++i) {
+      bool makes = false;
+      for_each_value(graph.nodes[i].results, [&](ValueId result) { makes |= result == value; });
+      if (makes)
+        return fmt::format("the result of '{} {}'", to_text(graph, graph.nodes[i]),
+                           in_module(module_of_node[i]));
+    }
+    return "a tensor";
   }
 
   at::Tensor fake_input(const at::Tensor& tensor, std::size_t input) const {

@@ -78,8 +78,8 @@ struct ForwardTrace {
 };
 
 // Throws DataDependentError for a forward that depends on values, NotImplemented for a user-defined autograd
-// function that cannot be recorded, TypeError for distributed tensors among the inputs; each names the
-// module.
+// function that cannot be recorded and for a gradient hook that the forward sets, TypeError for distributed
+// tensors among the inputs; each names the module.
 ForwardTrace trace_forward(const Function& function, const Values& inputs, const TraceSettings& settings);
 
 // "encoder.layers.0" for "encoder.layers.0.weight"; empty for a tensor of the root.

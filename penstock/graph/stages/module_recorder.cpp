@@ -1,5 +1,6 @@
 #include "penstock/graph/stages/module_recorder.h"
 
+#include <fmt/format.h>
 #include <torch/nn/modules/container/any.h>
 
 #include <algorithm>
@@ -17,6 +18,10 @@ std::string owner_of(const std::string& tensor_name) {
 bool is_inside(const std::string& path, const std::string& module) {
   if (module.empty() || path == module) return true;
   return path.size() > module.size() && path.starts_with(module) && path[module.size()] == '.';
+}
+
+std::string in_module(const std::string& path) {
+  return path.empty() ? std::string("of the root module") : fmt::format("in module '{}'", path);
 }
 
 ModuleRecorder::ModuleRecorder(const std::vector<std::shared_ptr<torch::nn::Module>>& roots,

@@ -59,6 +59,9 @@ class ModuleRecorder final : public ScopeListener {
   std::vector<Event> events_;  // the module is the current one from this node on
 };
 
+// "in module 'encoder.0'", "of the root module", for messages.
+std::string in_module(const std::string& path);
+
 // Reports the modules of every torch::nn::Sequential below some roots, for a scope. Their AnyModules call
 // them as before, and ptr() returns them; only AnyModule::get, with Sequential::at and ptr of a type, throws
 // a c10::Error ("Attempted to cast module"), and the forward must then run without this.

@@ -30,14 +30,16 @@ FakeInPlace::FakeInPlace(const std::vector<at::Tensor>& tensors, std::optional<a
           throw TypeError(describe("graph: a parameter or buffer", "a fake tensor",
                                    "a real one, or a subclass of real ones",
                                    "materialize the module before capturing it"));
-      Replaced replaced{tensor, tensor.variable_data(), accumulator_of(tensor), {}};
+      Replaced replaced{tensor, tensor.variable_data(), accumulator_of(tensor), {}, {}};
       replaced.switched = of_meta && replaced.real.is_meta();
       if (replaced.switched)
         switch_data(tensor, to_fake(replaced.real, *of_meta));
       else
         replace_data(tensor, to_fake_parts(replaced.real));
-      if (auto* autograd = torch::autograd::impl::get_autograd_meta(tensor))
+      if (auto* autograd = torch::autograd::impl::get_autograd_meta(tensor)) {
         replaced.hooks.swap(autograd->hooks_);
+        replaced.hook_functions.swap(autograd->cpp_hooks_list_);
+      }
       replaced_.push_back(std::move(replaced));
     }
   } catch (...) {
@@ -58,6 +60,7 @@ void FakeInPlace::restore() noexcept {
       const std::lock_guard lock(autograd->mutex_);
       autograd->grad_accumulator_ = replaced.accumulator;
       autograd->hooks_.swap(replaced.hooks);
+      autograd->cpp_hooks_list_.swap(replaced.hook_functions);
     }
   }
   replaced_.clear();

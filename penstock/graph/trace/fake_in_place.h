@@ -38,6 +38,8 @@ class FakeInPlace {
     WeakNodePtr accumulator;  // replacing the data would create another one, without this one's hooks
     // Removed during the scope: differentiating inside it must not call hooks that expect a real gradient.
     decltype(torch::autograd::AutogradMeta::hooks_) hooks;
+    // What they call. A hook that is set inside the scope belongs to the fake tensor, and goes with it.
+    decltype(torch::autograd::AutogradMeta::cpp_hooks_list_) hook_functions;
     // It was on the meta device, whose tensors LibTorch does not let others replace.
     bool switched = false;
   };

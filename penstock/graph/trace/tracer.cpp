@@ -87,9 +87,10 @@ ValueId Tracer::define(const at::Tensor& tensor, StorageId storage) {
 ValueId Tracer::value_of(const at::Tensor& tensor) {
   if (const FakeNote* note = fake_note(tensor)) [[likely]] {
     if (note->owner == note_owner_) {
+      const ValueId value{note->value};
       if (seen) [[unlikely]]
-        seen(tensor, ValueId{note->value});
-      return ValueId{note->value};
+        return seen(tensor, value);
+      return value;
     }
   } else if (const auto known = others_.find(identity_of(tensor)); known != others_.end()) {
     return known->second;

@@ -67,8 +67,9 @@ class Tracer final : public Mode {
   std::size_t found = 0;
   std::shared_ptr<const DecompositionTable> decompositions;  // null: none
   // Called with a tensor each time an operator takes or makes it, when it has its value. May be empty. A
-  // result has no history yet when it is made.
-  std::function<void(const at::Tensor& tensor, ValueId value)> seen;
+  // result has no history yet when it is made. Returns the value to record for a tensor that is taken, which
+  // may be the result of a node that it has appended.
+  std::function<ValueId(const at::Tensor& tensor, ValueId value)> seen;
 
   Graph graph;
   Phase phase = Phase::Forward;  // the phase of nodes recorded from now on

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/DefaultDtype.h>
+#include <c10/core/GradMode.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -13,6 +14,7 @@
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/graph/run/leaf_values.h"
+#include "penstock/graph/stages/lost_gradients.h"
 #include "penstock/pipeline/traced/same_program.h"
 #include "penstock/torch/tree/dense_layout.h"
 #include "penstock/torch/tree/same_leaf.h"
@@ -296,6 +298,36 @@ const TracedStage::Variant& TracedStage::choose(const Tree& args, const Tree& kw
                   stage_, why_not, missing));
 }
 
+void TracedStage::refuse_lost_gradients(const Variant& variant, const std::vector<at::Tensor>& inputs) const {
+  if (!c10::GradMode::is_enabled()) return;
+  const graph::ForwardTrace& trace = variant.traced->trace;
+  const std::size_t found = variant.state.size(), keywords = variant.cut->keywords.size();
+  std::vector<std::size_t> added;  // inputs that required no gradient in the trace
+  std::vector<ValueId> values;
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    const ValueId value =
+        i < found ? trace.graph.inputs[variant.state[i]].value : value_of(variant, i - found);
+    if (!inputs[i].requires_grad() || trace.requires_grad[graph::index_of(value)] != 0) continue;
+    added.push_back(i);
+    values.push_back(value);
+  }
+  if (!graph::first_without_derivative(trace, *variant.cut, values)) return;
+  for (std::size_t k = 0; k < added.size(); ++k) {
+    const auto node = graph::first_without_derivative(trace, *variant.cut, {values[k]});
+    if (!node) continue;
+    const std::size_t i = added[k];
+    throw ValueError(fmt::format(
+        "stage {} of a traced pipeline: {} requires a gradient, in the trace it did not, and '{}' was "
+        "recorded without a derivative (a torch::autograd::Function, or NoGradGuard), so that the gradient "
+        "would be lost; trace the model again after requires_grad_(true)",
+        stage_,
+        i < found              ? fmt::format("'{}'", state_of(pipe_).names[variant.state[i]])
+        : i < found + keywords ? trace.graph.inputs[variant.cut->keywords[i - found]].name
+                               : name_of(variant, i - found - keywords),
+        trace.line(*node)));
+  }
+}
+
 Tree TracedStage::forward(const Tree& args, const Tree& kwargs) const {
   Given given;
   const Variant& variant = choose(args, kwargs, given);
@@ -304,6 +336,7 @@ Tree TracedStage::forward(const Tree& args, const Tree& kwargs) const {
   for (const std::size_t index : variant.state) inputs.push_back(tensors_[index]);
   std::move(given.tensors.begin(), given.tensors.end(), std::back_inserter(inputs));
   given.tensors.clear();
+  refuse_lost_gradients(variant, inputs);
   const std::vector<c10::IValue> results = variant.replay.run(std::move(inputs));
   std::vector<Tree> leaves = graph::leaves_of_values(std::span(results));
   if (is_last()) return unflatten_tree(std::move(leaves), variant.traced->result);

@@ -26,7 +26,8 @@ class TracedStage {
   TracedStage(Pipe pipe, int stage, ModuleTree tree, std::vector<at::Tensor> tensors, at::Device device);
 
   // Throws ValueError for tensors without an example, for plain values that differ from the example, for
-  // keyword arguments that are missing, and under another autocast or default dtype than the trace.
+  // keyword arguments that are missing, under another autocast or default dtype than the trace, and if a
+  // gradient that was not required in the trace would be lost.
   Tree forward(const Tree& args, const Tree& kwargs) const;
 
   // The records of inputs and outputs for the main example, as tensors without memory.
@@ -60,6 +61,8 @@ class TracedStage {
   // What one of the tensors of `Given` is in the trace.
   static graph::ValueId value_of(const Variant& variant, std::size_t given);
   const Variant& choose(const Tree& args, const Tree& kwargs, Given& given) const;
+  // `inputs`: of the replay.
+  void refuse_lost_gradients(const Variant& variant, const std::vector<at::Tensor>& inputs) const;
   void check_surroundings() const;
   [[noreturn]] void refuse_as_ambiguous(const Variant& one, const Variant& other) const;
   std::string name_of(const Variant& variant, std::size_t received) const;

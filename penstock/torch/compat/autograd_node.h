@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <cstddef>
 #include <memory>
 #include <type_traits>
 #include <utility>
@@ -43,6 +44,15 @@ Pointer held(T& node) {
     return node.shared_from_this();
   else
     return Pointer::reclaim_copy(&node);
+}
+
+// Returns the number of hooks on a node: its own, and those of the tensors that it has computed.
+template <class N>
+std::size_t count_hooks(N& node) {
+  std::size_t count = node.pre_hooks().size() + node.post_hooks().size();
+  if constexpr (requires { node.tensor_pre_hooks(); })  // before LibTorch 2.0 they are among the others
+    count += node.tensor_pre_hooks().size() + node.retains_grad_hooks().size();
+  return count;
 }
 
 }  // namespace penstock

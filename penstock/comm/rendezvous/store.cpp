@@ -9,6 +9,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
@@ -123,12 +124,23 @@ c10::intrusive_ptr<c10d::Store> open_file_store(const LaunchEnv& env, std::chron
         "rendezvous at {}: {}: {}; set PENSTOCK_RENDEZVOUS to a file in a folder that all ranks can write",
         place.describe(), folder, std::strerror(errno)));
   claim_file(place);
-  const auto store = std::make_shared<c10::intrusive_ptr<c10d::Store>>();
-  const auto open = [store, path = place.path, ranks = env.world_size] {
-    *store = c10::make_intrusive<c10d::FileStore>(path, ranks);
+  // Never destroyed if nobody waits for it any more, see Backing::abandon.
+  struct Opened {
+    std::atomic<bool> taken = false;
+    c10::intrusive_ptr<c10d::Store> store;
+    ~Opened() {
+      if (!taken) static_cast<void>(store.release());
+    }
+  };
+  const auto opened = std::make_shared<Opened>();
+  const auto open = [opened, path = place.path, ranks = env.world_size] {
+    opened->store = c10::make_intrusive<c10d::FileStore>(path, ranks);
   };
   const auto limit = std::min(left, kLongestAnswer);
-  if (caller.run(open, limit)) return *store;
+  if (caller.run(open, limit)) {
+    opened->taken = true;
+    return opened->store;
+  }
   CommContext context;
   context.rank = env.rank;
   context.operation = "rendezvous";
@@ -152,7 +164,7 @@ class Store::Interruptible final : public c10d::Store {
     // A store whose calls may never return may not return from its destructor either. A thread of its own has
     // it then: `caller` may be stuck, and takes no further call.
     ~Backing() {
-      if (!caller) return;
+      if (!caller || abandoned_) return;
       try {
         CallWithTimeout closer;
         static_cast<void>(closer.run([last = std::move(store)]() mutable { last.reset(); }, kCloseTime));
@@ -163,9 +175,18 @@ class Store::Interruptible final : public c10d::Store {
     Backing(const Backing&) = delete;
     Backing& operator=(const Backing&) = delete;
 
+    // After a call that did not return. c10d's stores may throw from their destructors, which nobody could
+    // catch on the thread of that call: the store is never destroyed.
+    void abandon() const {
+      if (!abandoned_.exchange(true)) static_cast<void>(c10::intrusive_ptr<c10d::Store>(store).release());
+    }
+
     c10::intrusive_ptr<c10d::Store> store;
     const std::shared_ptr<CallWithTimeout> caller;  // null: calls return soon
     const std::string unanswered;                   // what a call that does not return means
+
+   private:
+    mutable std::atomic<bool> abandoned_ = false;
   };
 
   // Calls own what they use, because they may be abandoned.
@@ -256,6 +277,7 @@ class Store::Interruptible final : public c10d::Store {
     const auto limit = std::clamp<std::chrono::milliseconds>(timeout_, kShortestAnswer, kLongestAnswer);
     const auto run = [&](std::function<void()> work) {
       if (backing_->caller->run(std::move(work), limit)) return;
+      backing_->abandon();
       CommContext context;
       context.rank = own_rank_;
       context.operation = "store";

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "penstock/errors.h"
+#include "penstock/torch/experts/grouped_product.h"
 #include "penstock/trace_pipeline.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/traced_models.h"
@@ -156,6 +157,20 @@ TEST(TracedHistory, TheHistoryOfAnotherTensorIsRefused) {
       [&] { trace_pipeline(StageModule(net), Tree::tuple({leaf(1)}), {}, PipeSplit::into(1)); });
   EXPECT_TRUE(has_text(said, "set_data")) << said;
   EXPECT_TRUE(has_text(said, "in module 'a'")) << said;
+}
+
+// -------------------------------------------------------------------------------------------------------
+// nodes that are no autograd functions
+
+// grouped_product() makes its node itself.
+TEST(TracedNodes, MadeByHandKeepTheirGradients) {
+  const auto net = std::make_shared<Between>([](const at::Tensor& h, Between& layers) {
+    const at::Tensor ends = at::full({1}, h.size(0), at::kInt);
+    return h + grouped_product(h, layers.b->weight.t().unsqueeze(0).contiguous(), ends);
+  });
+  const at::Tensor x = leaf(4);
+  const Stages stages(trace_pipeline(StageModule(net), Tree::tuple({x}), {}, PipeSplit::into(1)));
+  expect_same_gradients(net, stages, x);
 }
 
 // -------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/Type.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/function.h>
@@ -12,6 +13,8 @@
 #include <iterator>
 #include <set>
 #include <string>
+#include <string_view>
+#include <typeinfo>
 
 #include "penstock/errors.h"
 #include "penstock/fake.h"
@@ -26,14 +29,21 @@ using AutogradNode = torch::autograd::Node;
 
 namespace {
 
-constexpr std::string_view kCustom = "torch::autograd::CppNode<";
+constexpr std::string_view kCustom = "torch::autograd::CppNode<", kOfLibTorch = "torch::autograd::";
 
-bool is_custom(const AutogradNode& node) { return node.name().starts_with(kCustom); }
+std::string type_of(const AutogradNode& node) { return c10::demangle(typeid(node).name()); }
+
+// Functions of a user, and nodes that a program has made by hand: replaying operators does not bring them
+// back.
+bool is_custom(const AutogradNode& node) {
+  const std::string type = type_of(node);
+  return type.starts_with(kCustom) || !type.starts_with(kOfLibTorch);
+}
 
 // "torch::autograd::CppNode<my::(anonymous namespace)::Scale>" -> "my::(anonymous namespace)::Scale"
 std::string custom_name(const AutogradNode& node) {
-  const std::string name = node.name();
-  return name.substr(kCustom.size(), name.size() - kCustom.size() - 1);
+  const std::string type = type_of(node);
+  return type.starts_with(kCustom) ? type.substr(kCustom.size(), type.size() - kCustom.size() - 1) : type;
 }
 
 // Later functions last.

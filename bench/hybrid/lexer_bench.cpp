@@ -65,7 +65,7 @@ void measure_rows(const fs::path& shards, std::int64_t context) {
 
 int main() {
   const fs::path folder = fs::temp_directory_path() / "penstock_lexer_bench";
-  remove_tree(folder);
+  penstock::remove_tree(folder);
   MakeShardsOptions options;
   options.sources.cap_bytes = 16 << 20;
   make_shards(folder, options);
@@ -86,5 +86,5 @@ int main() {
   measure("one file of random bytes", large);
   measure_rows(folder, 256);
   measure_rows(folder, 2048);
-  remove_tree(folder);
+  penstock::remove_tree(folder);
 }

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 #include <poll.h>
 #include <sched.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -13,7 +12,6 @@
 #include <deque>
 #include <iterator>
 #include <mutex>
-#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -173,19 +171,8 @@ class UcxTransport::Mover {
     return mover;
   }
 
-  // Starts the thread with the first transport: where a transfer needs it, its failure could not be reported.
-  // Throws StateError if the system refuses one.
   void add(const std::shared_ptr<Core>& core) {
     const std::lock_guard lock(mutex_);
-    if (runs_in_ != ::getpid()) {  // a forked process lacks the thread
-      try {
-        std::thread([this] { run(); }).detach();
-      } catch (const std::system_error& error) {
-        throw StateError(
-            fmt::format("UCX transport: cannot start a thread: {}; raise `ulimit -u`", error.what()));
-      }
-      runs_in_ = ::getpid();
-    }
     std::erase_if(cores_, [](const auto& each) { return each.expired(); });
     cores_.push_back(core);
   }
@@ -193,6 +180,7 @@ class UcxTransport::Mover {
   // Called when a send was not transmitted completely at once.
   void wake() noexcept {
     const std::lock_guard lock(mutex_);
+    if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
     if (std::exchange(work_, true)) return;
     changed_.notify_one();
   }
@@ -241,7 +229,7 @@ class UcxTransport::Mover {
   std::condition_variable changed_;
   std::vector<std::weak_ptr<Core>> cores_;
   bool work_ = false;
-  pid_t runs_in_ = 0;  // the process that has the thread
+  std::thread thread_;
 };
 
 void UcxTransport::Core::wake_mover() noexcept { Mover::instance().wake(); }

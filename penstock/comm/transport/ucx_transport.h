@@ -81,8 +81,8 @@ class UcxTransport {
 
   // Every member constructs it; returns when all members have published. Keys start with "ucx/": two
   // transports must not share a key space. Throws ConfigError if UCX is missing, if members use different UCX
-  // versions, or if a member cannot be reached through shared memory, StateError if the system refuses a
-  // thread. Exceptions of `publish` and `fetch` are not caught.
+  // versions, or if a member cannot be reached through shared memory. Exceptions of `publish` and `fetch` are
+  // not caught.
   UcxTransport(int axis_rank, int size, const Publish& publish, const Fetch& fetch, UcxOptions options = {});
   ~UcxTransport();
   UcxTransport(const UcxTransport&) = delete;

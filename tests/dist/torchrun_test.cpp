@@ -43,6 +43,15 @@ std::string torchrun_version() {
   return ended.output.substr(0, ended.output.find('\n'));
 }
 
+constexpr const char* kWithoutLibuv = R"(
+import torch.distributed as d
+class WithoutLibuv(d.TCPStore):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **{"use_libuv": False, **kwargs})
+d.TCPStore = WithoutLibuv
+from torch.distributed.run import main
+main())";
+
 class Torchrun : public ::testing::Test {
  protected:
   static void SetUpTestSuite() { theirs_ = protocol_of(torchrun_version()); }
@@ -54,14 +63,14 @@ class Torchrun : public ::testing::Test {
   static bool same_protocol() { return theirs_ == ours(); }
   static bool other_protocol() { return (theirs_ == 1) != (ours() == 1); }
 
-  // Runs a shell script as two ranks. Some builds of PyTorch lack what torchrun's store uses by default.
+  // Runs a shell script as two ranks. Some builds of PyTorch lack what torchrun's stores use by default, and
+  // torchrun cannot be told to do without: it is then called with another default.
   static Ended run(const std::string& options, const std::string& script) {
-    const std::string command =
-        fmt::format("{} -m torch.distributed.run --nproc-per-node 2 {} --no-python /bin/sh -c \"{}\"",
-                    python(), options, script);
-    const Ended ended = run_command(command, 180s);
-    return has_text(ended.output, "built without libuv support") ? run_command("USE_LIBUV=0 " + command, 180s)
-                                                                 : ended;
+    const std::string arguments =
+        fmt::format("--nproc-per-node 2 {} --no-python /bin/sh -c \"{}\"", options, script);
+    const Ended ended = run_command(python() + " -m torch.distributed.run " + arguments, 180s);
+    if (!has_text(ended.output, "built without libuv support")) return ended;
+    return run_command(fmt::format("{} -c '{}' {}", python(), kWithoutLibuv, arguments), 180s);
   }
 
   // torchrun's own rendezvous has a port that other tests may use as well.

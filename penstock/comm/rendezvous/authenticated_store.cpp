@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <exception>
-#include <optional>
 #include <thread>
 #include <utility>
 
@@ -111,7 +110,7 @@ c10::intrusive_ptr<AuthenticatedStore> AuthenticatedStore::connect(const LaunchE
   const auto begin = Clock::now();
   const JobKey key(rendezvous_secret(env));
   const Rendezvous& place = env.rendezvous;
-  std::optional<Clock::time_point> first_refusal;
+  Clock::time_point refused_since = Clock::time_point::max();  // max: not refused
   for (auto pause = 5ms;; pause = std::min<std::chrono::milliseconds>(pause * 2, 50ms)) {
     check_notices(notices, env, begin);
     std::string why;
@@ -127,8 +126,8 @@ c10::intrusive_ptr<AuthenticatedStore> AuthenticatedStore::connect(const LaunchE
       why = describe_end(end);
       if (end == HandshakeEnd::Refused || end == HandshakeEnd::Foreign) {
         const auto now = Clock::now();
-        if (!first_refusal) first_refusal = now;
-        if (now - *first_refusal >= kRefusalTime || now >= deadline)
+        refused_since = std::min(refused_since, now);
+        if (now - refused_since >= kRefusalTime || now >= deadline)
           throw ConfigError(fmt::format(
               "rendezvous at {}: {}; {}", place.describe(), why,
               end == HandshakeEnd::Refused
@@ -139,7 +138,7 @@ c10::intrusive_ptr<AuthenticatedStore> AuthenticatedStore::connect(const LaunchE
                         "set MASTER_PORT to a free port on rank 0's host, and use the same version of "
                         "Penstock everywhere")));
       } else {
-        first_refusal.reset();
+        refused_since = Clock::time_point::max();
       }
     } else {
       why = host.problem();

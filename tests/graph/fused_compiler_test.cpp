@@ -72,7 +72,11 @@ TEST(FusionChoice, ExactModeLeavesOutWhatRoundsElsewhere) {
   const auto function = [](const Tensors& in) -> Tensors { return {at::exp(in[0] * 2 + 1).relu() - in[0]}; };
   const Tensors inputs{torch::randn({8, 16})};
   EXPECT_EQ(groups_of(function, inputs), (Texts{"aten::mul, aten::add, aten::exp, aten::relu, aten::sub"}));
+#if defined(__aarch64__)
+  EXPECT_EQ(groups_of(function, inputs, true), (Texts{"aten::mul, aten::add"}));  // no exact relu
+#else
   EXPECT_EQ(groups_of(function, inputs, true), (Texts{"aten::mul, aten::add", "aten::relu, aten::sub"}));
+#endif
   EXPECT_EQ(groups_of([](const Tensors& in) -> Tensors { return {(in[0] * 2).sum(-1)}; }, inputs, true),
             Texts{});
 }
@@ -349,7 +353,7 @@ TEST(FusedTrouble, TheCheckFindsAWrongKernel) {
     ASSERT_EQ(warnings.warnings().size(), 1u);
     const std::string message = warnings.warnings()[0].message;
     EXPECT_TRUE(has_text(message, "training.compile_check"));
-    EXPECT_TRUE(has_text(message, "aten::add, aten::mul, aten::relu, aten::sub"));
+    EXPECT_TRUE(has_text(message, "aten::add, aten::mul"));
     const fs::path saved = saved_in(message);
     EXPECT_TRUE(has_text(text_of(saved / "kernels.cpp"), "void k0"));
     remove_tree(saved);

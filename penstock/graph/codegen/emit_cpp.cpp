@@ -450,24 +450,7 @@ std::string emit_cpp(const std::vector<NamedKernel>& kernels) {
 }
 
 bool may_share_memory(const LoopKernel& kernel, std::size_t read, std::size_t written) {
-  const LoopBuffer &from = kernel.buffers.at(read), &to = kernel.buffers.at(written);
-  if (from.written || !to.written || from.type != to.type || from.strides != to.strides) return false;
-  for (std::size_t d = 0; d < kernel.sizes.size(); ++d)
-    if (to.strides[d] == 0 && kernel.sizes[d] > 1) return false;
-  if (kernel.form == LoopForm::Elements) return true;
-  if (kernel.form == LoopForm::Columns) return false;
-  // Nothing may read the row after the pass that writes it.
-  const RowPasses passes(kernel);
-  std::size_t writing = passes.passes;
-  for (std::size_t pass = 0; pass < passes.passes; ++pass)
-    for (const LoopStore& store : passes.stores[pass])
-      if (store.buffer == written) writing = pass;
-  for (std::size_t pass = writing + 1; pass < passes.passes; ++pass)
-    for (const std::size_t i : passes.computed_in(pass))
-      if (kernel.instructions[i].op == LoopOp::Load && kernel.instructions[i].buffer == read &&
-          !passes.is_kept_before(i, pass))
-        return false;
-  return true;
+  return may_share_memory(kernel, read, written, /*with_kept=*/true);
 }
 
 }  // namespace penstock::graph

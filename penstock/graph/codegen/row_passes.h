@@ -45,4 +45,8 @@ struct RowPasses {
   void drop_unused();
 };
 
+// Whether a written buffer may have the memory of a read one: each element is read before it is written, and
+// not again. `with_kept`: values that a pass keeps are not loaded by later ones.
+bool may_share_memory(const LoopKernel& kernel, std::size_t read, std::size_t written, bool with_kept);
+
 }  // namespace penstock::graph
